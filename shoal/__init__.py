@@ -1,0 +1,21 @@
+"""Shoal: a small, very fast LLM inference system. `from shoal import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal.api import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from shoal.version import __version__
+
+if TYPE_CHECKING:
+    from shoal.engine.llm import LLM
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` needs torch, which takes seconds to import; it is loaded when it is first named."""
+    if name == "LLM":
+        from shoal.engine.llm import LLM
+        return LLM
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")

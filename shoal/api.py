@@ -1,0 +1,230 @@
+"""What crosses every seam: requests, sampling parameters, outputs, and the two engine protocols.
+
+Torch-free. Field names and meanings are vLLM's where vLLM has them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shoal.errors import RequestError
+
+MAX_LOGIT_BIAS = 100.0
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. Every request ends exactly once, with one of these."""
+
+    STOP = "stop"        # an end-of-text id, a stop id or a stop string
+    LENGTH = "length"    # max_tokens, max_model_len or the whole cache reached
+    ABORT = "abort"      # the caller took it back
+    ERROR = "error"      # the engine failed
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How tokens are drawn and when a request ends. Raises RequestError for impossible values.
+
+    The draw of a token depends on (seed, position) alone; answer i of `n` uses seed + i.
+    `temperature` 0 is greedy; `top_k` 0 or -1 is off; `logprobs` -1 asks for the whole vocabulary.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.bad_words = list(self.bad_words or [])
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        if self.seed == -1:
+            self.seed = None
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_integer("n", self.n, 1)
+        _check_integer("top_k", self.top_k, -1)
+        _check_integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or raise max_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), -1)
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise RequestError(f"seed {self.seed!r} is not an integer; give an integer or None")
+        if not all(isinstance(s, str) and s for s in self.stop or ()):
+            raise RequestError(f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one character")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids, or let the engine detokenize")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids and not all(isinstance(i, int) and i >= 0 for i in ids):
+                raise RequestError(f"{name} {ids!r} holds something that is no token id; give integers from 0 up")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty, so no token could ever be drawn; name at least one id or leave it out")
+        if not all(isinstance(w, str) and w for w in self.bad_words or ()):
+            raise RequestError(f"bad_words {self.bad_words!r} holds an empty or non-text entry; every bad word needs at least one character")
+        if self.logit_bias is not None:
+            try:
+                self.logit_bias = {int(i): float(b) for i, b in self.logit_bias.items()}
+            except (TypeError, ValueError, AttributeError):
+                raise RequestError(f"logit_bias {self.logit_bias!r} is not a map from token id to number") from None
+            for token_id, bias in self.logit_bias.items():
+                if token_id < 0 or not abs(bias) <= MAX_LOGIT_BIAS:
+                    raise RequestError(f"logit_bias {{{token_id}: {bias}}} is outside ids >= 0 and [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+def _check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):  # type: ignore[arg-type,operator]
+        limit = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
+        raise RequestError(f"{name} {value!r} is outside {limit}; choose a finite number inside it")
+
+
+def _check_integer(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise RequestError(f"{name} {value!r} is not an integer of at least {low}; choose one")
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence to generate: token ids in, `Output`s out. `params.n` is 1 here: `n` is fanned out above the engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0                      # lower runs first
+    arrival: float = 0.0                   # seconds, any clock; breaks ties of priority
+    cache_salt: str | None = None          # part of the block keys: requests share a prefix only under one salt
+    adapter: str | None = None             # likewise
+    eos_token_ids: tuple[int, ...] = ()    # all end-of-text ids of the model; not checked under ignore_eos
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()    # params.bad_words, tokenized
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural-log probability of a token, its rank in the distribution (1 is the best), and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class Output:
+    """What one step added to one request. The last one carries the finish reason."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None    # once, with the first token
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None     # the stop id or stop string that ended it; None for an end-of-text id
+    num_cached_tokens: int = 0               # prompt tokens that the prefix cache held
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Stats:
+    """The engine at one moment."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0               # free or evictable
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0          # tokens looked up
+    prefix_cache_hits: int = 0             # tokens found
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+class Engine(Protocol):
+    """A request in, a stream of outputs out: a worker, a router, a prefill/decode pair, a fake."""
+
+    def generate(self, request: Request) -> AsyncIterator[Output]: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def stats(self) -> Stats: ...
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer. `text` is empty when detokenization is off."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All answers to one prompt, as `LLM.generate` returns them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)

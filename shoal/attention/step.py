@@ -1,0 +1,55 @@
+"""What every layer of one forward pass shares, and the seam between the model and an attention backend.
+
+Shapes: T tokens of the step, S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step on the device. Sequences come decodes first: `num_decodes` of them have one query token, the rest are prefill chunks.
+
+    In a captured decode step all sizes are those of the capture (S == T == num_decodes); padding has row -1, position -1, length 0.
+    """
+
+    token_ids_T: torch.Tensor       # int32
+    positions_T: torch.Tensor       # int32
+    rows_T: torch.Tensor            # int32: the state row of each token's sequence, -1 for padding
+    rows_S: torch.Tensor            # int32
+    query_starts_S: torch.Tensor    # int32 [S + 1]: where each sequence's query tokens start in T
+    kv_lens_S: torch.Tensor         # int32: cached tokens of each sequence, this step's included
+    block_tables_RM: torch.Tensor   # int32 view into the batch state; rows_S and rows_T index its first dimension
+    num_decodes: int
+    max_query_len: int              # over the prefill chunks; 1 if there are none
+    max_kv_len: int                 # upper bound over all sequences (max_model_len in a captured step)
+    fresh_prefills: bool = False    # every prefill chunk starts at position 0: k and v of the step are all there is to see
+    host_query_starts: tuple[int, ...] = ()    # query_starts_S on the host, for backends that loop over prefills (empty in a captured step)
+    host_kv_lens: tuple[int, ...] = ()         # kv_lens_S on the host (likewise)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.rows_S.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids_T.shape[0]
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a step's queries over the paged cache. Built once an engine; `begin` may plan for a step's shape."""
+
+    scale: float
+
+    def begin(self, step: StepInput) -> None:
+        """Called once before the layers of an eager step, or before capture."""
+
+    def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
+               step: StepInput, window: int | None) -> torch.Tensor:
+        """[T, H, N] for [T, H, N] queries. The step's own k and v are in `kv_layer` already; they are passed for fresh prefills."""
+        ...

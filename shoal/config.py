@@ -1,0 +1,99 @@
+"""EngineConfig: every option of the engine, validated when it is built, never written again.
+
+Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest; vLLM options that mean nothing
+here are accepted with a warning. What depends on the model or the device is resolved in engine/core.py, which `replace`s the config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "smollm2"
+DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
+
+# Options of vLLM's LLM() that Shoal has no use for: accepted so that its examples run.
+IGNORED_OPTIONS = frozenset({
+    "tokenizer_mode", "trust_remote_code", "swap_space", "cpu_offload_gb", "disable_log_stats", "disable_custom_all_reduce",
+    "enable_chunked_prefill", "compilation_config", "distributed_executor_backend", "max_seq_len_to_capture", "use_tqdm_on_load",
+    "allowed_local_media_path", "limit_mm_per_prompt", "mm_processor_kwargs", "disable_cascade_attn", "num_scheduler_steps",
+    "use_v2_block_manager", "preemption_mode", "worker_cls", "optimization_level", "pipeline_parallel_size", "runner", "task",
+})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Raises ConfigError naming the option, its value and the limit."""
+
+    model: str = DEFAULT_MODEL                 # folder, .gguf file, hub id, or "smollm2"
+    tokenizer: str | None = None               # folder or file; default: the model's own
+    skip_tokenizer_init: bool = False          # token ids only
+    revision: str | None = None                # of a hub id
+    download_dir: str | None = None
+    load_format: str = "auto"                  # or "dummy": random weights
+    dtype: str = "auto"                        # "auto": the checkpoint's on a GPU; on the CPU what the processor does well
+    device: str = "auto"                       # "cuda" if there is one, else "cpu"
+    max_model_len: int | None = None           # default: what the model was trained for
+    max_num_seqs: int | None = None            # default: 256 on a GPU, 64 on the CPU
+    max_num_batched_tokens: int | None = None  # token budget of a step; default: 16384 on a GPU, 1024 on the CPU
+    block_size: int = 16                       # tokens a KV block
+    gpu_memory_utilization: float = 0.9        # this engine's share of the card
+    kv_cache_memory_bytes: int | None = None   # on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False                # no CUDA graphs
+    cudagraph_capture_sizes: list[int] | None = None
+    tensor_parallel_size: int = 1
+    attention_backend: str = "auto"            # "triton" | "cpu" | "flashinfer" | "flash_attn"
+    async_scheduling: bool | None = None       # schedule step n+1 while n runs; default: on a GPU
+    scheduling_policy: str = "fcfs"            # or "priority"
+    long_prefill_token_threshold: int = 0      # most prompt tokens of one sequence in a step while others wait; 0: the whole budget
+    generation_config: str = "auto"            # "vllm": ignore the model's generation_config.json for default sampling parameters
+    chat_template: str | None = None           # a Jinja template or a path to one; default: the model's own
+    max_logprobs: int = 20                     # most logprobs a request may ask for; -1: no limit
+    seed: int = 0                              # of requests that bring none
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Builds a config from user options: unknown names raise, meaningless ones of vLLM warn."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in list(options):
+            if name in names:
+                continue
+            if name in IGNORED_OPTIONS:
+                logger.warning("option %s=%r has no meaning in Shoal and is ignored", name, options.pop(name))
+                continue
+            nearest = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "see `shoal generate --help` for the options there are"
+            raise ConfigError(f"unknown option {name!r}={options[name]!r}; {hint}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_model_len", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
+                          ("num_gpu_blocks_override", 1), ("tensor_parallel_size", 1), ("block_size", 1),
+                          ("long_prefill_token_threshold", 0), ("max_logprobs", -1)):
+            value = getattr(self, name)
+            if value is None and name not in ("tensor_parallel_size", "block_size", "long_prefill_token_threshold", "max_logprobs"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"{name} {value!r} is not an integer of at least {low}; choose one")
+        if self.block_size & (self.block_size - 1) or self.block_size > 256:
+            raise ConfigError(f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization {share!r} is outside (0, 1]; it is this engine's share of the card's memory")
+        for name, choices in (("dtype", DTYPES), ("load_format", ("auto", "dummy")), ("device", ("auto", "cpu", "cuda")),
+                              ("attention_backend", ("auto", "triton", "cpu", "flashinfer", "flash_attn")),
+                              ("scheduling_policy", ("fcfs", "priority")), ("generation_config", ("auto", "vllm"))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        sizes = self.cudagraph_capture_sizes
+        if sizes is not None and (not sizes or not all(isinstance(s, int) and s > 0 for s in sizes)):
+            raise ConfigError(f"cudagraph_capture_sizes {sizes!r} must be a list of batch sizes from 1 up; leave it out for the default ladder")

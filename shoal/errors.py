@@ -1,0 +1,33 @@
+"""The tree of errors.
+
+ShoalError
+    UserError (also a ValueError)   the caller's mistake: names the value, the limit and the way out
+        ConfigError                 an option of the engine
+        RequestError                a prompt or a sampling parameter
+        CheckpointError             a model folder, a file in it, a tensor in that
+    EngineDeadError                 the engine cannot go on: a rank died, the device failed
+"""
+
+
+class ShoalError(Exception):
+    """Base of everything Shoal raises on purpose."""
+
+
+class UserError(ShoalError, ValueError):
+    """The caller can mend it. The message names the value, the limit and the way out."""
+
+
+class ConfigError(UserError):
+    """An option of the engine is unknown, impossible, or at odds with the model or the machine."""
+
+
+class RequestError(UserError):
+    """A prompt or a sampling parameter is impossible. Other requests don't notice."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, or of an architecture that is not supported."""
+
+
+class EngineDeadError(ShoalError, RuntimeError):
+    """The engine ended: a rank died or the device failed. Build a new one."""
