@@ -1,0 +1,51 @@
+"""The functions a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu_ops.py has them all; an engine picks one.
+
+T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F intermediate · V vocabulary
+· E experts · R state rows · M blocks a sequence. What each does is said in reference.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+
+from shoal.errors import ConfigError
+
+
+class Ops(Protocol):
+    """A module with these functions."""
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor: ...
+
+    def qk_norm_rope_store(self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
+                           cos_sin: torch.Tensor, positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor,
+                           kv_layer: torch.Tensor, num_heads: int, num_kv_heads: int) -> None: ...
+
+    def embed(self, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor: ...
+
+    def sample(self, logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,
+               out_tokens_S: torch.Tensor) -> None: ...
+
+    def moe(self, x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
+            norm_topk_prob: bool) -> torch.Tensor: ...
+
+    def apply_updates(self, state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def begin_decode(self, rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tensor, positions_B: torch.Tensor,
+                     kv_lens_B: torch.Tensor) -> None: ...
+
+
+MODULES = {"cuda": "shoal.kernels.triton_ops", "cpu": "shoal.kernels.reference"}
+
+
+def select_ops(device_type: str) -> Ops:
+    """The module for a kind of device, imported only now: a CPU run must not pay for Triton."""
+    if device_type not in MODULES:
+        raise ConfigError(f"no kernels for device {device_type!r}; choose one of {', '.join(MODULES)}")
+    return cast(Ops, importlib.import_module(MODULES[device_type]))

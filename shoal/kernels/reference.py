@@ -1,0 +1,187 @@
+"""Every op in plain PyTorch: what the other modules must compute, and the CPU's path where it has nothing faster.
+
+T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F intermediate · V vocabulary
+· E experts · R state rows · M blocks a sequence. Norms accumulate in float32 and round as transformers does: normalise, cast, weigh.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field
+
+# Multipliers of "lowbias32" (Wellons), a 32-bit finalizer with little bias; the other two constants only tell words apart.
+MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+SALT_0, SALT_1 = 0x9E3779B9 - (1 << 32), 0x3C6EF372
+MAX_UNIFORM = 1.0 - 2.0 ** -24
+MAX_GUMBEL = 32 * math.log(2.0)    # -log of the smallest exponential draw, 2**-32
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    x32 = x_TD.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x_TD.dtype) * weight_D
+
+
+def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual += x in place; returns the norm of the sum."""
+    residual_TD += x_TD
+    return rms_norm(residual_TD, weight_D, eps)
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+    return (F.silu(gate_TF.float()) * up_TF.float()).to(gate_up_T2F.dtype)
+
+
+def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
+                       positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
+                       num_heads: int, num_kv_heads: int) -> None:
+    """Normalises (if there are weights) and rotates the q and k heads of qkv [T, (H + 2G) * N] in place, and stores k and v.
+
+    cos_sin: [max_position, N], cosines then sines. Nothing is stored for padding (row or position -1), whose qkv is left undefined.
+    """
+    head_dim = cos_sin.shape[1]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q_THN, k_TGN, v_TGN = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    positions = positions_T.long()
+    cos, sin = cos_sin[positions.clamp(min=0)].unsqueeze(1).chunk(2, dim=-1)
+    for x, weight in ((q_THN, q_weight), (k_TGN, k_weight)):
+        first, second = (x if weight is None else rms_norm(x, weight, eps)).float().chunk(2, dim=-1)
+        x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    block_size = kv_layer.shape[3]
+    stored = ((rows_T >= 0) & (positions_T >= 0)).nonzero().squeeze(1)
+    positions = positions[stored]
+    blocks = block_tables_RM[rows_T[stored].long(), positions // block_size].long()
+    kv_layer[blocks, 0, :, positions % block_size] = k_TGN[stored]
+    kv_layer[blocks, 1, :, positions % block_size] = v_TGN[stored]
+
+
+def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    return F.embedding(ids_T, weight_VD)
+
+
+def apply_updates(state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None:
+    """state[addresses] = values; addresses are unique."""
+    state[addresses.long()] = values
+
+
+def begin_decode(rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tensor, positions_B: torch.Tensor,
+                 kv_lens_B: torch.Tensor) -> None:
+    """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length 0."""
+    padding = rows_B < 0
+    rows = rows_B.clamp(min=0).long()
+    tokens_B.copy_(table[rows, Field.TOKEN].masked_fill(padding, 0))
+    positions_B.copy_(table[rows, Field.POSITION].masked_fill(padding, -1))
+    torch.add(positions_B, 1, out=kv_lens_B)
+
+
+def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,
+           out_tokens_S: torch.Tensor) -> None:
+    """Draws a token for each s with rows_S[s] >= 0 from logits_BV[s], by the sampling fields of its row, into out_tokens_S and the row.
+
+    positions_S: of the tokens whose logits these are. A draw depends on logits, fields and position alone, not on the batch:
+    it is the argmax of logits / temperature + Gumbel noise (a draw from the softmax, see Maddison et al. 2014) over the tokens that
+    min_p, top_k and top_p leave, the noise a hash of (seed, position of the drawn token, token). Greedy: the first of the largest.
+    """
+    active = (rows_S >= 0).nonzero().squeeze(1)
+    rows = rows_S[active].long()
+    fields = table[rows, :FIELDS]
+    logits_SV, drawn_positions = logits_BV[active] if len(active) < len(logits_BV) else logits_BV, positions_S[active] + 1
+    tokens = logits_SV.argmax(dim=-1).to(torch.int32)
+    temperatures, top_ps, min_ps = fields.view(torch.float32)[:, [Field.TEMPERATURE, Field.TOP_P, Field.MIN_P]].T.tolist()
+    top_ks = fields[:, Field.TOP_K].tolist()
+    key_0, key_1 = noise_keys(fields[:, Field.SEED_LOW], fields[:, Field.SEED_HIGH], drawn_positions)
+    for s, temperature in enumerate(temperatures):
+        if temperature >= MIN_TEMPERATURE:
+            scaled_V = logits_SV[s].float() * (1.0 / temperature)
+            tokens[s] = _draw(scaled_V, tokens[s:s + 1], top_ks[s], top_ps[s], min_ps[s], key_0[s], key_1[s])
+    out_tokens_S[active] = tokens
+    table[rows, Field.TOKEN] = tokens
+    table[rows, Field.POSITION] = drawn_positions
+
+
+def _draw(scaled_V: torch.Tensor, best_1: torch.Tensor, top_k: int, top_p: float, min_p: float, key_0: torch.Tensor,
+          key_1: torch.Tensor) -> torch.Tensor:
+    """One token of one row. Noise is made only for tokens that can win: those within its range of the best token's own score."""
+    largest = scaled_V[best_1]
+    floor = largest + gumbel(key_0, key_1, best_1) - MAX_GUMBEL
+    if top_k > 0 or top_p < 1.0 or min_p > 0.0:
+        floor = torch.maximum(floor, threshold(scaled_V, top_k, top_p, min_p))
+    ids = (scaled_V >= floor).nonzero().squeeze(1)
+    return ids[(scaled_V[ids] + gumbel(key_0, key_1, ids.to(torch.int32))).argmax()]
+
+
+def threshold(scaled_V: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The smallest logit (after temperature) that min_p, then top_k, then top_p keep; what ties with it is kept too.
+
+    min_p: at least min_p times as probable as the best. top_k: at least as probable as the k-th. top_p: the mass of what is strictly more
+    probable, of all that the first two left, is below top_p.
+    """
+    floor = largest = scaled_V.max()
+    floor = largest + math.log(min_p) if min_p > 0.0 else scaled_V.new_tensor(-math.inf)
+    if 0 < top_k < len(scaled_V):
+        floor = torch.maximum(floor, scaled_V.topk(top_k).values[-1])
+    if top_p >= 1.0:
+        return floor
+    kept = scaled_V[scaled_V >= floor]
+    mass = (kept - largest).exp_()
+    total = mass.sum(dtype=torch.float64)
+    # Tokens of at most (1 - top_p) / n of the mass hold at most 1 - top_p together, so the n tokens' answer is among the others.
+    kept = kept[mass >= total * ((1.0 - top_p) / len(kept))].sort(descending=True).values
+    above = (kept - largest).exp_().double().cumsum(0).roll(1)
+    above[0] = 0.0
+    return kept[(above < total * top_p).sum() - 1]
+
+
+def noise_keys(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two int32 words that name a draw: they mix the same three words in two orders, so that together they keep 64 bits."""
+    key_0 = _mix(position ^ _mix(seed_high ^ _mix(seed_low ^ SALT_0)))
+    key_1 = _mix(seed_low + _mix(seed_high + _mix(position + SALT_1)))
+    return key_0, key_1
+
+
+def gumbel(key_0: torch.Tensor, key_1: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise of a token: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits, finest near 0, where noise is largest."""
+    h = _xor_shift(token ^ key_0, 16).mul_(MIX_1)
+    h = _xor_shift(h, 15).add_(key_1).mul_(MIX_2)
+    h = _shift(_xor_shift(h, 16), 1)
+    u = h.float().add_(0.5).mul_(2.0 ** -31).clamp_(max=MAX_UNIFORM)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = _xor_shift(x, 16) * MIX_1
+    x = _xor_shift(x, 15) * MIX_2
+    return _xor_shift(x, 16)
+
+
+def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return _shift(x, bits).bitwise_xor_(x)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift of an unsigned word: int32's own `>>` would draw the sign in."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def route(router_logits_TE: torch.Tensor, top_k: int, norm_topk_prob: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (float32) and ids of each token's best experts."""
+    weights_Tk, experts_Tk = router_logits_TE.float().softmax(dim=-1).topk(top_k, dim=-1)
+    if norm_topk_prob:
+        weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
+    return weights_Tk, experts_Tk
+
+
+def moe(x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
+        norm_topk_prob: bool) -> torch.Tensor:
+    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight, in float32."""
+    weights_Tk, experts_Tk = route(router_logits_TE, top_k, norm_topk_prob)
+    out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+    for expert in experts_Tk.unique().tolist():
+        tokens, choice = (experts_Tk == expert).nonzero(as_tuple=True)
+        hidden = silu_mul(F.linear(x_TD[tokens], w13_E2FD[expert]))
+        out_TD.index_add_(0, tokens, F.linear(hidden, w2_EDF[expert]).float() * weights_Tk[tokens, choice].unsqueeze(1))
+    return out_TD.to(x_TD.dtype)

@@ -1,0 +1,79 @@
+"""The batch state on the device: one flat int32 tensor, changed only by (address, value) pairs. This file says what lies where.
+
+First the active decode rows in batch order (-1: padding), then one row a sequence: its fields, then its block table.
+The host's mirror of it: engine/batch.py. Who reads it: the kernels. No Triton here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+
+class Field(IntEnum):
+    """Columns of a state row before its block table. Floats are stored as their bits."""
+
+    TOKEN = 0          # the last sampled id: the next input
+    POSITION = 1       # that token's position: the number of tokens in the cache before it
+    SEED_LOW = 2
+    SEED_HIGH = 3
+    TEMPERATURE = 4    # float32 bits; below MIN_TEMPERATURE the row is greedy
+    TOP_K = 5          # 0: off
+    TOP_P = 6          # float32 bits; 1: off
+    MIN_P = 7          # float32 bits; 0: off
+
+
+FIELDS = 16                # 64 bytes, so that block tables are aligned
+MIN_TEMPERATURE = 1e-5     # as vLLM: below it, dividing by the temperature means nothing
+_ALIGNMENT = 16            # int32s: rows start on 64 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Addresses in the flat state of `num_rows` rows with block tables of at least `max_blocks` entries."""
+
+    num_rows: int
+    max_blocks: int
+
+    @property
+    def active_address(self) -> int:
+        return 0
+
+    @property
+    def row_stride(self) -> int:
+        return FIELDS + _aligned(self.max_blocks)
+
+    def row_address(self, row: int) -> int:
+        return _aligned(self.num_rows) + row * self.row_stride
+
+    @property
+    def size(self) -> int:
+        return self.row_address(self.num_rows)
+
+    def active(self, state: torch.Tensor) -> torch.Tensor:
+        """rows_B: [num_rows]."""
+        return state[:self.num_rows]
+
+    def table(self, state: torch.Tensor) -> torch.Tensor:
+        """[num_rows, FIELDS + M]: what `sample` and `begin_decode` take."""
+        return state[self.row_address(0):].view(self.num_rows, self.row_stride)
+
+    def block_tables(self, state: torch.Tensor) -> torch.Tensor:
+        """block_tables_RM: a strided view of `table`."""
+        return self.table(state)[:, FIELDS:]
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """A seed's low and high 32 bits as int32. Seeds that are equal modulo 2**64 are one seed."""
+    return _int32(seed), _int32(seed >> 32)
+
+
+def _int32(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
