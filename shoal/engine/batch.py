@@ -1,0 +1,244 @@
+"""From a StepPlan to the one packed int32 buffer that a step sends to the device (and, with tensor parallelism, to every rank).
+
+The batch state lives on the device in rows that stay put while a sequence runs; `BatchBuilder` keeps the host's mirror of what the
+device holds and sends differences: (address, value) pairs into the flat state, then, unless every sequence decodes, the step's tokens.
+Numpy only; what the addresses mean is in kernels/state.py, who reads the buffer is engine/runner.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from shoal.engine.scheduler import ScheduledSeq, StepPlan
+from shoal.engine.sequence import Sequence
+from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
+
+ALIGNMENT = 4    # int32s: sections start on 16 bytes, so that Triton sees one alignment and compiles one variant
+
+
+class Header(IntEnum):
+    """The first HEADER_SIZE ints of a packed step."""
+
+    NUM_UPDATES = 0
+    NUM_SEQS = 1
+    NUM_DECODES = 2
+    NUM_TOKENS = 3
+    NUM_SAMPLES = 4
+    MAX_QUERY_LEN = 5
+    MAX_KV_LEN = 6
+    DECODE_ONLY = 7          # every sequence decodes: no token sections, the device knows all
+    FRESH_PREFILLS = 8       # every prefill chunk starts at position 0
+    EXTRAS = 9               # rank 0 samples once more, with what the state rows can't say
+    NUM_PROMPT_LOGITS = 10   # tokens of prompts whose logits are asked for
+
+
+HEADER_SIZE = 16
+
+
+def section_sizes(header: np.ndarray) -> dict[str, int]:
+    """Names and lengths (int32s) of the sections behind the header, in order; each is padded to ALIGNMENT."""
+    updates, seqs, tokens, samples = (int(header[h]) for h in (Header.NUM_UPDATES, Header.NUM_SEQS, Header.NUM_TOKENS, Header.NUM_SAMPLES))
+    sizes = {"addresses": updates, "values": updates}
+    if not header[Header.DECODE_ONLY]:
+        sizes |= {"token_ids": tokens, "positions": tokens, "token_rows": tokens, "rows": seqs, "query_starts": seqs + 1, "kv_lens": seqs,
+                  "sample_index": samples, "sample_rows": samples, "sample_positions": samples, "prompt_logits": int(header[Header.NUM_PROMPT_LOGITS])}
+    return sizes
+
+
+def pack(header: np.ndarray, sections: dict[str, np.ndarray]) -> np.ndarray:
+    sizes = section_sizes(header)
+    packed = np.zeros(HEADER_SIZE + sum(_padded(n) for n in sizes.values()), np.int32)
+    packed[:HEADER_SIZE] = header
+    at = HEADER_SIZE
+    for name, size in sizes.items():
+        packed[at:at + size] = sections[name]
+        at += _padded(size)
+    return packed
+
+
+def section_spans(header: np.ndarray) -> dict[str, tuple[int, int]]:
+    """Where each section lies in the packed buffer: name -> (start, end)."""
+    spans, at = {}, HEADER_SIZE
+    for name, size in section_sizes(header).items():
+        spans[name] = (at, at + size)
+        at += _padded(size)
+    return spans
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def float_bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+@dataclass(slots=True)
+class PenaltyRow:
+    """A state row whose penalties start from these tokens."""
+
+    row: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+@dataclass(slots=True)
+class Extras:
+    """What rank 0's sampler needs beyond the state rows, for the rare sequences that ask. Indices count the step's samples.
+
+    Bias, banned and allowed ids are (sample, token id) pairs; bias has its value too.
+    """
+
+    bias: list[tuple[int, int, float]] = field(default_factory=list)
+    banned: list[tuple[int, int]] = field(default_factory=list)
+    allowed: list[tuple[int, list[int]]] = field(default_factory=list)
+    penalties: list[tuple[int, int, float, float, float]] = field(default_factory=list)    # sample, row, repetition, presence, frequency
+    new_penalty_rows: list[PenaltyRow] = field(default_factory=list)
+    num_logprobs: int | None = None                   # the most that any sample of the step asks for; -1: the whole vocabulary
+    num_prompt_logprobs: int | None = None
+    prompt_targets: list[int] = field(default_factory=list)    # the token that follows each prompt token whose logits are asked for
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether tokens must be drawn again, from logits changed by these extras."""
+        return bool(self.bias or self.banned or self.allowed or self.penalties)
+
+    def __bool__(self) -> bool:
+        return self.shapes_logits or self.num_logprobs is not None or self.num_prompt_logprobs is not None
+
+
+class BatchBuilder:
+    """The host's mirror of the device's batch state. `build` must see every plan, in order."""
+
+    def __init__(self, layout: StateLayout, block_size: int) -> None:
+        self.layout, self.block_size = layout, block_size
+        self.active = np.full(layout.num_rows, -1, np.int32)            # what rows_B holds on the device
+        self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows    # (sequence, its admission) whose fields a row holds
+        self.num_sent = [0] * layout.num_rows                           # block ids of the row's table that the device has
+
+    def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, Extras]:
+        """The packed step and the sampler's extras. A decode step padded to `graph_size` rows clears the rows behind its last."""
+        addresses: list[int] = []
+        values: list[int] = []
+        extras = Extras()
+        sample = 0
+        for entry in plan.scheduled:
+            self._update_row(entry, addresses, values, extras)
+            if entry.seq.request.params.prompt_logprobs is not None:
+                self._prompt_extras(entry, extras)
+            if entry.samples:
+                if entry.seq.special:
+                    self._sample_extras(entry, sample, extras)
+                sample += 1
+        decode_only = plan.num_decodes == len(plan.scheduled)
+        if decode_only:
+            self._update_active(plan, graph_size or plan.num_decodes, addresses, values)
+        header = np.zeros(HEADER_SIZE, np.int32)
+        header[Header.NUM_UPDATES] = len(addresses)
+        header[Header.NUM_SEQS] = len(plan.scheduled)
+        header[Header.NUM_DECODES] = plan.num_decodes
+        header[Header.NUM_TOKENS] = plan.num_tokens
+        header[Header.NUM_SAMPLES] = sample
+        header[Header.MAX_QUERY_LEN] = max(entry.num_tokens for entry in plan.scheduled)
+        header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
+        header[Header.DECODE_ONLY] = decode_only
+        header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes:])
+        header[Header.EXTRAS] = extras.shapes_logits
+        header[Header.NUM_PROMPT_LOGITS] = len(extras.prompt_targets)
+        sections = {"addresses": np.array(addresses, np.int32), "values": np.array(values, np.int64).astype(np.int32)}
+        if not decode_only:
+            sections |= self._token_sections(plan)
+        return pack(header, sections), extras
+
+    def _update_row(self, entry: ScheduledSeq, addresses: list[int], values: list[int], extras: Extras) -> None:
+        """Differences of one sequence's state row: everything at its admission, later only the blocks that were added."""
+        seq, row = entry.seq, entry.row
+        base = self.layout.row_address(row)
+        if self.owner[row] != (seq, seq.num_admissions):
+            self.owner[row] = (seq, seq.num_admissions)
+            self.num_sent[row] = 0
+            params = seq.request.params
+            low, high = seed_words(params.seed or 0)
+            fields = {Field.TOKEN: seq.token_ids[entry.start], Field.POSITION: entry.start, Field.SEED_LOW: low, Field.SEED_HIGH: high,
+                      Field.TEMPERATURE: float_bits(params.temperature), Field.TOP_K: max(params.top_k, 0),
+                      Field.TOP_P: float_bits(params.top_p), Field.MIN_P: float_bits(params.min_p)}
+            addresses.extend(base + f for f in fields)
+            values.extend(fields.values())
+            if params.has_penalties:
+                prompt = seq.num_prompt_tokens
+                extras.new_penalty_rows.append(PenaltyRow(row, seq.token_ids[:prompt], seq.token_ids[prompt:]))
+        sent, blocks = self.num_sent[row], seq.block_ids
+        if sent < len(blocks):
+            addresses.extend(range(base + FIELDS + sent, base + FIELDS + len(blocks)))
+            values.extend(blocks[sent:])
+            self.num_sent[row] = len(blocks)
+
+    def _update_active(self, plan: StepPlan, size: int, addresses: list[int], values: list[int]) -> None:
+        wanted = np.full(size, -1, np.int32)
+        wanted[:plan.num_decodes] = [entry.row for entry in plan.scheduled]
+        changed = np.flatnonzero(self.active[:size] != wanted)
+        self.active[:size] = wanted
+        addresses.extend((changed + self.layout.active_address).tolist())
+        values.extend(wanted[changed].tolist())
+
+    @staticmethod
+    def _token_sections(plan: StepPlan) -> dict[str, np.ndarray]:
+        """The flattened step. A decode's token is -1: the device takes it from the sequence's row."""
+        entries = plan.scheduled
+        rows = np.array([e.row for e in entries], np.int32)
+        starts = np.array([e.start for e in entries], np.int32)
+        lens = np.array([e.num_tokens for e in entries], np.int32)
+        query_starts = np.zeros(len(entries) + 1, np.int32)
+        np.cumsum(lens, out=query_starts[1:])
+        token_ids = np.full(plan.num_tokens, -1, np.int32)
+        for i in range(plan.num_decodes, len(entries)):
+            token_ids[query_starts[i]:query_starts[i + 1]] = entries[i].seq.token_ids[entries[i].start:entries[i].start + entries[i].num_tokens]
+        positions = np.arange(plan.num_tokens, dtype=np.int32) + np.repeat(starts - query_starts[:-1], lens)
+        samples = np.array([e.samples for e in entries], bool)
+        last = (query_starts[1:] - 1)[samples]
+        wants_prompt = [i for i, e in enumerate(entries) if e.seq.request.params.prompt_logprobs is not None]
+        prompt_logits = [query_starts[i] + np.arange(num_prompt_targets(entries[i]), dtype=np.int32) for i in wants_prompt]
+        return {"token_ids": token_ids, "positions": positions, "token_rows": np.repeat(rows, lens), "rows": rows, "query_starts": query_starts,
+                "kv_lens": starts + lens, "sample_index": last, "sample_rows": rows[samples], "sample_positions": positions[last],
+                "prompt_logits": np.concatenate(prompt_logits) if prompt_logits else np.zeros(0, np.int32)}
+
+    @staticmethod
+    def _prompt_extras(entry: ScheduledSeq, extras: Extras) -> None:
+        count = num_prompt_targets(entry)
+        if count == 0:
+            return
+        extras.prompt_targets.extend(entry.seq.token_ids[entry.start + 1:entry.start + 1 + count])
+        extras.num_prompt_logprobs = _more(extras.num_prompt_logprobs, entry.seq.request.params.prompt_logprobs)
+
+    @staticmethod
+    def _sample_extras(entry: ScheduledSeq, sample: int, extras: Extras) -> None:
+        request = entry.seq.request
+        params = request.params
+        if params.logit_bias:
+            extras.bias.extend((sample, token_id, bias) for token_id, bias in params.logit_bias.items())
+        if params.allowed_token_ids is not None:
+            extras.allowed.append((sample, params.allowed_token_ids))
+        if entry.start + entry.num_tokens - entry.seq.num_prompt_tokens < params.min_tokens:
+            stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
+            extras.banned.extend((sample, token_id) for token_id in stops)
+        for word in request.bad_word_ids:
+            if len(word) == 1 or tuple(entry.seq.output_token_ids[1 - len(word):]) == word[:-1]:
+                extras.banned.append((sample, word[-1]))
+        if params.has_penalties:
+            extras.penalties.append((sample, entry.row, params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
+        extras.num_logprobs = _more(extras.num_logprobs, params.logprobs)
+
+
+def num_prompt_targets(entry: ScheduledSeq) -> int:
+    """How many tokens of a chunk are followed by a prompt token, whose log-probability they give."""
+    return max(0, min(entry.num_tokens, entry.seq.num_prompt_tokens - 1 - entry.start))
+
+
+def _more(a: int | None, b: int | None) -> int | None:
+    """The larger of two numbers of logprobs; None is none, -1 is all."""
+    if a is None or b is None:
+        return b if a is None else a
+    return -1 if -1 in (a, b) else max(a, b)

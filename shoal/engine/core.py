@@ -1,0 +1,207 @@
+"""The engine core: requests in, outputs out, one `step` at a time. Owns scheduler, runner and the other ranks.
+
+With asynchronous scheduling step n+1 is scheduled and launched before the tokens of step n are looked at (`depth` steps in flight).
+Tokenizer and text are above (engine/llm.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.api import FinishReason, Logprob, Output, Request, Stats, TokenLogprobs
+from shoal.config import EngineConfig
+from shoal.engine.batch import BatchBuilder, num_prompt_targets
+from shoal.engine.resolve import resolve_config
+from shoal.engine.runner import ModelRunner, StepResult, prepare_process
+from shoal.engine.sampling import LogprobTensors
+from shoal.engine.scheduler import Scheduler, StepPlan
+from shoal.engine.workers import WorkerGroup
+from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError
+from shoal.layers.parallel import Rendezvous, TensorParallel
+from shoal.models.decoder import check_parallel
+from shoal.weights.source import CheckpointFiles
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class InFlight:
+    plan: StepPlan
+    result: StepResult
+
+
+class EngineCore:
+    """Raises UserError for impossible options or checkpoints, before any device work where possible."""
+
+    def __init__(self, config: EngineConfig, files: CheckpointFiles) -> None:
+        self.model_config = files.config
+        quantized = files.kind == "gguf"
+        check_parallel(self.model_config, config.tensor_parallel_size)
+        keep_quantized = quantized and config.dtype == "auto"
+        self.config = resolve_config(config, self.model_config, quantized)
+        keep_quantized &= self.config.device == "cpu"
+        self.error: EngineDeadError | None = None
+        self.group: WorkerGroup | None = None
+        self.runner: ModelRunner | None = None
+        try:
+            self._start(files, keep_quantized)
+        except BaseException:
+            self.exit()
+            raise
+
+    def _start(self, files: CheckpointFiles, keep_quantized: bool) -> None:
+        config = self.config
+        tp = TensorParallel.single()
+        if config.tensor_parallel_size > 1:
+            rendezvous = Rendezvous()
+            init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "keep_quantized": keep_quantized}
+            self.group = WorkerGroup(config.tensor_parallel_size, "shoal.engine.runner:serve_rank", init)
+            prepare_process(config, 0)
+            tp = rendezvous.connect(0, config.tensor_parallel_size, config.device)
+        self.runner = ModelRunner(config, files, tp, keep_quantized)
+        num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
+        if num_blocks < 1:
+            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves no room for a single KV "
+                              f"block of {self.runner.block_bytes} bytes; raise it, or lower max_num_batched_tokens or max_num_seqs")
+        self.collective_rpc("allocate", num_blocks)
+        self.num_blocks = num_blocks
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len, enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold)
+        self.builder = BatchBuilder(self.runner.layout, config.block_size)
+        self.in_flight: deque[InFlight] = deque()
+        self.depth = 1 if config.async_scheduling else 0
+        logger.info("%d KV blocks of %d tokens, %d sequences at once, %s on %s", num_blocks, config.block_size, config.max_num_seqs,
+                    config.dtype, config.device)
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Raises RequestError if the request is impossible for this model or cache; nothing else notices."""
+        self._check(request)
+        self.scheduler.add(request)
+
+    def _check(self, request: Request) -> None:
+        params, vocab_size = request.params, self.model_config.vocab_size
+        ids = request.prompt_token_ids
+        if not ids:
+            raise RequestError("the prompt is empty (0 tokens); give at least one token")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            raise RequestError(f"token id {bad} in the prompt is outside the vocabulary [0, {vocab_size}); check the tokenizer")
+        limit = min(self.config.max_model_len or 0, self.num_blocks * self.config.block_size)
+        if len(ids) >= limit:
+            what = "max_model_len" if limit == self.config.max_model_len else f"the whole KV cache ({self.num_blocks} blocks)"
+            raise RequestError(f"the prompt has {len(ids)} tokens, and {what} {limit} must hold it and at least one more; shorten it or raise the limit")
+        for name, used in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in used or ():
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(f"{name} names token id {token_id}, outside the vocabulary [0, {vocab_size}); drop it")
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            most = self.config.max_logprobs
+            if asked is not None and most >= 0 and not 0 <= asked <= most:
+                raise RequestError(f"{name} {asked} is more than max_logprobs {most}; ask for fewer or raise max_logprobs of the engine")
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    def finish(self, request_id: str, stop_reason: str) -> None:
+        """Ends a request whose stop string was found in its text."""
+        self.scheduler.finish(request_id, FinishReason.STOP, stop_reason)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.in_flight)
+
+    # Steps
+
+    def step(self) -> list[Output]:
+        """Schedules and launches one step, then returns the outputs of the oldest one that is due. Raises EngineDeadError when the device fails."""
+        if self.error is not None:
+            raise self.error
+        try:
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self.in_flight.append(self._launch(plan))
+            if not self.in_flight or (plan is not None and len(self.in_flight) <= self.depth):
+                return []
+            return self._complete(self.in_flight.popleft())
+        except (RuntimeError, ShoalError) as error:
+            self.error = error if isinstance(error, EngineDeadError) else EngineDeadError(f"a step failed: {error}")
+            raise self.error from error
+
+    def _launch(self, plan: StepPlan) -> InFlight:
+        assert self.runner is not None
+        decode_only = plan.num_decodes == len(plan.scheduled)
+        graphs = self.runner.graphs
+        packed, extras = self.builder.build(plan, graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None)
+        if self.group is not None:
+            self.group.call("step", packed)
+        return InFlight(plan, self.runner.step(packed, extras or None))
+
+    def _complete(self, step: InFlight) -> list[Output]:
+        tokens = step.result.wait(self.group.check if self.group is not None else None)
+        logprobs = step.result.logprobs.to_host() if step.result.logprobs is not None else None
+        if step.result.prompt_logprobs is not None:
+            self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs.to_host())
+        outputs = []
+        for result in self.scheduler.update(step.plan, tokens):
+            seq = result.seq
+            params = seq.request.params
+            outputs.append(Output(
+                seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason,
+                logprobs=[token_logprobs(logprobs, result.sample, result.token_id, params.logprobs)] if logprobs and params.logprobs is not None else None,
+                prompt_logprobs=seq.prompt_logprobs if len(seq.output_token_ids) == 1 else None, num_cached_tokens=seq.num_cached_tokens))
+        return outputs
+
+    @staticmethod
+    def _keep_prompt_logprobs(plan: StepPlan, found: LogprobTensors) -> None:
+        at = 0
+        for entry in plan.scheduled:
+            seq, k = entry.seq, entry.seq.request.params.prompt_logprobs
+            if k is None:
+                continue
+            if entry.start == 0:
+                seq.prompt_logprobs = [None]
+            for i in range(at, at + num_prompt_targets(entry)):
+                target = seq.token_ids[entry.start + 1 + i - at]
+                seq.prompt_logprobs.append(token_logprobs(found, i, target, k))
+            at += num_prompt_targets(entry)
+
+    # Commands
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every rank's runner; returns the results in rank order."""
+        if self.group is None:
+            return [getattr(self.runner, method)(*args)]
+        pending = self.group.submit(method, *args)
+        own = getattr(self.runner, method)(*args)
+        return [own, *pending.results()]
+
+    def reset_prefix_cache(self) -> bool:
+        return self.scheduler.reset_prefix_cache()
+
+    def stats(self) -> Stats:
+        return self.scheduler.stats()
+
+    def exit(self) -> None:
+        """Ends the other ranks and frees the device. Safe to call twice."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+        if self.runner is not None:
+            self.runner.exit()
+            self.runner = None
+        self.error = self.error or EngineDeadError("the engine was ended by exit(); build a new one")
+
+
+def token_logprobs(found: LogprobTensors, i: int, token_id: int, k: int) -> TokenLogprobs:
+    """vLLM's map for one token: itself with its rank, and the k best (all of them for k = -1)."""
+    k = found.top_ids.shape[1] if k < 0 else k
+    best = {int(t): Logprob(float(p), rank) for rank, (t, p) in enumerate(zip(found.top_ids[i, :k], found.top[i, :k]), start=1)}
+    return {token_id: Logprob(float(found.chosen[i]), int(found.ranks[i]))} | best

@@ -1,0 +1,267 @@
+"""LLM: the offline interface, vLLM's by name and meaning. Text in and out around an EngineCore in this process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tqdm import tqdm
+
+from shoal.api import CompletionOutput, Logprob, Output, Request, RequestOutput, SamplingParams, Stats
+from shoal.config import DEFAULT_MODEL, EngineConfig
+from shoal.detokenizer import Detokenizer
+from shoal.engine.core import EngineCore
+from shoal.errors import RequestError
+from shoal.tokenizer import Tokenizer, load_tokenizer
+from shoal.weights.source import resolve
+
+Prompt = str | Sequence[int] | dict[str, Any]
+Message = dict[str, Any]
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class LLM:
+    """Loads a checkpoint and generates. Options are EngineConfig's fields.
+
+    Raises UserError (a ValueError) for impossible options, checkpoints and requests; the engine lives on after a bad request.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        config = EngineConfig.from_options(model=str(model), **options)
+        files = resolve(config.model, config.revision, config.download_dir)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, config.tokenizer, config.chat_template)
+        self.generation_config = files.generation_config if config.generation_config == "auto" else {}
+        self.eos_token_ids = tuple(files.eos_token_ids)
+        self.core = EngineCore(config, files)
+        self.config = self.core.config
+        self._seeds = random.Random(config.seed)
+        self._ids = itertools.count()
+        self._answers: dict[str, _Answer] = {}
+
+    # Generation
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+                 use_tqdm: bool = True, *, priority: list[int] | None = None) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in order. A prompt is text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, which may
+        carry a "cache_salt"."""
+        prompts = _as_list(prompts)
+        params = self._params_for(len(prompts), sampling_params)
+        if priority is not None and len(priority) != len(prompts):
+            raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts; give one each")
+        groups = self._add([self._group(p, s, (priority or [0] * len(prompts))[i]) for i, (p, s) in enumerate(zip(prompts, params))])
+        bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
+        try:
+            waiting = set(range(len(groups)))
+            while waiting:
+                self._step()
+                done = {i for i in waiting if groups[i].finished}
+                waiting -= done
+                bar.update(len(done))
+        finally:
+            self._drop(groups)
+            bar.close()
+        return [group.output() for group in groups]
+
+    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+             use_tqdm: bool = True, *, chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+             tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
+        """Renders one conversation, or a list of them, through the model's chat template, and generates the answers."""
+        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
+        prompts = [self.chat_prompt(m, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools,    # type: ignore[arg-type]
+                                    continue_final_message=continue_final_message, **(chat_template_kwargs or {})) for m in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
+        """The prompt of a conversation. The template writes the special tokens, so none are added."""
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yields the growing RequestOutput of one prompt after every step that adds to it. Closing the iterator aborts the request."""
+        [params] = self._params_for(1, sampling_params)
+        [group] = groups = self._add([self._group(prompt, params, 0)])
+        try:
+            while not group.finished:
+                if self._step():
+                    yield group.output()
+        finally:
+            self._drop(groups)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own defaults, from generation_config.json."""
+        known = {k: v for k, v in self.generation_config.items() if k in GENERATION_DEFAULTS and v is not None}
+        if self.generation_config.get("max_new_tokens"):
+            known["max_tokens"] = self.generation_config["max_new_tokens"]
+        return SamplingParams(**known)
+
+    # Everything else
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this engine was built with skip_tokenizer_init=True; give token ids, or build it with a tokenizer")
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False if blocks were still in use (they are forgotten too)."""
+        return self.core.reset_prefix_cache()
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every rank's ModelRunner; returns the results in rank order."""
+        return self.core.collective_rpc(method, *args)
+
+    def stats(self) -> Stats:
+        return self.core.stats()
+
+    def exit(self) -> None:
+        """Frees the device and ends the other ranks. Another engine can be built in the same process."""
+        self.core.exit()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.exit()
+
+    # Inside
+
+    def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one for all or one each")
+        return list(given)
+
+    def _group(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Group:
+        text, ids, salt = self._tokenize(prompt)
+        needs_text = params.detokenize and self.tokenizer is not None
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise RequestError("stop strings and bad_words need a tokenizer; this engine was built with skip_tokenizer_init=True")
+        bad_words = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else ()
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        number = next(self._ids)
+        answers = []
+        for i in range(params.n):
+            request = Request(f"{number}-{i}", ids, replace(params, n=1, seed=seed + i), priority=priority, arrival=float(number), cache_salt=salt,
+                              eos_token_ids=self.eos_token_ids, bad_word_ids=bad_words)
+            answers.append(_Answer(i, request, self.tokenizer if needs_text else None))
+        return _Group(str(number), text, ids, answers)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """(text, ids, cache salt) of one prompt."""
+        salt = None
+        if isinstance(prompt, dict):
+            salt = prompt.get("cache_salt")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is None and ids is None:
+                raise RequestError(f"the prompt {prompt!r:.80} has neither 'prompt' nor 'prompt_token_ids'; give one of them")
+        else:
+            text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if ids is None:
+            ids = self.get_tokenizer().encode(text)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise RequestError(f"the prompt {ids!r:.80} is not a list of token ids; give text or integers")
+        return text, list(ids), salt
+
+    def _add(self, groups: list[_Group]) -> list[_Group]:
+        """Adds all or none."""
+        try:
+            for group in groups:
+                for answer in group.answers:
+                    self.core.add(answer.request)
+                    self._answers[answer.request.request_id] = answer
+        except RequestError:
+            self._drop(groups)
+            raise
+        return groups
+
+    def _drop(self, groups: list[_Group]) -> None:
+        """Forgets finished answers and aborts the rest."""
+        for group in groups:
+            for answer in group.answers:
+                if self._answers.pop(answer.request.request_id, None) is not None and not answer.finished:
+                    self.core.abort(answer.request.request_id)
+
+    def _step(self) -> bool:
+        """One engine step; whether it brought tokens."""
+        outputs = self.core.step()
+        for output in outputs:
+            answer = self._answers.get(output.request_id)
+            if answer is not None and (stop := answer.push(output)) is not None:
+                self.core.finish(output.request_id, stop)
+        return bool(outputs)
+
+
+class _Answer:
+    """One sequence's answer as it grows: ids, text, log-probabilities, the reason it ended."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.request, self.tokenizer = request, tokenizer
+        params = request.params
+        self.completion = CompletionOutput(index, "", [], cumulative_logprob=0.0 if params.logprobs is not None else None,
+                                           logprobs=[] if params.logprobs is not None else None)
+        self.detokenizer = Detokenizer(tokenizer, params) if tokenizer is not None else None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.num_cached_tokens = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    def push(self, output: Output) -> str | None:
+        """Adds one output. Returns the stop string if its text completed one: the engine is to end the request."""
+        completion = self.completion
+        if self.finished:
+            return None
+        completion.token_ids.extend(output.token_ids)
+        self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = [self._with_text(step) if step else None for step in output.prompt_logprobs]
+        for token_id, step in zip(output.token_ids, output.logprobs or ()):
+            completion.logprobs.append(self._with_text(step))    # type: ignore[union-attr]
+            completion.cumulative_logprob += step[token_id].logprob    # type: ignore[operator]
+        stop = None
+        if self.detokenizer is not None:
+            stop_id = output.finish_reason == "stop"
+            text, stop = self.detokenizer.push(output.token_ids, last=output.finish_reason is not None, drop_last=stop_id)
+            completion.text += text
+        if stop is not None:
+            completion.finish_reason, completion.stop_reason = "stop", stop
+        elif output.finish_reason is not None:
+            completion.finish_reason, completion.stop_reason = str(output.finish_reason), output.stop_reason
+        return stop if output.finish_reason is None else None
+
+    def _with_text(self, step: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self.tokenizer is not None:
+            for token_id, entry in step.items():
+                entry.decoded_token = self.tokenizer.token_text(token_id)
+        return step
+
+
+class _Group:
+    """The n answers to one prompt."""
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: list[_Answer]) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids, self.answers = request_id, prompt, prompt_token_ids, answers
+
+    @property
+    def finished(self) -> bool:
+        return all(a.finished for a in self.answers)
+
+    def output(self) -> RequestOutput:
+        """A snapshot: later steps don't change it."""
+        completions = [replace(a.completion, token_ids=list(a.completion.token_ids)) for a in self.answers]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, completions, self.finished,
+                             self.answers[0].prompt_logprobs, self.answers[0].num_cached_tokens)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]    # type: ignore[list-item]
+    return list(prompts)    # type: ignore[arg-type]

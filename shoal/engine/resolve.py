@@ -1,0 +1,49 @@
+"""Fills in what EngineConfig leaves open, once model and machine are known. Defaults and their reasons:
+
+block_size 16: a prefix is shared to within 15 tokens, and a block over all layers is one copy of megabytes. gpu_memory_utilization 0.9:
+the rest is room for the driver and fragmentation. max_num_seqs 256 with graphs at 1, 2, 4, 8 and every 16: a padded row costs little,
+a missing graph costs milliseconds. Budget 16384 tokens a step on a GPU: beyond it a product is no faster; on the CPU 1024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from shoal.config import EngineConfig
+from shoal.errors import ConfigError
+from shoal.models.config import ModelConfig
+
+CPU_CACHE_BYTES = 1 << 30
+ALIASES = {"half": "float16", "float": "float32"}
+
+
+def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) -> EngineConfig:
+    """Raises ConfigError where an option is at odds with the model or the machine."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; install a CUDA build of torch or use device='cpu'")
+    if device == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
+        raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} is more than the {torch.cuda.device_count()} GPUs of this machine")
+    gpu = device == "cuda"
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(f"max_model_len {max_model_len} > max_position_embeddings {model.max_position_embeddings} of the model; lower it")
+    return replace(
+        config, device=device, dtype=_dtype(config, model, gpu, quantized), max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
+        max_num_batched_tokens=config.max_num_batched_tokens or (16384 if gpu else 1024),
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_CACHE_BYTES),
+        async_scheduling=gpu if config.async_scheduling is None else config.async_scheduling)
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, gpu: bool, quantized: bool) -> str:
+    if config.dtype != "auto":
+        return ALIASES.get(config.dtype, config.dtype)
+    if gpu:
+        return "bfloat16" if model.dtype in (None, "float32", "bfloat16") else "float16"
+    # Quantized weights meet float32 activations in our kernels; plain ones are bf16 where the processor multiplies bf16 itself.
+    return "bfloat16" if not quantized and torch.cpu._is_avx512_bf16_supported() else "float32"

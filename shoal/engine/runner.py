@@ -1,0 +1,322 @@
+"""The model runner of one rank: the weights, the cache, the batch state, and the step that runs them.
+
+Every rank gets the same packed steps (engine/batch.py) in the same order. Rank 0 samples; its tokens are broadcast, so one decision
+fixes each token. A decode step is one CUDA graph from the state rows to the sampled token written back into them (engine/graphs.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.attention.select import select_backend
+from shoal.attention.step import StepInput
+from shoal.config import EngineConfig
+from shoal.engine.batch import HEADER_SIZE, Extras, Header, section_spans
+from shoal.engine.device import DeviceMemory, PinnedRing
+from shoal.engine.graphs import DecodeGraphs
+from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, prompt_logprob_pieces
+from shoal.kernels.ops import select_ops
+from shoal.kernels.state import Field, StateLayout
+from shoal.layers.parallel import TensorParallel
+from shoal.models.config import ModelConfig
+from shoal.models.decoder import Decoder
+from shoal.weights.loader import load_weights
+from shoal.weights.source import CheckpointFiles, resolve
+
+RING = 4                     # buffers of steps in flight, each guarded by an event
+
+
+@dataclass(slots=True)
+class StepResult:
+    """A launched step. `wait` is the one host sync of a step; it raises if a rank died meanwhile."""
+
+    tokens: torch.Tensor                 # int32 [S] on the host, filled once `done` has passed
+    done: torch.cuda.Event | None
+    logprobs: LogprobTensors | None = None
+    prompt_logprobs: LogprobTensors | None = None
+
+    def wait(self, check: Callable[[], None] | None = None) -> list[int]:
+        if self.done is not None:
+            if check is None:
+                self.done.synchronize()
+            else:
+                while not self.done.query():
+                    check()
+                    time.sleep(20e-6)
+        return self.tokens.tolist()
+
+
+class ModelRunner:
+    """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail."""
+
+    def __init__(self, config: EngineConfig, files: CheckpointFiles, tp: TensorParallel, keep_quantized: bool) -> None:
+        self.config, self.tp = config, tp
+        self.model_config: ModelConfig = files.config
+        self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.max_num_seqs, self.max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
+        self.max_num_tokens = config.max_num_batched_tokens or 0
+        self.memory = DeviceMemory(self.device, config)
+        model = self.model_config
+        self.layout = StateLayout(self.max_num_seqs + 1, -(-self.max_model_len // config.block_size))    # the last row is nobody's
+        replicas = max(1, tp.size // model.num_kv_heads)
+        self.num_kv_heads = model.num_kv_heads * replicas // tp.size
+        with self._building():
+            self.ops = select_ops(self.device.type)
+            self.backend = select_backend(config, self.device, self.dtype, num_heads=model.num_heads // tp.size,
+                                          num_kv_heads=self.num_kv_heads, head_dim=model.head_dim)
+            self.model = Decoder(model, tp, self.ops, self.backend, self.max_model_len, keep_quantized)
+            self._allocate_state()
+        load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
+        self.shaper = LogitShaper(self.layout.num_rows, model.vocab_size, self.device)
+        self.graphs: DecodeGraphs | None = None
+        self.kv = self._new_cache(1)
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """The engine's device and dtype as torch's defaults, put back after."""
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with torch.device(self.device):
+                yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+    def _allocate_state(self) -> None:
+        size, layout = self.max_num_seqs, self.layout
+        self.state = layout.allocate(self.device)
+        self.active_B = layout.active_rows(self.state)
+        self.table = layout.table(self.state)
+        self.block_tables = layout.block_tables(self.state)
+        self.tokens_B, self.positions_B, self.kv_lens_B, self.out_B = (torch.zeros(size, dtype=torch.int32) for _ in range(4))
+        self.query_starts_B = torch.arange(size + 1, dtype=torch.int32)
+        pinned = self.device.type == "cuda"
+        self.staging = PinnedRing(RING, self.device) if pinned else None
+        self.results = [torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
+        self.num_steps = 0
+
+    def _new_cache(self, num_blocks: int) -> torch.Tensor:
+        return torch.zeros(self.cache_shape(num_blocks), dtype=self.dtype, device=self.device)
+
+    def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """[blocks, layers, 2, kv heads, block_size, head_dim]: one block is one contiguous piece over all layers."""
+        model = self.model_config
+        return (num_blocks, model.num_layers, 2, self.num_kv_heads, self.config.block_size, model.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        return int(np.prod(self.cache_shape(1))) * self.dtype.itemsize
+
+    # Sizing the cache
+
+    @torch.inference_mode()
+    def measure(self) -> int:
+        """Runs the largest step there can be and returns how many KV blocks this rank's share then holds. Writes no cache slot."""
+        config = self.config
+        if self.device.type == "cpu":
+            return (config.kv_cache_memory_bytes or 0) // self.block_bytes
+        self._largest_step()
+        graph_bytes = 0
+        if not config.enforce_eager:
+            graph_bytes = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len).measure()
+        return self.memory.room(graph_bytes) // self.block_bytes
+
+    def _largest_step(self) -> None:
+        num_seqs = min(self.max_num_seqs, self.max_num_tokens)
+        self._rehearse(num_seqs, min(self.max_num_tokens // num_seqs, self.max_model_len), fresh=True)
+        self._reset_state()
+
+    def _rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> None:
+        """A prefill step of made-up tokens, sampling included. Token rows of -1: no cache slot is written."""
+        num_tokens, kv_len = num_seqs * query_len, query_len if fresh else 2 * query_len
+        with torch.device(self.device):
+            rows_S = torch.arange(num_seqs, dtype=torch.int32)
+            starts_S = torch.arange(num_seqs + 1, dtype=torch.int32) * query_len
+            positions_T = torch.arange(kv_len - query_len, kv_len, dtype=torch.int32).repeat(num_seqs)
+            step = StepInput(
+                token_ids_T=torch.zeros(num_tokens, dtype=torch.int32), positions_T=positions_T,
+                rows_T=torch.full((num_tokens,), -1, dtype=torch.int32), rows_S=rows_S, query_starts_S=starts_S,
+                kv_lens_S=torch.full((num_seqs,), kv_len, dtype=torch.int32), block_tables_RM=self.block_tables, num_decodes=0,
+                max_query_len=query_len, max_kv_len=kv_len, fresh_prefills=fresh,
+                host_query_starts=tuple(range(0, num_tokens + 1, query_len)), host_kv_lens=(kv_len,) * num_seqs)
+        self.backend.begin(step)
+        last_S = (starts_S[1:] - 1).long()
+        logits_SV = self.model.logits(self.model(step, self.kv, last_S))
+        self._sample(logits_SV, rows_S, positions_T[last_S], None)
+
+    def _reset_state(self) -> None:
+        self.state.zero_()
+        self.active_B.fill_(-1)
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the cache and captures the decode graphs; every rank is called with the same number."""
+        self.kv = self._new_cache(num_blocks)
+        self._reset_state()
+        if self.device.type == "cuda":
+            if not self.config.enforce_eager:
+                self.graphs = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len)
+                self.graphs.capture()
+            for fresh in (True, False):    # compiles, or loads, the kernels of mixed steps before a request waits for them
+                self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
+            self._reset_state()
+            torch.cuda.synchronize(self.device)
+
+    def graph_sizes(self) -> list[int]:
+        """nano-vllm's ladder 1, 2, 4, 8, then every 16, up to max_num_seqs (itself included, so that no batch falls off its end)."""
+        largest = self.max_num_seqs
+        sizes = self.config.cudagraph_capture_sizes or [1, 2, 4, 8, *range(16, largest + 1, 16), largest]
+        return sorted({min(s, largest) for s in sizes})
+
+    # Steps
+
+    @torch.inference_mode()
+    def step(self, packed: np.ndarray, extras: Extras | None = None) -> StepResult:
+        """Launches one packed step and returns without waiting for it (on a GPU). `extras` is rank 0's alone."""
+        header = packed[:HEADER_SIZE]
+        sections = self._upload(packed)
+        if sections["addresses"].shape[0]:
+            self.ops.apply_updates(self.state, sections["addresses"], sections["values"])
+        if extras is not None:
+            self.shaper.start_rows(extras)
+        if header[Header.DECODE_ONLY]:
+            logits_SV, prompt = self._decode_step(header, extras), None
+        else:
+            logits_SV, prompt = self._mixed_step(packed, sections, extras)
+        num_samples = int(header[Header.NUM_SAMPLES])
+        result = self._collect(num_samples)
+        if extras is not None and self.tp.rank == 0:
+            self.shaper.count(self.out_B, extras)
+            if extras.num_logprobs is not None:
+                result.logprobs = logprobs(logits_SV[:num_samples], self.out_B[:num_samples], extras.num_logprobs)
+            result.prompt_logprobs = prompt
+        return result
+
+    def _upload(self, packed: np.ndarray) -> dict[str, torch.Tensor]:
+        spans = section_spans(packed[:HEADER_SIZE])
+        on_device = torch.from_numpy(packed) if self.staging is None else self.staging.upload(packed)
+        return {name: on_device[start:end] for name, (start, end) in spans.items()}
+
+    def _decode_step(self, header: np.ndarray, extras: Extras | None) -> torch.Tensor:
+        size = int(header[Header.NUM_DECODES])
+        graph = self.graphs.fitting(size) if self.graphs is not None else None
+        if graph is not None:
+            graph.replay()
+            padded, logits_SV = graph.size, graph.logits
+        else:
+            padded, logits_SV = size, self._decode(size, int(header[Header.MAX_KV_LEN]))
+        if header[Header.EXTRAS]:
+            self._sample(logits_SV, self.active_B[:padded], self.positions_B[:padded], extras)
+        return logits_SV
+
+    def _decode(self, size: int, max_kv_len: int) -> torch.Tensor:
+        """One decode of the first `size` active rows, every input taken from the state; returns the logits. This is what a graph captures."""
+        tokens, positions, kv_lens, rows = self.tokens_B[:size], self.positions_B[:size], self.kv_lens_B[:size], self.active_B[:size]
+        self.ops.begin_decode(rows, self.table, tokens, positions, kv_lens)
+        step = StepInput(token_ids_T=tokens, positions_T=positions, rows_T=rows, rows_S=rows, query_starts_S=self.query_starts_B[:size + 1],
+                         kv_lens_S=kv_lens, block_tables_RM=self.block_tables, num_decodes=size, max_query_len=1, max_kv_len=max_kv_len)
+        self.backend.begin(step)
+        logits_SV = self.model.logits(self.model(step, self.kv))
+        self._sample(logits_SV, rows, positions, None)
+        return logits_SV
+
+    def _mixed_step(self, packed: np.ndarray, sections: dict[str, torch.Tensor], extras: Extras | None) -> tuple[torch.Tensor, LogprobTensors | None]:
+        header, spans = packed[:HEADER_SIZE], section_spans(packed[:HEADER_SIZE])
+        num_decodes = int(header[Header.NUM_DECODES])
+        token_ids, rows = sections["token_ids"], sections["rows"]
+        if num_decodes:
+            token_ids[:num_decodes] = self.table[rows[:num_decodes].long(), Field.TOKEN]
+        step = StepInput(
+            token_ids_T=token_ids, positions_T=sections["positions"], rows_T=sections["token_rows"], rows_S=rows,
+            query_starts_S=sections["query_starts"], kv_lens_S=sections["kv_lens"], block_tables_RM=self.block_tables, num_decodes=num_decodes,
+            max_query_len=int(header[Header.MAX_QUERY_LEN]), max_kv_len=int(header[Header.MAX_KV_LEN]),
+            fresh_prefills=bool(header[Header.FRESH_PREFILLS]), host_query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
+            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()))
+        self.backend.begin(step)
+        select_S, prompt = sections["sample_index"].long(), None
+        if header[Header.NUM_PROMPT_LOGITS]:
+            hidden_TD = self.model(step, self.kv)
+            prompt = self._prompt_logprobs(hidden_TD[sections["prompt_logits"].long()], extras)
+            hidden_SD = hidden_TD[select_S]
+        else:
+            hidden_SD = self.model(step, self.kv, select_S)
+        logits_SV = self.model.logits(hidden_SD)
+        self._sample(logits_SV, sections["sample_rows"], sections["sample_positions"], extras)
+        return logits_SV, prompt
+
+    def _prompt_logprobs(self, hidden_PD: torch.Tensor, extras: Extras | None) -> LogprobTensors | None:
+        """Every rank joins the product; rank 0 keeps the figures. In pieces, so that no [P, V] tensor of a long prompt is made."""
+        pieces = []
+        for piece in prompt_logprob_pieces(hidden_PD.shape[0], self.model_config.vocab_size):
+            logits_PV = self.model.logits(hidden_PD[piece])
+            if extras is not None:
+                targets = torch.tensor(extras.prompt_targets[piece], device=self.device)
+                pieces.append(logprobs(logits_PV, targets, extras.num_prompt_logprobs or 0))
+        return concatenate(pieces) if pieces else None
+
+    def _sample(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, extras: Extras | None) -> None:
+        """Draws into out_B and into the rows' TOKEN and POSITION. Rank 0 decides, the others are told."""
+        num_samples = rows_S.shape[0]
+        if num_samples == 0:
+            return
+        out_S = self.out_B[:num_samples]
+        if self.tp.rank == 0:
+            if extras is not None and extras.shapes_logits:
+                logits_SV = self.shaper.shape(logits_SV, extras)
+            self.ops.sample(logits_SV, rows_S, positions_S, self.table, out_S)
+        if self.tp.size > 1:
+            self.tp.broadcast(out_S)
+            if self.tp.rank:    # padding rows of -1 land in the table's last row, which is nobody's
+                at_S = rows_S.long()
+                self.table[at_S, Field.TOKEN] = out_S
+                self.table[at_S, Field.POSITION] = positions_S + 1
+
+    def _collect(self, num_samples: int) -> StepResult:
+        """Starts the copy of the step's tokens to the host."""
+        tokens = self.results[self.num_steps % RING][:num_samples]
+        self.num_steps += 1
+        tokens.copy_(self.out_B[:num_samples], non_blocking=True)
+        if self.device.type == "cpu":
+            return StepResult(tokens, None)
+        done = torch.cuda.Event()
+        done.record()
+        return StepResult(tokens, done)
+
+    # Other commands
+
+    def exit(self) -> None:
+        """Frees the device's memory. The runner is of no use afterwards."""
+        self.graphs = None
+        for name in ("model", "kv", "state", "active_B", "table", "block_tables", "backend", "shaper", "staging", "results"):
+            setattr(self, name, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        self.tp.close()
+
+
+def serve_rank(rank: int, world_size: int, config: dict[str, Any], port: int, keep_quantized: bool) -> ModelRunner:
+    """What a rank other than 0 runs (engine/workers.py): the same runner, commanded through shared memory."""
+    engine_config = EngineConfig(**config)
+    prepare_process(engine_config, rank)
+    tp = TensorParallel.connect(rank, world_size, engine_config.device, port)
+    return ModelRunner(engine_config, resolve(engine_config.model, engine_config.revision, engine_config.download_dir), tp, keep_quantized)
+
+
+def prepare_process(config: EngineConfig, rank: int) -> None:
+    """Device and threads of one rank's process."""
+    if config.device == "cuda":
+        torch.cuda.set_device(rank)
+    elif config.tensor_parallel_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tensor_parallel_size))

@@ -1,0 +1,100 @@
+"""Rank 0's sampler for what the captured step can't say: penalties, bias, allowed and banned ids, log-probabilities.
+
+Plain sampling (temperature, top-k, top-p, min-p, seed) is one op of the step itself (kernels' `sample`). Rows with more get their logits
+changed here, outside the graph, and every row of the step is drawn again: the draw depends on seed and position alone, so rows without
+extras draw the same token twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shoal.engine.batch import Extras
+from shoal.kernels import logits as shaping
+
+MAX_LOGPROB_ELEMENTS = 1 << 26    # of one [rows, V] float32 piece of prompt log-probabilities: 256 MiB
+
+
+@dataclass(slots=True)
+class LogprobTensors:
+    """On the device until asked for: log-probability and rank of each chosen token, then the k best ids and their log-probabilities."""
+
+    chosen: torch.Tensor         # [S] float32
+    ranks: torch.Tensor          # [S] int64
+    top_ids: torch.Tensor        # [S, k] int64
+    top: torch.Tensor            # [S, k] float32
+
+    def to_host(self) -> LogprobTensors:
+        return LogprobTensors(self.chosen.cpu(), self.ranks.cpu(), self.top_ids.cpu(), self.top.cpu())
+
+
+class LogitShaper:
+    """Owns the token counts that penalties need: [rows, V], allocated when the first request with a penalty arrives."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
+        self.prompt_mask: torch.Tensor | None = None      # bool: the token is in the prompt
+        self.output_counts: torch.Tensor | None = None    # int32: how often it was drawn
+
+    def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
+        """float32 [S, V] in vLLM's order: allowed ids, bias, penalties, then banned ids (which nothing may lift)."""
+        logits_SV = logits_SV.float().clone()
+        if extras.allowed:
+            shaping.keep_only(logits_SV, extras.allowed)
+        if extras.bias:
+            samples, ids, values = zip(*extras.bias)
+            shaping.add_bias(logits_SV, self._ids(samples), self._ids(ids), torch.tensor(values, device=self.device))
+        if extras.penalties:
+            self._penalize(logits_SV, extras)
+        if extras.banned:
+            samples, ids = zip(*extras.banned)
+            shaping.ban(logits_SV, self._ids(samples), self._ids(ids))
+        return logits_SV
+
+    def start_rows(self, extras: Extras) -> None:
+        """Counts the known tokens of sequences that were admitted with a penalty."""
+        if not extras.new_penalty_rows:
+            return
+        if self.output_counts is None or self.prompt_mask is None:
+            self.prompt_mask = torch.zeros(self.num_rows, self.vocab_size, dtype=torch.bool, device=self.device)
+            self.output_counts = torch.zeros(self.num_rows, self.vocab_size, dtype=torch.int32, device=self.device)
+        for new in extras.new_penalty_rows:
+            self.prompt_mask[new.row].zero_()[self._ids(new.prompt_ids)] = True
+            self.output_counts[new.row] = torch.bincount(self._ids(new.output_ids), minlength=self.vocab_size)
+
+    def count(self, tokens_S: torch.Tensor, extras: Extras) -> None:
+        """Adds the step's tokens to the counts of its rows with penalties."""
+        if not extras.penalties:
+            return
+        assert self.output_counts is not None
+        samples, rows = zip(*((p[0], p[1]) for p in extras.penalties))
+        tokens = tokens_S[self._ids(samples)].long()
+        self.output_counts.index_put_((self._ids(rows), tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+
+    def _penalize(self, logits_SV: torch.Tensor, extras: Extras) -> None:
+        assert self.output_counts is not None and self.prompt_mask is not None
+        samples, rows, repetition, presence, frequency = zip(*extras.penalties)
+        at, rows_P = self._ids(samples), self._ids(rows)
+        strengths = torch.tensor([repetition, presence, frequency], device=self.device)
+        logits_SV[at] = shaping.penalize(logits_SV[at], self.prompt_mask[rows_P], self.output_counts[rows_P], *strengths)
+
+    def _ids(self, values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> LogprobTensors:
+    """Log-probabilities of the raw logits, as vLLM's default `raw_logprobs`. num -1: the whole vocabulary."""
+    vocab_size = logits_SV.shape[1]
+    return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, vocab_size if num < 0 else min(num, vocab_size)))
+
+
+def prompt_logprob_pieces(num_tokens: int, vocab_size: int) -> list[slice]:
+    """Slices of the prompt tokens whose float32 logits fit a bounded piece of memory."""
+    rows = max(1, MAX_LOGPROB_ELEMENTS // vocab_size)
+    return [slice(i, min(i + rows, num_tokens)) for i in range(0, num_tokens, rows)]
+
+
+def concatenate(pieces: list[LogprobTensors]) -> LogprobTensors:
+    return LogprobTensors(*(torch.cat([getattr(p, name) for p in pieces]) for name in ("chosen", "ranks", "top_ids", "top")))

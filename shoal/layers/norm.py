@@ -1,0 +1,28 @@
+"""RMSNorm, alone or fused with the residual sum before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.kernels.ops import Ops
+from shoal.layers.linear import Loaded, copy_into
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float, ops: Ops) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps, self.ops = eps, ops
+
+    def load(self, parameter: str, tensor: Loaded, part: int, name: str) -> None:
+        copy_into(self.weight, tensor, name)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.ops.rms_norm(x_TD, self.weight, self.eps)
+
+    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+        """residual += x in place; returns the norm of the sum."""
+        return self.ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)

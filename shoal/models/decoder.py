@@ -1,0 +1,171 @@
+"""One decoder for the Llama line: Llama, Mistral, SmolLM2, Qwen2, Qwen3 and Qwen3-MoE, told apart by flags of ModelConfig.
+
+Weights arrive one tensor at a time under their Hugging Face names; each layer takes its own shard (layers/linear.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from shoal.attention.step import AttentionBackend, StepInput
+from shoal.errors import CheckpointError, ConfigError
+from shoal.kernels.ops import Ops
+from shoal.layers.attention import Attention
+from shoal.layers.embedding import Vocabulary
+from shoal.layers.linear import Loaded
+from shoal.layers.mlp import MLP, Experts, MoE
+from shoal.layers.norm import RMSNorm
+from shoal.layers.parallel import TensorParallel
+from shoal.models.config import ModelConfig
+from shoal.models.rope import rope_frequencies
+
+# Checkpoint tensors that share one product here: name in the checkpoint -> (layer, part).
+MERGED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
+          "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.(?:(\d+)\.)?(\w+)\.weight$")
+
+
+def check_parallel(config: ModelConfig, size: int) -> None:
+    """Raises ConfigError if the model can't be divided over `size` ranks."""
+    widths = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    if config.num_experts:
+        widths["moe_intermediate_size"] = config.moe_intermediate_size
+    for name, width in widths.items():
+        if width % size:
+            raise ConfigError(f"tensor_parallel_size {size} does not divide {name} {width}; choose a divisor of it")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise ConfigError(f"tensor_parallel_size {size} neither divides nor is a multiple of num_key_value_heads {config.num_kv_heads}")
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer block. `residual` is carried beside x, so that each norm fuses the sum before it."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend, keep_quantized: bool) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, tp, ops, backend, keep_quantized)
+        self.mlp = MoE(config, tp, ops, keep_quantized) if config.is_moe_layer(layer) else MLP(config, tp, ops, keep_quantized)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+
+    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepInput, kv_layer: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """x [T, D] is already normed; residual is updated in place. Returns what the next norm adds to the residual."""
+        x_TD = self.self_attn(x_TD, step, kv_layer, cos_sin)
+        x_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
+        return self.mlp(x_TD)
+
+
+class Decoder(nn.Module):
+    """Token ids of a step in, final hidden states out; `logits` maps those to the vocabulary.
+
+    Built under the device and default dtype of the engine. `max_position` sizes the rope table. With `keep_quantized` (CPU) weights
+    that arrive quantized stay packed.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops, backend: AttentionBackend, max_position: int, keep_quantized: bool = False) -> None:
+        super().__init__()
+        check_parallel(config, tp.size)
+        self.config = config
+        self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, tp, ops, backend, keep_quantized) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        tied = config.tie_word_embeddings
+        self.lm_head = self.embed_tokens if tied else Vocabulary(config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized)
+        self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
+        self._expected = self._checkpoint_names()
+
+    def forward(self, step: StepInput, kv: torch.Tensor, select_S: torch.Tensor | None = None) -> torch.Tensor:
+        """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64)."""
+        residual_TD = self.embed_tokens.embed(step.token_ids_T)
+        x_TD = self.layers[0].input_layernorm(residual_TD)
+        for i, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, residual_TD, step, kv[:, i], self.cos_sin)
+            if i + 1 < len(self.layers):
+                x_TD = self.layers[i + 1].input_layernorm.add(x_TD, residual_TD)    # type: ignore[union-attr,operator]
+        if select_S is not None:
+            x_TD, residual_TD = x_TD[select_S], residual_TD[select_S]
+        return self.norm.add(x_TD, residual_TD)
+
+    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.logits(hidden_SD)
+
+    # Loading
+
+    def load_weight(self, name: str, tensor: Loaded) -> None:
+        """Takes one whole checkpoint tensor. Raises CheckpointError for an unknown name or a wrong shape."""
+        if name not in self._expected and not EXPERT.match(name):
+            raise CheckpointError(f"the checkpoint holds {name}, which this {self.config.architecture} model does not have")
+        path, _, parameter = name.removeprefix("model.").rpartition(".")
+        if expert := EXPERT.match(name):
+            module = self._module(expert[1].removeprefix("model."), name)
+            assert isinstance(module, Experts)
+            numbered = [int(expert[2])] if expert[2] else range(module.num_experts)
+            for i in numbered:
+                piece = tensor if expert[2] else tensor[i]    # type: ignore[index]
+                module.load_expert(expert[3], i, piece, name)
+                self._expected.discard(f"{expert[1]}.{i}.{expert[3]}.weight")
+            return
+        parent, _, last = path.rpartition(".")
+        merged, part = MERGED.get(last, (last, 0))
+        self._module(f"{parent}.{merged}" if parent else merged, name).load(parameter, tensor, part, name)    # type: ignore[operator]
+        self._expected.discard(name)
+
+    def finish_loading(self) -> None:
+        """Packs what stays quantized. Raises CheckpointError if a tensor never came."""
+        if self._expected:
+            missing = sorted(self._expected)
+            raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]}; is a shard missing?")
+        for module in self.modules():
+            if hasattr(module, "finish"):
+                module.finish()
+
+    @torch.no_grad()
+    def load_dummy_weights(self, seed: int = 0) -> None:
+        """Small random weights, for benchmarks: the arithmetic of a real model, made on the device."""
+        device = self.norm.weight.device
+        generator = torch.Generator(device=device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.uniform_(-0.02, 0.02, generator=generator)
+        self._expected.clear()
+
+    def _module(self, path: str, name: str) -> nn.Module:
+        try:
+            return self.get_submodule(path)
+        except AttributeError:
+            raise CheckpointError(f"the checkpoint holds {name}, which this {self.config.architecture} model does not have") from None
+
+    def _checkpoint_names(self) -> set[str]:
+        """The names of all tensors a checkpoint of this model holds."""
+        config = self.config
+        names = {"model.embed_tokens.weight", "model.norm.weight"}
+        if not config.tie_word_embeddings:
+            names.add("lm_head.weight")
+        for i in range(config.num_layers):
+            prefix = f"model.layers.{i}."
+            attention = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias, "o_proj": config.o_bias}
+            for projection, bias in attention.items():
+                names.add(f"{prefix}self_attn.{projection}.weight")
+                if bias:
+                    names.add(f"{prefix}self_attn.{projection}.bias")
+            if config.qk_norm:
+                names |= {f"{prefix}self_attn.q_norm.weight", f"{prefix}self_attn.k_norm.weight"}
+            names |= {f"{prefix}input_layernorm.weight", f"{prefix}post_attention_layernorm.weight"}
+            projections = ("gate_proj", "up_proj", "down_proj")
+            if config.is_moe_layer(i):
+                names.add(f"{prefix}mlp.gate.weight")
+                names |= {f"{prefix}mlp.experts.{e}.{p}.weight" for e in range(config.num_experts) for p in projections}
+            else:
+                names |= {f"{prefix}mlp.{p}.{kind}" for p in projections for kind in (("weight", "bias") if config.mlp_bias else ("weight",))}
+        return names
+
+
+def rope_table(config: ModelConfig, max_position: int) -> torch.Tensor:
+    """[max_position, head_dim] float32: cosines, then sines, of each position's angles; yarn's attention factor multiplied in."""
+    inverse, factor = rope_frequencies(config.rope, config.head_dim, max_position)
+    angles = torch.outer(torch.arange(max_position, dtype=torch.float32), torch.as_tensor(inverse, dtype=torch.float32))
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * factor
