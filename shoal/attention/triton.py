@@ -1,0 +1,97 @@
+"""The GPU's attention backend: Triton kernels on the paged cache, and cuDNN for long prefills that have no cached prefix.
+
+Owns the choice of kernel, the number of splits and the decode workspace; the kernels are in kernels/attention.py.
+Shapes: T tokens of the step, H query heads, G kv heads, N head size, L queries of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from shoal.attention.step import StepInput
+from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
+
+PROGRAMS_PER_SM = 2       # decode programs that fit on an SM at once
+WAVES = 4                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
+MIN_SPLIT = 64            # fewest keys that are worth a program of their own
+CUDNN_MIN_LEN = 2048      # shortest fresh prefill that cuDNN gets; it is faster than our kernel on long ones only
+CUDNN_STEP = 1024         # and it gets whole steps of its queries, since it plans anew for every length it meets
+
+
+def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
+    """Into how many programs the keys of one (sequence, kv head) are cut: fixed by sizes that a captured graph fixes too."""
+    tasks = num_seqs * num_kv_heads
+    slots = num_sms * PROGRAMS_PER_SM
+    splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)    # few tasks: one full wave of equal programs
+    return max(1, min(splits, -(-max_kv_len // MIN_SPLIT)))
+
+
+def equal_runs(host_query_starts: tuple[int, ...], first_seq: int) -> Iterator[tuple[int, int, int]]:
+    """(first token, sequences, length) of each run of neighbouring sequences of one length, from sequence `first_seq` on."""
+    seq, num_seqs = first_seq, len(host_query_starts) - 1
+    while seq < num_seqs:
+        start, length, count = host_query_starts[seq], host_query_starts[seq + 1] - host_query_starts[seq], 1
+        while seq + count < num_seqs and host_query_starts[seq + count + 1] - host_query_starts[seq + count] == length:
+            count += 1
+        yield start, count, length
+        seq += count
+
+
+class TritonBackend:
+    """Steps that share a backend must run one after the other: they share its workspace."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,
+                 device: torch.device, dtype: torch.dtype) -> None:
+        self.scale = head_dim ** -0.5
+        self.num_kv_heads = num_kv_heads
+        on_gpu = device.type == "cuda"
+        # without a GPU (Triton's interpreter) any number will do; 8 lets small cases split
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
+        # cuDNN's fused attention: Hopper's kernels, half precision, head sizes it has
+        self.cudnn = (on_gpu and torch.cuda.get_device_capability(device) >= (9, 0) and dtype != torch.float32
+                      and head_dim <= 128 and head_dim % 8 == 0)
+        partials = max(s * decode_splits(s, num_kv_heads, max_model_len, self.num_sms) for s in range(1, max_num_seqs + 1))
+        self.workspace = DecodeWorkspace.allocate(partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device)
+
+    def begin(self, step: StepInput) -> None:
+        """Nothing to plan: kernels read lengths and block tables on the device."""
+
+    def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
+               step: StepInput, window: int | None) -> torch.Tensor:
+        out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype, device=q_THN.device)
+        if step.num_decodes:
+            splits = decode_splits(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
+            decode_attention(q_THN, kv_layer, out_THN, step.rows_S, step.kv_lens_S, step.block_tables_RM, self.workspace,
+                             step.num_decodes, splits, self.scale, window, min_split=MIN_SPLIT)
+        if step.num_seqs > step.num_decodes:
+            self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN)
+        return out_THN
+
+    def prefill(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
+                step: StepInput, window: int | None, out_THN: torch.Tensor) -> None:
+        """Writes out_THN of the step's prefill chunks."""
+        use_cudnn = self.cudnn and step.fresh_prefills and window is None and step.max_query_len >= CUDNN_MIN_LEN
+        all_done = use_cudnn and self.prefill_cudnn(q_THN, k_TGN, v_TGN, step, out_THN)
+        if not all_done:
+            prefill_attention(q_THN, k_TGN, v_TGN, kv_layer, out_THN, step.query_starts_S, step.kv_lens_S, step.rows_S,
+                              step.block_tables_RM, step.num_decodes, step.num_tokens - step.num_decodes, self.scale, window,
+                              paged=not step.fresh_prefills, skip_from=CUDNN_MIN_LEN if use_cudnn else 0, skip_step=CUDNN_STEP)
+
+    def prefill_cudnn(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, step: StepInput,
+                      out_THN: torch.Tensor) -> bool:
+        """The first whole CUDNN_STEPs of every long sequence, whose later queries see these but not the reverse. True: that was all."""
+        all_done = True
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            for start, count, length in equal_runs(step.host_query_starts, step.num_decodes):
+                done = length // CUDNN_STEP * CUDNN_STEP if length >= CUDNN_MIN_LEN else 0
+                all_done &= done == length
+                if done:
+                    q, k, v = (x[start:start + count * length].unflatten(0, (count, length))[:, :done].transpose(1, 2)
+                               for x in (q_THN, k_TGN, v_TGN))
+                    result = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+                    out_THN[start:start + count * length].unflatten(0, (count, length))[:, :done] = result.transpose(1, 2)
+        return all_done

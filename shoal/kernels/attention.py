@@ -1,0 +1,346 @@
+"""Triton attention over the paged KV cache: one kernel for decode steps, one for (chunked) prefills.
+
+Both group the query heads of one kv head in a tile, so that K and V are read once a group. The oracle is attention_reference.py;
+who launches which, and the workspace, is attention/triton.py. Offsets into the cache are 64-bit.
+Shapes: T tokens, S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size; GROUP = H / G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+LOWEST: tl.constexpr = tl.constexpr(-1e30)    # start of a running maximum: finite, so that a wholly masked tile adds 0, not NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel is cut: rows of queries, columns of keys, warps a program, pipeline depth."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:    # products without tensor cores: small tiles keep the unrolled code and its registers in bounds
+        return Tiles(16, 32 if head_dim <= 64 else 16, 4, 2)
+    return Tiles(16, 64 if head_dim <= 128 else 32, 4, 4)
+
+
+def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(32, 32 if head_dim <= 64 else 16, 4, 2)
+    if head_dim <= 128:
+        return Tiles(128, 64, 8, 3)
+    return Tiles(64, 32, 4, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------- shared by both kernels
+
+@triton.jit
+def _block_offsets(table_ptr, keys, mask, stride_block, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+    """Where each key of a tile lies in the cache, from its sequence's block table."""
+    if mask is None:
+        blocks = tl.load(table_ptr + keys // BLOCK_SIZE)
+    else:
+        blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=mask, other=0)
+    return blocks.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * N
+
+
+@triton.jit
+def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.constexpr):
+    """One tile of online softmax: `acc` and `total` are sums of exp2(score - highest)."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, total, new_highest
+
+
+# ------------------------------------------------------------------------------------------------------------------------------- decode
+
+@triton.jit
+def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, GROUP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+                    N_PAD: tl.constexpr, CHUNK: tl.constexpr):
+    """Weighs the partial results of one (sequence, kv head), always in the order of the splits: who came last changes no bit."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, N_PAD)
+    acc = tl.zeros((ROWS, N_PAD), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    highest = tl.full((ROWS,), LOWEST, tl.float32)
+    for first in range(0, active, CHUNK):
+        splits = first + tl.arange(0, CHUNK)
+        slots = splits[:, None] * GROUP + rows[None, :]
+        there = (splits < active)[:, None] & (rows < GROUP)[None, :]
+        # .cg: other SMs wrote these, this one's L1 must not answer
+        lse = tl.load(lse_ptr + slots, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(partial_ptr + slots[:, :, None] * N + dims[None, None, :], mask=there[:, :, None] & (dims < N)[None, None, :],
+                       other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        shrink = tl.exp2(highest - new_highest)
+        weights = tl.exp2(lse - new_highest[None, :])
+        acc = acc * shrink[:, None] + tl.sum(part * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        highest = new_highest
+    result = acc / total[:, None]
+    tl.store(out_ptr + rows[:, None] * N + dims[None, :], result.to(out_ptr.dtype.element_ty),
+             mask=(rows < GROUP)[:, None] & (dims < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"])
+def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr,
+                  scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, splits,
+                  GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """One query token a sequence; grid (G, splits, S). A sequence's keys are shared out evenly over at most `splits` programs.
+
+    The grid is fixed when a graph is captured, lengths are read here: programs beyond a length leave at once, and a sequence that
+    needs one program writes its output directly. Otherwise each leaves a normalised result and its log-sum-exp in the workspace, and
+    the last to arrive (a counter tells) weighs them together and puts the counter back to 0: no second launch.
+    """
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    seq = tl.program_id(2)
+    num_kv_heads = tl.num_programs(0)
+    kv_len = tl.load(kv_lens_ptr + seq)
+    row = tl.load(rows_ptr + seq)
+
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(kv_len - WINDOW, 0)
+    split_len = tl.cdiv(tl.cdiv(kv_len - start, splits), BLOCK_N) * BLOCK_N
+    split_len = tl.maximum(split_len, MIN_SPLIT)
+    active = tl.cdiv(kv_len - start, split_len)
+    if split >= tl.maximum(active, 1):
+        return
+
+    heads = tl.arange(0, BLOCK_M)    # of this group; padded, as a matrix product wants 16 rows
+    dims = tl.arange(0, N_PAD)
+    dim_mask = (dims < N)[None, :]
+    head_mask = (heads < GROUP)[:, None] & dim_mask
+    head_offsets = heads[:, None] * N + dims[None, :]
+    out_ptr += (seq * num_kv_heads + kv_head).to(tl.int64) * GROUP * N
+    if kv_len == 0:    # a padded row
+        tl.store(out_ptr + head_offsets, tl.zeros((BLOCK_M, N_PAD), out_ptr.dtype.element_ty), mask=head_mask)
+        return
+
+    q = tl.load(q_ptr + seq.to(tl.int64) * stride_q + kv_head * GROUP * N + head_offsets, mask=head_mask, other=0.0)
+    table_ptr += row.to(tl.int64) * stride_table
+    kv_ptr += kv_head.to(tl.int64) * stride_head
+    acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    begin = start + split * split_len
+    end = tl.minimum(begin + split_len, kv_len)
+    for first in range(begin, end, BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
+        there = keys < end
+        offsets = _block_offsets(table_ptr, keys, there, stride_block, BLOCK_SIZE, N)[:, None] + dims[None, :]
+        mask = there[:, None] & dim_mask
+        k = tl.load(kv_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)    # masked: 0 * what an unused slot holds may be NaN
+        acc, total, highest = _softmax_step(acc, total, highest, q, k, v, there[None, :], scale_log2, True)
+    result = acc / total[:, None]
+    if active == 1:
+        tl.store(out_ptr + head_offsets, result.to(out_ptr.dtype.element_ty), mask=head_mask)
+        return
+
+    task = seq * num_kv_heads + kv_head
+    partial_ptr += task.to(tl.int64) * splits * GROUP * N
+    lse_ptr += task * splits * GROUP
+    tl.store(partial_ptr + split * GROUP * N + head_offsets, result, mask=head_mask)
+    tl.store(lse_ptr + split * GROUP + heads, highest + tl.log2(total), mask=heads < GROUP)
+    tl.debug_barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
+    arrived = tl.atomic_add(arrived_ptr + task, 1, sem="acq_rel", scope="gpu")
+    if arrived == active - 1:
+        tl.store(arrived_ptr + task, 0)
+        tl.debug_barrier()
+        _combine_splits(out_ptr, partial_ptr, lse_ptr, active, GROUP, N, ROWS, N_PAD, CHUNK)
+
+
+def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor, rows_S: torch.Tensor, kv_lens_S: torch.Tensor,
+                     block_tables_RM: torch.Tensor, workspace: DecodeWorkspace, num_seqs: int, splits: int, scale: float,
+                     window: int | None = None, tiles: Tiles | None = None, min_split: int = 64) -> None:
+    """Sequence s < num_seqs has the one query q_THN[s]; writes out_THN[s]. `min_split`: fewest keys worth a program of their own."""
+    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    group = q_THN.shape[1] // num_kv_heads
+    assert q_THN.stride()[1:] == (head_dim, 1) and out_THN.is_contiguous() and kv_layer.stride()[3:] == (head_dim, 1)
+    assert block_tables_RM.stride(1) == 1 and num_seqs * num_kv_heads <= workspace.arrived.numel()
+    assert splits == 1 or num_seqs * num_kv_heads * splits * group * head_dim <= workspace.partial.numel()
+    tiles = tiles or decode_tiles(head_dim, q_THN.dtype)
+    head_dim_pad = max(16, triton.next_power_of_2(head_dim))
+    rows = triton.next_power_of_2(group)
+    decode_kernel[(num_kv_heads, splits, num_seqs)](
+        q_THN, kv_layer, out_THN, rows_S, kv_lens_S, block_tables_RM, workspace.partial, workspace.lse, workspace.arrived,
+        scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), splits,
+        GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, MIN_SPLIT=triton.cdiv(min_split, tiles.block_n) * tiles.block_n,
+        BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows,
+        CHUNK=max(2, 8192 // (rows * head_dim_pad)), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Partial results of split sequences, allocated once. Steps that share it must run one after the other."""
+
+    partial: torch.Tensor    # fp32: normalised results
+    lse: torch.Tensor        # fp32: their log2-sum-exps
+    arrived: torch.Tensor    # int32: programs done, of each (sequence, kv head); 0 between launches
+
+    @classmethod
+    def allocate(cls, num_partials: int, num_tasks: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
+        """`num_partials`: rows of results, over all sequences, query heads and splits; `num_tasks`: sequences times kv heads."""
+        return cls(torch.empty(num_partials * head_dim, dtype=torch.float32, device=device),
+                   torch.empty(num_partials, dtype=torch.float32, device=device),
+                   torch.zeros(num_tasks, dtype=torch.int32, device=device))
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ prefill
+
+@triton.jit
+def _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, begin, end, scale_log2, stride_k,
+                  N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, N_PAD: tl.constexpr,
+                  PAGED: tl.constexpr, MASKED: tl.constexpr):
+    """Online softmax over the keys [begin, end). Not MASKED: every query of the tile sees all of them, and whole tiles."""
+    dims = tl.arange(0, N_PAD)
+    for first in range(begin, end, BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
+        there = keys < end
+        if PAGED:
+            if MASKED:
+                offsets = _block_offsets(table_ptr, keys, there, stride_k, BLOCK_SIZE, N)
+            else:
+                offsets = _block_offsets(table_ptr, keys, None, stride_k, BLOCK_SIZE, N)
+        else:
+            offsets = keys.to(tl.int64) * stride_k
+        offsets = offsets[:, None] + dims[None, :]
+        if MASKED or N != N_PAD:
+            mask = there[:, None] & (dims < N)[None, :]
+            k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+            v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        else:
+            k = tl.load(k_ptr + offsets)
+            v = tl.load(v_ptr + offsets)
+        visible = there[None, :]
+        if MASKED:
+            visible = keys[None, :] <= query_pos[:, None]
+            if WINDOW > 0:
+                visible &= keys[None, :] > query_pos[:, None] - WINDOW
+        acc, total, highest = _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED)
+    return acc, total, highest
+
+
+@triton.jit
+def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
+    """(sequence, its first query in this tile). Sequence i owns at least ceil(length / BLOCK_Q) tiles from start_i // BLOCK_Q + i on,
+    starts counted from the first prefill's: every program finds its own by counting the sequences that begin at or before its tile."""
+    base = tl.load(starts_ptr + first_seq)
+    before = 0
+    for chunk in range(0, num_seqs, 128):
+        seqs = chunk + tl.arange(0, 128)
+        starts = tl.load(starts_ptr + first_seq + seqs, mask=seqs < num_seqs, other=0)
+        begins = (starts - base) // BLOCK_Q + seqs <= tile
+        before += tl.sum((begins & (seqs < num_seqs)).to(tl.int32))
+    index = before - 1
+    seq = first_seq + index
+    return seq, (tile - index - (tl.load(starts_ptr + seq) - base) // BLOCK_Q) * BLOCK_Q
+
+
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_tiles"],
+            do_not_specialize_on_alignment=["starts_ptr", "kv_lens_ptr", "rows_ptr"])
+def prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, kv_lens_ptr, rows_ptr, table_ptr, scale_log2,
+                   stride_q, stride_table, stride_k, stride_v, stride_head, first_seq, num_seqs, num_tiles,
+                   G: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+                   PAGED: tl.constexpr, SKIP_FROM: tl.constexpr, SKIP_STEP: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, N_PAD: tl.constexpr):
+    """A tile of BLOCK_Q queries times the GROUP heads of one kv head; grid (G * num_tiles), the longest tiles of a sequence first.
+
+    PAGED: keys from the cache through the block table, chunks may follow a cached prefix. Otherwise every chunk is a whole sequence
+    and k, v are rows of the step's own projection. SKIP_FROM > 0: of sequences that long, the queries in whole SKIP_STEPs are
+    somebody else's, and their tiles leave at once.
+    """
+    kv_head = tl.program_id(0) % G
+    tile = num_tiles - 1 - tl.program_id(0) // G
+    seq, first_query = _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q)
+    query_start = tl.load(starts_ptr + seq)
+    query_len = tl.load(starts_ptr + seq + 1) - query_start
+    if first_query >= query_len:
+        return
+    if SKIP_FROM > 0:
+        if (query_len >= SKIP_FROM) & (first_query + BLOCK_Q <= query_len // SKIP_STEP * SKIP_STEP):
+            return
+    kv_len = tl.load(kv_lens_ptr + seq)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, N_PAD)
+    queries = first_query + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    mask = ((rows < BLOCK_Q * GROUP) & (queries < query_len))[:, None] & (dims < N)[None, :]
+    tokens = (query_start + queries).to(tl.int64)
+    q = tl.load(q_ptr + (tokens * stride_q + heads * N)[:, None] + dims[None, :], mask=mask, other=0.0)
+    query_pos = kv_len - query_len + queries
+
+    if PAGED:
+        table_ptr += tl.load(rows_ptr + seq).to(tl.int64) * stride_table
+        k_ptr += kv_head.to(tl.int64) * stride_head
+        v_ptr += kv_head.to(tl.int64) * stride_head + stride_v
+    else:
+        k_ptr += query_start.to(tl.int64) * stride_k + kv_head * stride_head
+        v_ptr += query_start.to(tl.int64) * stride_k + kv_head * stride_head
+
+    acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    # keys [begin, middle) enter some windows only, [middle, diagonal) are seen by all queries, [diagonal, end) by some
+    first_pos = kv_len - query_len + first_query
+    end = kv_len - query_len + tl.minimum(first_query + BLOCK_Q, query_len)
+    diagonal = (first_pos + 1) // BLOCK_N * BLOCK_N
+    middle = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        middle = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, diagonal)
+        acc, total, highest = _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, begin, middle, scale_log2,
+                                            stride_k, N, BLOCK_SIZE, WINDOW, BLOCK_N, N_PAD, PAGED, True)
+    acc, total, highest = _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, middle, diagonal, scale_log2,
+                                        stride_k, N, BLOCK_SIZE, WINDOW, BLOCK_N, N_PAD, PAGED, False)
+    acc, total, highest = _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, diagonal, end, scale_log2,
+                                        stride_k, N, BLOCK_SIZE, WINDOW, BLOCK_N, N_PAD, PAGED, True)
+    result = acc / total[:, None]
+    tl.store(out_ptr + (tokens * (G * GROUP * N) + heads * N)[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor,
+                      query_starts_S: torch.Tensor, kv_lens_S: torch.Tensor, rows_S: torch.Tensor, block_tables_RM: torch.Tensor,
+                      first_seq: int, num_tokens: int, scale: float, window: int | None = None, *, paged: bool,
+                      skip_from: int = 0, skip_step: int = 1, tiles: Tiles | None = None) -> None:
+    """Writes out_THN for the sequences from `first_seq` on, which have `num_tokens` queries together (an upper bound will do).
+
+    `paged`: read keys and values from the cache; else from k_TGN and v_TGN, which must then be all that a query may see. Of sequences
+    with `skip_from` (> 0) queries or more, the queries in whole multiples of `skip_step` are left to the caller.
+    """
+    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    group = q_THN.shape[1] // num_kv_heads
+    assert q_THN.stride()[1:] == (head_dim, 1) and out_THN.is_contiguous() and kv_layer.stride()[3:] == (head_dim, 1)
+    assert k_TGN.stride() == v_TGN.stride() and k_TGN.stride(2) == 1 and block_tables_RM.stride(1) == 1
+    tiles = tiles or prefill_tiles(head_dim, q_THN.dtype)
+    block_m = max(tiles.block_m, triton.next_power_of_2(group))
+    block_q = block_m // group
+    num_seqs = kv_lens_S.shape[0] - first_seq
+    num_tiles = num_tokens // block_q + num_seqs
+    k, v = (kv_layer, kv_layer) if paged else (k_TGN, v_TGN)
+    prefill_kernel[(num_kv_heads * num_tiles,)](
+        q_THN, k, v, out_THN, query_starts_S, kv_lens_S, rows_S, block_tables_RM, scale * LOG2_E,
+        q_THN.stride(0), block_tables_RM.stride(0), k.stride(0), k.stride(1), kv_layer.stride(2) if paged else k.stride(1),
+        first_seq, num_seqs, num_tiles,
+        G=num_kv_heads, GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, PAGED=paged,
+        SKIP_FROM=skip_from, SKIP_STEP=skip_step, BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_Q=block_q,
+        N_PAD=max(16, triton.next_power_of_2(head_dim)), num_warps=tiles.num_warps, num_stages=tiles.num_stages)

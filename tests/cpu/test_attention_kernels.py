@@ -1,0 +1,229 @@
+"""The Triton attention kernels in the interpreter, against attention_reference.
+
+fp32 with ieee products differs from the oracle by the order of sums alone: 2e-5 is some hundred roundings of values near 1.
+fp16 rounds the weights before the second product (2**-11 each) and the output once: 2e-3.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from shoal.attention.step import StepInput
+from shoal.attention.triton import TritonBackend, decode_splits, equal_runs
+from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
+from shoal.kernels.attention_reference import paged_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")    # padded rows divide 0 by 0 and are not stored
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
+
+
+class Case:
+    """A step over a cache whose unused slots and unused output hold NaN: what must not be read or left shows."""
+
+    def __init__(self, sequences: list[tuple[int, int]], num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16,
+                 block_size: int = 8, dtype: torch.dtype = torch.float32, num_decodes: int = 0, seed: int = 0) -> None:
+        """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row."""
+        generator = torch.Generator().manual_seed(seed)
+        rng = random.Random(seed)
+        max_blocks = max(-(-kv_len // block_size) for _, kv_len in sequences) + 1
+        num_blocks = len(sequences) * max_blocks
+        num_rows = len(sequences) + 3
+        cache = torch.full((num_blocks, 3, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+        self.kv_layer = cache[:, 1]    # a strided view, as a layer sees it
+        table = torch.full((num_rows, 16 + max_blocks), 2**30, dtype=torch.int32)    # far outside: reading past the end would crash
+        self.block_tables_RM = table[:, 16:]
+        free_blocks, free_rows = list(range(num_blocks)), list(range(num_rows))
+        rng.shuffle(free_blocks)
+        rng.shuffle(free_rows)
+        rows = []
+        num_tokens = sum(query_len for query_len, _ in sequences)
+        self.qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(dtype)
+        q, k, v = self.qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=1)
+        self.q, self.k, self.v = (x.unflatten(1, (-1, head_dim)) for x in (q, k, v))
+        token = 0
+        for query_len, kv_len in sequences:
+            if kv_len:
+                row = free_rows.pop()
+                keys, values = torch.randn(2, kv_len, num_kv_heads, head_dim, generator=generator).to(dtype)
+                keys[kv_len - query_len:] = self.k[token:token + query_len]
+                values[kv_len - query_len:] = self.v[token:token + query_len]
+                for first in range(0, kv_len, block_size):
+                    block = free_blocks.pop()
+                    self.block_tables_RM[row, first // block_size] = block
+                    count = min(block_size, kv_len - first)
+                    self.kv_layer[block, 0, :, :count] = keys[first:first + count].transpose(0, 1)
+                    self.kv_layer[block, 1, :, :count] = values[first:first + count].transpose(0, 1)
+            rows.append(row if kv_len else -1)
+            token += query_len
+        starts = [0]
+        for query_len, _ in sequences:
+            starts.append(starts[-1] + query_len)
+        kv_lens = [kv_len for _, kv_len in sequences]
+        prefills = sequences[num_decodes:]
+        self.step = StepInput(
+            token_ids_T=torch.zeros(num_tokens, dtype=torch.int32), positions_T=torch.zeros(num_tokens, dtype=torch.int32),
+            rows_T=torch.zeros(num_tokens, dtype=torch.int32), rows_S=torch.tensor(rows, dtype=torch.int32),
+            query_starts_S=torch.tensor(starts, dtype=torch.int32), kv_lens_S=torch.tensor(kv_lens, dtype=torch.int32),
+            block_tables_RM=self.block_tables_RM, num_decodes=num_decodes,
+            max_query_len=max((query_len for query_len, _ in prefills), default=1), max_kv_len=max(kv_lens),
+            fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
+            host_query_starts=tuple(starts), host_kv_lens=tuple(kv_lens))
+        self.scale = head_dim ** -0.5
+        self.tolerance = TOLERANCE[dtype]
+
+    def expected(self, window: int | None = None) -> torch.Tensor:
+        step = self.step
+        return paged_attention(self.q, self.kv_layer, step.query_starts_S, step.kv_lens_S, step.rows_S, self.block_tables_RM,
+                               self.scale, window)
+
+    def poisoned(self) -> torch.Tensor:
+        return torch.full(self.q.shape, float("nan"), dtype=self.q.dtype)
+
+    def check(self, out: torch.Tensor, window: int | None = None) -> None:
+        torch.testing.assert_close(out, self.expected(window), atol=self.tolerance, rtol=self.tolerance)
+
+    def decode(self, splits: int, window: int | None = None, workspace: DecodeWorkspace | None = None) -> DecodeWorkspace:
+        """Runs the decode kernel on small tiles, so that a few keys make several tiles and splits, and checks the output."""
+        num_seqs, num_heads = self.q.shape[:2]
+        workspace = workspace or DecodeWorkspace.allocate(num_seqs * num_heads * splits, num_seqs * num_heads, self.q.shape[2],
+                                                          torch.device("cpu"))
+        out = self.poisoned()
+        decode_attention(self.q, self.kv_layer, out, self.step.rows_S, self.step.kv_lens_S, self.block_tables_RM, workspace, num_seqs,
+                         splits, self.scale, window, Tiles(16, 16, 4, 2), min_split=16)
+        self.check(out, window)
+        return workspace
+
+    def prefill(self, window: int | None = None, paged: bool = True, tiles: Tiles | None = None) -> None:
+        out, step = self.poisoned(), self.step
+        prefill_attention(self.q, self.k, self.v, self.kv_layer, out, step.query_starts_S, step.kv_lens_S, step.rows_S,
+                          self.block_tables_RM, 0, step.num_tokens, self.scale, window, paged=paged, tiles=tiles or Tiles(16, 16, 4, 2))
+        self.check(out, window)
+
+
+LENGTHS = [0, 1, 7, 8, 9, 16, 17, 40, 63, 64, 65, 100]
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7])
+def test_decode_at_every_edge_of_blocks_tiles_and_splits(splits: int) -> None:
+    Case([(1, n) for n in LENGTHS]).decode(splits)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (9, 3), (4, 1), (8, 1), (7, 1), (20, 1)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_with_any_ratio_of_heads(heads: tuple[int, int], splits: int) -> None:
+    Case([(1, 50), (1, 0), (1, 5)], *heads).decode(splits)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (32, 32), (64, 16), (80, 16), (96, 256), (128, 16), (256, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_decode_with_any_head_size_block_size_and_dtype(head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    Case([(1, 37), (1, 18)], 4, 2, head_dim, block_size, dtype).decode(splits=2)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
+def test_decode_sees_its_window_only(window: int) -> None:
+    Case([(1, 70), (1, 33), (1, 4), (1, 0)]).decode(splits=3, window=window)
+
+
+def test_decode_leaves_its_counters_at_zero_for_the_next_layer() -> None:
+    workspace = Case([(1, 90), (1, 20), (1, 0)]).decode(splits=4)
+    assert not workspace.arrived.any()
+    Case([(1, 17), (1, 100), (1, 64)], seed=1).decode(splits=4, workspace=workspace)
+
+
+def test_sequences_may_share_blocks() -> None:
+    case = Case([(1, 40), (1, 33)])
+    rows = case.step.rows_S.tolist()
+    case.block_tables_RM[rows[1], :4] = case.block_tables_RM[rows[0], :4]
+    case.kv_layer[case.block_tables_RM[rows[1], 4].item()] = 1.0
+    case.decode(splits=2)
+    case.prefill()
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_prefill_of_whole_sequences(paged: bool) -> None:
+    Case([(n, n) for n in (1, 7, 8, 9, 33, 2)]).prefill(paged=paged)
+
+
+def test_prefill_of_chunks_after_a_cached_prefix() -> None:
+    Case([(1, 30), (5, 37), (16, 32), (20, 20), (3, 3), (33, 70)]).prefill()
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1), (7, 1), (20, 1)])
+@pytest.mark.parametrize("paged", [True, False])
+def test_prefill_with_any_ratio_of_heads(heads: tuple[int, int], paged: bool) -> None:
+    Case([(19, 19), (4, 4)], *heads).prefill(paged=paged)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(32, 32), (64, 16), (80, 16), (96, 256), (128, 16), (256, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("paged", [True, False])
+def test_prefill_with_any_head_size_block_size_and_dtype(head_dim: int, block_size: int, dtype: torch.dtype, paged: bool) -> None:
+    Case([(21, 21), (3, 3)], 4, 2, head_dim, block_size, dtype).prefill(paged=paged)
+
+
+@pytest.mark.parametrize("window", [1, 3, 16, 30, 1000])
+@pytest.mark.parametrize("paged", [True, False])
+def test_prefill_sees_its_window_only(window: int, paged: bool) -> None:
+    Case([(40, 40), (17, 17), (1, 1)]).prefill(window, paged)
+
+
+@pytest.mark.parametrize("window", [1, 3, 16, 30])
+def test_a_chunk_sees_its_window_only(window: int) -> None:
+    Case([(20, 70), (2, 50)]).prefill(window)
+    Case([(20, 70), (2, 50)]).prefill(window, tiles=Tiles(64, 16, 4, 2))
+
+
+def test_prefill_of_more_sequences_than_one_search_chunk() -> None:
+    Case([(1 + i % 2, 1 + i % 2) for i in range(140)], 1, 1).prefill()
+
+
+def test_prefill_leaves_to_the_caller_what_it_must_skip() -> None:
+    case = Case([(40, 40), (20, 20)])
+    out, step = case.poisoned(), case.step
+    prefill_attention(case.q, case.k, case.v, case.kv_layer, out, step.query_starts_S, step.kv_lens_S, step.rows_S,
+                      case.block_tables_RM, 0, step.num_tokens, case.scale, paged=False, skip_from=32, skip_step=16,
+                      tiles=Tiles(16, 16, 4, 2))
+    assert out[:32].isnan().all()
+    torch.testing.assert_close(out[32:], case.expected()[32:], atol=case.tolerance, rtol=case.tolerance)
+
+
+@pytest.mark.parametrize("prefills", [[], [(9, 9), (30, 30)], [(9, 30), (12, 12)]])
+def test_the_backend_answers_mixed_steps(prefills: list[tuple[int, int]]) -> None:
+    decodes = [(1, 1), (1, 130), (1, 0), (1, 17)]
+    case = Case(decodes + prefills, num_decodes=len(decodes))
+    backend = TritonBackend(4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+    backend.begin(case.step)
+    for window in (None, 10):
+        case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+
+
+def test_random_steps_equal_the_reference() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(6):
+        decodes = [(1, rng.randint(0, 150)) for _ in range(rng.randint(0, 4))]
+        chunks = [(n, n + rng.randint(0, 60)) for n in rng.choices(range(1, 40), k=rng.randint(1, 4))]
+        case = Case(decodes + chunks, 6, 2, block_size=rng.choice([1, 4, 16]), num_decodes=len(decodes), seed=rng.randrange(1000))
+        backend = TritonBackend(6, 2, 16, 16, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+        case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
+
+
+def test_splits_fill_the_gpu_and_never_outrun_the_keys() -> None:
+    for num_seqs in range(1, 513):
+        for max_kv_len in (1, 64, 1000, 131072):
+            splits = decode_splits(num_seqs, 8, max_kv_len, 132)
+            assert 1 <= splits <= -(-max_kv_len // 64)
+    assert decode_splits(1, 8, 131072, 132) * 8 > 200
+    assert decode_splits(512, 8, 131072, 132) == 1
+
+
+def test_runs_of_equal_length_are_found() -> None:
+    starts = (0, 1, 5, 9, 13, 15)
+    assert list(equal_runs(starts, 1)) == [(1, 3, 4), (13, 1, 2)]
+    assert list(equal_runs(starts, 5)) == []
