@@ -1,0 +1,195 @@
+"""The whole engine on tiny checkpoints: the oracle's tokens, however the engine runs them, and clear answers to bad input."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from shoal import LLM, SamplingParams
+from tests import tiny
+
+COUNT = 16
+SHARED = random.Random(5).choices(range(256), k=64)
+PROMPTS = [SHARED[:random.Random(i).choice((0, 15, 16, 33, 64))] + random.Random(i + 50).choices(range(256), k=n)
+           for i, n in enumerate((1, 3, 15, 16, 17, 40, 64, 100))]
+
+
+def greedy(**options):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | options)
+
+
+def ids_of(outputs):
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def build(root):
+    engines = []
+
+    def make(name, **options):
+        engines.append(LLM(str(tiny.write_model(root, name)), **{"dtype": "float32", "max_model_len": 256, "device": "cpu"} | options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.exit()
+
+
+@pytest.fixture(scope="module")
+def expected(root):
+    folder = tiny.write_model(root, "qwen3")
+    return [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_every_architecture_generates_the_oracles_tokens(name, root, build):
+    folder = tiny.write_model(root, name)
+    assert ids_of(build(name).generate(PROMPTS, greedy())) == [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("options", [
+    dict(async_scheduling=True),
+    dict(enable_prefix_caching=False),
+    dict(max_num_batched_tokens=24, max_num_seqs=8, async_scheduling=True),
+    dict(max_num_batched_tokens=16, max_num_seqs=2),
+    dict(block_size=4),
+    dict(num_gpu_blocks_override=13, max_model_len=200),
+    dict(num_gpu_blocks_override=13, max_model_len=200, async_scheduling=True, max_num_batched_tokens=40),
+    dict(long_prefill_token_threshold=20, scheduling_policy="priority"),
+], ids=str)
+def test_tokens_do_not_depend_on_how_the_engine_runs(options, build, expected):
+    engine = build("qwen3", **options)
+    for _ in range(2):    # the second time from the prefix cache
+        assert ids_of(engine.generate(PROMPTS, greedy())) == expected
+        engine.core.scheduler.check()
+
+
+def test_a_cache_that_small_does_preempt(build, expected):
+    engine = build("qwen3", num_gpu_blocks_override=13, max_model_len=200)
+    engine.generate(PROMPTS, greedy())
+    assert engine.stats().num_preemptions > 0
+
+
+def test_logprobs_are_the_oracles(build, root):
+    engine = build("qwen3", max_num_batched_tokens=32, max_num_seqs=4)
+    prompt = PROMPTS[5]
+    output = engine.generate([prompt], greedy(logprobs=3, prompt_logprobs=2))[0]
+    answer = output.outputs[0]
+    want = tiny.logprobs(tiny.write_model(root, "qwen3"), prompt + answer.token_ids)
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
+    for i in range(1, len(prompt)):
+        assert output.prompt_logprobs[i][prompt[i]].logprob == pytest.approx(float(want[i - 1, prompt[i]]), abs=1e-3)
+    for i, step in enumerate(answer.logprobs):
+        row = want[len(prompt) - 1 + i]
+        assert set(row.topk(3).indices.tolist()) <= set(step)
+        assert step[answer.token_ids[i]].rank == 1
+        assert all(entry.logprob == pytest.approx(float(row[t]), abs=1e-3) for t, entry in step.items())
+    assert answer.cumulative_logprob == pytest.approx(sum(s[t].logprob for s, t in zip(answer.logprobs, answer.token_ids)))
+
+
+def test_a_seeded_draw_does_not_depend_on_neighbours_or_mode(build):
+    mine = greedy(temperature=1.2, seed=11, top_p=0.9, top_k=40)
+    alone = ids_of(build("qwen3").generate([PROMPTS[3]], mine))[0]
+    others = [greedy(temperature=0.8)] * (len(PROMPTS) - 1)
+    engine = build("qwen3", async_scheduling=True, max_num_batched_tokens=32, max_num_seqs=5)
+    assert ids_of(engine.generate([PROMPTS[3], *PROMPTS[1:]], [mine, *others]))[0] == alone
+    engine.reset_prefix_cache()
+    penalized = [greedy(temperature=0.8, repetition_penalty=1.3)] * (len(PROMPTS) - 1)    # rows with extras: every row is drawn twice
+    assert ids_of(engine.generate([PROMPTS[3], *PROMPTS[1:]], [mine, *penalized]))[0] == alone
+
+
+def test_answer_i_of_n_uses_seed_plus_i(build):
+    engine = build("qwen3")
+    together = engine.generate([PROMPTS[2]], greedy(n=3, temperature=1.5, seed=7))[0].outputs
+    assert [o.index for o in together] == [0, 1, 2]
+    apart = [engine.generate([PROMPTS[2]], greedy(temperature=1.5, seed=7 + i))[0].outputs[0].token_ids for i in range(3)]
+    assert [o.token_ids for o in together] == apart and len({tuple(a) for a in apart}) == 3
+
+
+@pytest.mark.parametrize("mode", [dict(), dict(async_scheduling=True)], ids=str)
+def test_penalties_survive_preemption(mode, build):
+    params = greedy(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.3)
+    roomy = ids_of(build("qwen3", **mode).generate(PROMPTS, params))
+    tight = build("qwen3", num_gpu_blocks_override=13, max_model_len=200, **mode)
+    assert ids_of(tight.generate(PROMPTS, params)) == roomy and tight.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("mode", [dict(), dict(async_scheduling=True)], ids=str)
+def test_bad_words_of_several_tokens_never_appear(mode, build):
+    engine = build("qwen3", **mode)
+    free = engine.generate([PROMPTS[6]], greedy())[0].outputs[0]
+    pair = next((i for i in range(1, COUNT - 1) if all(65 <= t < 256 for t in free.token_ids[i:i + 2])), 1)
+    word = tuple(free.token_ids[pair:pair + 2])
+    group = engine._group(PROMPTS[6], greedy(), 0)
+    group.answers[0].request = replace(group.answers[0].request, bad_word_ids=(word,))
+    engine._add([group])
+    while not group.finished:
+        engine._step()
+    got = group.answers[0].completion.token_ids
+    assert all(tuple(got[i:i + 2]) != word for i in range(COUNT - 1)) and got[:pair + 1] == free.token_ids[:pair + 1]
+
+
+def test_min_tokens_holds_back_the_end_of_text(build, root):
+    engine = build("qwen3")
+    biased = greedy(ignore_eos=False, logit_bias={257: 100.0}, min_tokens=5)
+    answer = engine.generate([PROMPTS[0]], biased)[0].outputs[0]
+    assert len(answer.token_ids) == 6 and answer.token_ids[-1] == 257 and answer.finish_reason == "stop" and answer.stop_reason is None
+
+
+def test_prompt_and_answer_beyond_the_model_length_end_with_length(build):
+    engine = build("qwen3", max_model_len=64)
+    answer = engine.generate([PROMPTS[0] * 50], greedy(max_tokens=1000))[0].outputs[0]
+    assert answer.finish_reason == "length" and len(PROMPTS[0] * 50) + len(answer.token_ids) == 64
+
+
+def test_two_identical_prompts_compute_their_prefix_once(build):
+    engine = build("qwen3")
+    outputs = engine.generate([SHARED, SHARED, SHARED], greedy())
+    assert sorted(o.num_cached_tokens for o in outputs) == [0, 48, 48]
+    assert len({tuple(i) for i in ids_of(outputs)}) == 1
+
+
+def test_a_stream_grows_and_equals_generate(build):
+    engine = build("llama")
+    whole = engine.generate("hello", greedy())[0].outputs[0]
+    steps = [o.outputs[0] for o in engine.stream("hello", greedy())]
+    assert [len(s.token_ids) for s in steps] == list(range(1, COUNT + 1)) and steps[-1].text == whole.text
+    stream = engine.stream("hello", greedy())
+    next(stream)
+    stream.close()
+    assert not engine.core.scheduler.has_work or engine.core.step() is not None
+    assert ids_of(engine.generate("hello", greedy())) == [whole.token_ids]
+
+
+def test_a_bad_request_in_a_batch_adds_none_of_it(build):
+    engine = build("llama")
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        engine.generate([[1, 2], [tiny.VOCAB]], greedy())
+    assert engine.stats().num_waiting == engine.stats().num_running == 0
+
+
+def test_an_unknown_option_suggests_the_nearest():
+    with pytest.raises(ValueError, match="max_model_len"):
+        LLM("nowhere", max_modellen=3)
+
+
+def test_known_options_of_vllm_without_meaning_are_accepted_with_a_warning(build, caplog):
+    build("llama", swap_space=4)
+    assert "swap_space" in caplog.text
+
+
+def test_no_room_for_a_block_is_said(build):
+    with pytest.raises(ValueError, match="single KV"):
+        build("llama", kv_cache_memory_bytes=16)
+
+
+def test_a_prompt_larger_than_the_whole_cache_is_refused(build):
+    engine = build("llama", num_gpu_blocks_override=2)
+    with pytest.raises(ValueError, match="whole KV cache"):
+        engine.generate([[1] * 40], greedy())
+    assert len(ids_of(engine.generate([[1] * 8], greedy()))[0]) == COUNT

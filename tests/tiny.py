@@ -1,0 +1,94 @@
+"""Tiny random checkpoints of every supported architecture, and `transformers` in fp32 as the oracle of what they generate."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB = 300
+COMMON = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+              max_position_embeddings=512, rms_norm_eps=1e-5, bos_token_id=256, eos_token_id=257, tie_word_embeddings=False)
+ROPES = {
+    "llama3": dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    "yarn": dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=32),
+    "linear": dict(rope_type="linear", rope_theta=10000.0, factor=3.0),
+}
+MODELS: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied-llama3-rope": ("LlamaConfig", dict(tie_word_embeddings=True, rope_parameters=ROPES["llama3"])),
+    "llama-one-kv-head": ("LlamaConfig", dict(num_key_value_heads=1)),
+    "llama-linear-rope": ("LlamaConfig", dict(rope_parameters=ROPES["linear"])),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-yarn": ("Qwen2Config", dict(rope_parameters=ROPES["yarn"])),
+    "qwen3": ("Qwen3Config", dict(head_dim=16)),
+    "qwen3-tied": ("Qwen3Config", dict(head_dim=32, tie_word_embeddings=True)),
+    "mistral-window": ("MistralConfig", dict(sliding_window=19)),
+    "qwen3-moe": ("Qwen3MoeConfig", dict(head_dim=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
+                                         decoder_sparse_step=2, mlp_only_layers=[])),
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Bytes are tokens 0 to 255; 256 begins and 257 ends a text."""
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<begin>", "<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    settings = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<begin>", eos_token="<end>", chat_template=template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_model(root: Path, name: str) -> Path:
+    """Writes checkpoint `name` under `root` (once) and returns its folder. Weights are wide enough for greedy decoding to be decisive."""
+    folder = root / name
+    if (folder / "complete").exists():
+        return folder
+    kind, changes = MODELS[name]
+    torch.manual_seed(len(name) * 31 + ord(name[-1]))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**COMMON | changes)).float()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "norm" in key:
+                weight.uniform_(0.6, 1.8)
+            elif key.endswith("bias"):
+                weight.normal_(0, 0.4)
+            elif "embed" in key or "lm_head" in key:
+                weight.normal_(0, 0.6)
+            else:
+                weight.normal_(0, 2.2 / weight.shape[-1] ** 0.5)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    (folder / "complete").touch()
+    return folder
+
+
+@functools.lru_cache(maxsize=4)
+def _oracle(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
+    """[len(ids), V]: log-probabilities of the token after each position."""
+    return _oracle(folder)(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+@torch.no_grad()
+def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """The oracle's own cached greedy decoding."""
+    model, out, cache = _oracle(folder), [], None
+    ids = torch.tensor([prompt])
+    for _ in range(count):
+        result = model(ids, past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        out.append(int(result.logits[0, -1].argmax()))
+        ids = torch.tensor([[out[-1]]])
+    return out
