@@ -1,0 +1,346 @@
+"""The scheduler: which tokens of which sequences the next step computes, and what its drawn tokens mean.
+
+A sequence catches num_computed up with num_tokens; one token budget a step is shared by all. `schedule` may be called again before
+`update` has told the tokens of earlier steps (at any depth): a decode needs to know that a token will be there, not which.
+Every plan must be run, in order. Which block is where: kv/blocks.py. What goes to the device: engine/batch.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from shoal.api import FinishReason, Request, Stats
+from shoal.engine.sequence import Sequence, SequenceStatus
+from shoal.errors import RequestError
+from shoal.hashing import extend_keys
+from shoal.kv.blocks import BlockPool
+
+WAITING, PREFILL, DECODE, FINISHED = SequenceStatus.WAITING, SequenceStatus.PREFILL, SequenceStatus.DECODE, SequenceStatus.FINISHED
+NEVER = sys.maxsize
+
+
+class ScheduledSeq(NamedTuple):
+    """Tokens [start, start + num_tokens) of a sequence. Read its block_ids and token_ids before the scheduler is called again."""
+
+    seq: Sequence
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool       # reaches the sequence's last token, so the next one is drawn
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """First `num_decodes` sequences whose one input token lies in their row on the device, then prefill chunks."""
+
+    scheduled: tuple[ScheduledSeq, ...]
+    num_decodes: int
+    num_tokens: int
+
+
+class TokenResult(NamedTuple):
+    """A token that counts. `sample`: which of the step's drawn tokens it was."""
+
+    seq: Sequence
+    token_id: int
+    sample: int
+    finish_reason: FinishReason | None
+
+
+class Scheduler:
+    """`waiting` and `running` are sorted by turn: whoever is preempted comes from the end of `running` and finds its place in `waiting`."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
+                 enable_prefix_caching: bool = True, policy: str = "fcfs", long_prefill_token_threshold: int = 0) -> None:
+        self.pool = BlockPool(num_blocks, enable_prefix_caching)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._sequences: dict[str, Sequence] = {}
+        self._free_rows = list(range(max_num_seqs))    # a heap: the lowest is given first, so that the rows in use stay dense
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._by_priority = policy == "priority"
+        self._long_prefill_token_threshold = long_prefill_token_threshold
+        self._num_added = 0
+        self._num_preemptions = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+
+    # Requests
+
+    def check_request(self, request: Request) -> None:
+        """Raises RequestError if the request could never run here."""
+        num_tokens, limit = len(request.prompt_token_ids), self._max_num_tokens
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another or wait until that request has ended")
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty (0 tokens); give at least one token")
+        if num_tokens >= limit:
+            cache = f"the whole KV cache ({self.pool.num_blocks} blocks of {self._block_size})"
+            what = "max_model_len" if limit == self._max_model_len else cache
+            raise RequestError(f"the prompt has {num_tokens} tokens, and {what} {limit} must hold it and at least one more; "
+                               "shorten it or raise the limit")
+
+    def add(self, request: Request) -> Sequence:
+        """Raises RequestError as check_request does."""
+        self.check_request(request)
+        order, max_tokens = self._num_added, request.params.max_tokens
+        self._num_added += 1
+        turn = (request.priority, request.arrival, order) if self._by_priority else (order,)
+        limit = self._max_num_tokens
+        seq = Sequence(request, turn, limit if max_tokens is None else min(limit, len(request.prompt_token_ids) + max_tokens))
+        self._sequences[request.request_id] = seq
+        insort(self.waiting, seq, key=_turn)
+        return seq
+
+    def abort(self, request_id: str) -> Sequence | None:
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Sequence | None:
+        """Ends a request from outside, wherever it is; tokens still in flight are dropped. None if it has ended already or never was."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._finish(seq, reason, stop_reason)
+        return seq
+
+    # Steps
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can run before an `update` (or `add`)."""
+        scheduled: list[ScheduledSeq] = []
+        num_preemptions = self._num_preemptions
+        budget = self._schedule_decodes(scheduled, self._max_num_batched_tokens)
+        num_decodes = len(scheduled)
+        cap = self._prefill_cap()
+        for seq in self.running:
+            if budget == 0:
+                break
+            if seq.status is PREFILL:
+                budget -= self._schedule_chunk(scheduled, seq, min(budget, cap))
+        if self._num_preemptions == num_preemptions:    # a newcomer would only take what the preempted one was put out for
+            budget = self._admit(scheduled, budget, cap)
+        if not scheduled:
+            return None
+        return StepPlan(tuple(scheduled), num_decodes, self._max_num_batched_tokens - budget)
+
+    def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenResult]:
+        """Takes in the tokens that a step has drawn, one for each of its entries that samples. Plans are updated in order.
+
+        Tokens of sequences that have ended meanwhile are dropped.
+        """
+        results = []
+        sample = -1
+        for entry in plan.scheduled:
+            if not entry.samples:
+                continue
+            sample += 1
+            seq = entry.seq
+            if seq.status is FINISHED:
+                continue
+            token_id = token_ids[sample]
+            known = seq.token_ids
+            known.append(token_id)
+            if seq.num_computed >= seq.register_at <= len(known):
+                self._register(seq)
+            reason = None
+            if token_id in seq.stop_ids and len(known) - seq.num_prompt_tokens >= seq.request.params.min_tokens:
+                reason = FinishReason.STOP
+                self._finish(seq, reason, seq.stop_reason_of(token_id))
+            elif len(known) >= seq.max_num_tokens:
+                reason = FinishReason.LENGTH
+                self._finish(seq, reason)
+            results.append(TokenResult(seq, token_id, sample, reason))
+        return results
+
+    # Everything else
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def stats(self) -> Stats:
+        return Stats(num_running=len(self.running), num_waiting=len(self.waiting), num_blocks=self.pool.num_blocks,
+                     num_free_blocks=self.pool.num_free, num_preemptions=self._num_preemptions,
+                     prefix_cache_queries=self._prefix_cache_queries, prefix_cache_hits=self._prefix_cache_hits)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks; False if some are in use. What runs now goes on, but none of its KV will be found by others."""
+        for seq in self.running:
+            seq.register_at = NEVER
+        return self.pool.reset()
+
+    def check(self) -> None:
+        """Proves the books: blocks, references, rows, queues."""
+        size = self._block_size
+        self.pool.check(block for seq in self.running for block in seq.block_ids)
+        rows = [seq.row for seq in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows lost or given twice"
+        for queue in (self.waiting, self.running):
+            assert all(a.turn < b.turn for a, b in pairwise(queue)), "a queue is out of turn"
+        assert {id(s) for s in self._sequences.values()} == {id(s) for s in (*self.waiting, *self.running)}, "sequences lost"
+        for seq in self.waiting:
+            assert seq.status is WAITING and seq.row == -1 and not seq.block_ids and seq.num_computed == 0, "waiting, but not empty-handed"
+        for seq in self.running:
+            assert len(seq.token_ids) <= seq.num_tokens <= seq.max_num_tokens and seq.num_computed < seq.num_tokens, "tokens miscounted"
+            if seq.status is PREFILL:
+                assert seq.num_pending == 0 and len(seq.block_ids) == -(-seq.num_tokens // size), "a prefill without all its blocks"
+            else:
+                assert seq.status is DECODE and seq.num_computed == seq.num_tokens - 1, "a decode with more than one token to compute"
+                assert len(seq.block_ids) == -(-seq.num_computed // size), "blocks and computed tokens differ"
+
+    # Inside a step
+
+    def _schedule_decodes(self, scheduled: list[ScheduledSeq], budget: int) -> int:
+        """Returns what is left of the budget."""
+        block_size = self._block_size
+        for seq in self.running:    # preemption shortens it at its end meanwhile: by `seq` at worst, never by one that is scheduled
+            if seq.status is not DECODE:
+                continue
+            if budget == 0:
+                break
+            start = seq.num_computed
+            if start + 1 >= seq.max_num_tokens:
+                continue    # its last token is on the way
+            if seq.lockstep and seq.num_tokens > len(seq.token_ids):
+                continue
+            if start % block_size == 0 and not self._grow(seq):
+                break
+            seq.num_computed = start + 1
+            seq.num_tokens = start + 2
+            scheduled.append(ScheduledSeq(seq, seq.row, start, 1, True))
+            budget -= 1
+        return budget
+
+    def _grow(self, seq: Sequence) -> bool:
+        """One block more, if need be at the cost of those behind. False if that put out `seq` itself: it was the last."""
+        while (blocks := self.pool.try_allocate(1)) is None:
+            victim = self.running.pop()
+            self._let_go(victim)
+            victim.status, victim.num_computed = WAITING, 0
+            insort(self.waiting, victim, key=_turn)
+            self._num_preemptions += 1
+            if victim is seq:
+                return False
+        seq.block_ids += blocks
+        return True
+
+    def _schedule_chunk(self, scheduled: list[ScheduledSeq], seq: Sequence, budget: int) -> int:
+        """Returns the number of tokens scheduled. Blocks are there since admission."""
+        start = seq.num_computed
+        num_tokens = min(budget, seq.num_tokens - start)
+        seq.num_computed += num_tokens
+        samples = seq.num_computed == seq.num_tokens
+        if seq.num_computed >= seq.register_at:
+            self._register(seq)    # already: no later step, nor a later sequence of this one, can read the block before it is written
+        if samples:
+            seq.status = DECODE
+            seq.num_tokens += 1
+        scheduled.append(ScheduledSeq(seq, seq.row, start, num_tokens, samples))
+        return num_tokens
+
+    def _admit(self, scheduled: list[ScheduledSeq], budget: int, cap: int) -> int:
+        """Starts waiting sequences in turn while budget, rows and blocks last. Returns what is left of the budget.
+
+        A sequence starts when all its tokens have room, so that prompts half done don't put each other out. None overtakes one
+        that lacks room; only whoever waits for a prefix that is being computed is passed over.
+        """
+        index = 0
+        while budget and self._free_rows and index < len(self.waiting):
+            seq = self.waiting[index]
+            if seq.num_pending:
+                break    # preempted with a token in flight
+            hits = self._find_prefix(seq)
+            if self._is_being_computed(seq, len(hits)):
+                index += 1
+                continue
+            blocks = self.pool.try_allocate(-(-seq.num_tokens // self._block_size) - len(hits), shared=hits)
+            if blocks is None:
+                break
+            del self.waiting[index]
+            self._start(seq, blocks, len(hits))
+            budget -= self._schedule_chunk(scheduled, seq, min(budget, cap))
+        return budget
+
+    def _start(self, seq: Sequence, blocks: list[int], num_hits: int) -> None:
+        seq.status = PREFILL
+        seq.row = heapq.heappop(self._free_rows)
+        seq.block_ids = blocks
+        seq.num_computed = num_hits * self._block_size
+        seq.register_at = seq.num_computed + self._block_size if self.pool.enable_caching else NEVER
+        seq.num_admissions += 1
+        insort(self.running, seq, key=_turn)
+        if seq.num_admissions == 1 and self._looks_up(seq):    # what a preempted one finds is mostly its own
+            seq.num_cached_tokens = seq.num_computed
+            self._prefix_cache_queries += seq.num_tokens
+            self._prefix_cache_hits += seq.num_computed
+
+    def _looks_up(self, seq: Sequence) -> bool:
+        return self.pool.enable_caching and seq.request.params.prompt_logprobs is None    # those need every token computed
+
+    def _find_prefix(self, seq: Sequence) -> list[int]:
+        """Cached blocks of its longest prefix, short of the last token: its logits are needed, so it is always computed."""
+        if not self._looks_up(seq):
+            return []
+        extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
+        return self.pool.match(seq.keys[:(seq.num_tokens - 1) // self._block_size])
+
+    def _is_being_computed(self, seq: Sequence, index: int) -> bool:
+        """Whether a prefill that has begun will compute (and register) the sequence's block `index`. A key implies its position."""
+        if not self._looks_up(seq) or index >= (seq.num_tokens - 1) // self._block_size:
+            return False
+        key = seq.keys[index]
+        return any(other.status is PREFILL and other.register_at != NEVER and index < len(other.keys) and other.keys[index] == key
+                   for other in self.running)
+
+    def _prefill_cap(self) -> int:
+        """The most tokens one prompt may take from a step: others are to have a share while they wait."""
+        cap = self._long_prefill_token_threshold
+        if cap and len(self.waiting) + sum(seq.status is PREFILL for seq in self.running) > 1:
+            return cap
+        return self._max_num_batched_tokens
+
+    def _register(self, seq: Sequence) -> None:
+        """Makes the full blocks findable that are computed, or scheduled to be, and whose tokens are known."""
+        size = self._block_size
+        num_full = min(seq.num_computed, len(seq.token_ids)) // size
+        extend_keys(seq.keys, seq.root, seq.token_ids, size)
+        for i in range(seq.register_at // size - 1, num_full):
+            self.pool.register(seq.block_ids[i], seq.keys[i])
+        seq.register_at = (num_full + 1) * size
+
+    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        del self._sequences[seq.request.request_id]
+        queue = self.waiting if seq.status is WAITING else self.running
+        del queue[bisect_left(queue, seq.turn, key=_turn)]
+        if seq.status is not WAITING:
+            self._let_go(seq)
+        seq.status, seq.finish_reason, seq.stop_reason = FINISHED, reason, stop_reason
+
+    def _let_go(self, seq: Sequence) -> None:
+        """Gives back row and blocks. Steps in flight may still write there; whoever gets them next writes later."""
+        self.pool.release(seq.block_ids)
+        heapq.heappush(self._free_rows, seq.row)
+        seq.block_ids, seq.row = [], -1
+
+    @property
+    def _max_num_tokens(self) -> int:
+        return min(self._max_model_len, self.pool.num_blocks * self._block_size)
+
+
+def _turn(seq: Sequence) -> tuple[float, ...]:
+    return seq.turn

@@ -1,0 +1,71 @@
+"""A sequence: one request on its way through the engine. The scheduler owns every field; others read.
+
+    token_ids   [ prompt | seen outputs ][ pending ]      pending: drawn by a scheduled step, not yet seen by the host
+                0 ....... num_computed ..... num_tokens   computed: its KV is in the cache once all scheduled steps have run
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from shoal.api import FinishReason, Request, TokenLogprobs
+from shoal.hashing import root_key
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = enum.auto()     # new or preempted: holds nothing
+    PREFILL = enum.auto()     # holds a row and blocks for all its known tokens; some are still to be computed
+    DECODE = enum.auto()      # its last token, seen or pending, is the next input; the device has it in the sequence's row
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`turn` is unique and orders all sequences: the smaller runs first, the larger is preempted first."""
+
+    request: Request
+    turn: tuple[float, ...]
+    max_num_tokens: int                     # prompt and outputs; reached, the sequence ends with LENGTH
+    status: SequenceStatus = SequenceStatus.WAITING
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)     # pending ones included
+    num_computed: int = 0
+    num_cached_tokens: int = 0              # found in the prefix cache at the first admission
+    num_admissions: int = 0                 # a row belongs to one admission: nothing on the device outlives it
+    row: int = -1                           # of the device's batch state
+    block_ids: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)    # of the full blocks of token_ids, extended when needed
+    root: bytes = field(init=False)         # parent of the first key
+    register_at: int = 0                    # the next block is registered when this many tokens are computed and seen
+    stop_ids: frozenset[int] = field(init=False)       # end-of-text ids and stop ids
+    lockstep: bool = field(init=False)      # the next token may be drawn only when the host has seen the last
+    special: bool = field(init=False)       # sampling needs more than the fields of a state row
+    prompt_logprobs: list[TokenLogprobs | None] | None = None    # gathered by the core
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.root = root_key(request.adapter, request.cache_salt)
+        self.stop_ids = frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)))
+        self.lockstep = any(len(word) > 1 for word in request.bad_word_ids)
+        self.special = bool(params.has_penalties or params.logit_bias or params.allowed_token_ids is not None or request.bad_word_ids
+                            or params.min_tokens or params.logprobs is not None)
+
+    @property
+    def num_pending(self) -> int:
+        return self.num_tokens - len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Those the host has seen."""
+        return self.token_ids[self.num_prompt_tokens:]
+
+    def stop_reason_of(self, token_id: int) -> int | None:
+        """Of an id in `stop_ids`: None for an end-of-text id, otherwise the id."""
+        params = self.request.params
+        return None if not params.ignore_eos and token_id in self.request.eos_token_ids else token_id
