@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.api import FinishReason, Logprob, Output, Request, Stats, TokenLogprobs
@@ -83,21 +83,16 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Raises RequestError if the request is impossible for this model or cache; nothing else notices."""
-        self._check(request)
+        self.scheduler.check_request(request)
+        self._check_ids(request)
         self.scheduler.add(request)
 
-    def _check(self, request: Request) -> None:
+    def _check_ids(self, request: Request) -> None:
         params, vocab_size = request.params, self.model_config.vocab_size
         ids = request.prompt_token_ids
-        if not ids:
-            raise RequestError("the prompt is empty (0 tokens); give at least one token")
         if min(ids) < 0 or max(ids) >= vocab_size:
             bad = next(i for i in ids if not 0 <= i < vocab_size)
             raise RequestError(f"token id {bad} in the prompt is outside the vocabulary [0, {vocab_size}); check the tokenizer")
-        limit = min(self.config.max_model_len or 0, self.num_blocks * self.config.block_size)
-        if len(ids) >= limit:
-            what = "max_model_len" if limit == self.config.max_model_len else f"the whole KV cache ({self.num_blocks} blocks)"
-            raise RequestError(f"the prompt has {len(ids)} tokens, and {what} {limit} must hold it and at least one more; shorten it or raise the limit")
         for name, used in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids), ("stop_token_ids", params.stop_token_ids)):
             for token_id in used or ():
                 if not 0 <= token_id < vocab_size:

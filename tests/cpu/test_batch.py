@@ -1,0 +1,110 @@
+"""What a step sends: at admission a whole row, then only what changed; sections come back from the packed buffer as they went in."""
+
+import numpy as np
+import pytest
+
+from shoal.api import Request, SamplingParams
+from shoal.engine.batch import HEADER_SIZE, BatchBuilder, Header, float_bits, section_spans
+from shoal.engine.scheduler import Scheduler
+from shoal.kernels.state import FIELDS, Field, StateLayout
+
+BLOCK = 4
+
+
+class Device:
+    """The flat state as the device holds it after each packed step."""
+
+    def __init__(self, num_seqs=4, max_blocks=8):
+        self.layout = StateLayout(num_seqs + 1, max_blocks)
+        self.state = np.zeros(self.layout.size, np.int32)
+        self.state[:num_seqs + 1] = -1
+        self.builder = BatchBuilder(self.layout, BLOCK)
+
+    def apply(self, plan, graph_size=None):
+        packed, extras = self.builder.build(plan, graph_size)
+        sections = {name: packed[a:b] for name, (a, b) in section_spans(packed[:HEADER_SIZE]).items()}
+        assert len(set(sections["addresses"].tolist())) == len(sections["addresses"]), "an address comes twice"
+        self.state[sections["addresses"]] = sections["values"]
+        return packed[:HEADER_SIZE], sections, extras
+
+    def row(self, row):
+        base = self.layout.row_address(row)
+        return self.state[base:base + self.layout.row_stride]
+
+    def check(self, plan):
+        for entry in plan.scheduled:
+            blocks = entry.seq.block_ids
+            assert self.row(entry.row)[FIELDS:FIELDS + len(blocks)].tolist() == blocks
+
+
+def scheduler(**options):
+    return Scheduler(**{"num_blocks": 32, "block_size": BLOCK, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 32} | options)
+
+
+def request(name, length, **params):
+    return Request(name, list(range(length)), SamplingParams(**{"max_tokens": 20, "seed": 5} | params))
+
+
+def test_a_prefill_sends_the_row_and_the_flattened_tokens():
+    device, queue = Device(), scheduler()
+    queue.add(request("a", 6, temperature=0.5, top_k=7))
+    queue.add(Request("b", [9, 8, 7], SamplingParams(max_tokens=4, seed=1)))
+    plan = queue.schedule()
+    header, sections, _ = device.apply(plan)
+    device.check(plan)
+    assert not header[Header.DECODE_ONLY] and header[Header.FRESH_PREFILLS] and header[Header.NUM_TOKENS] == 9
+    assert sections["token_ids"].tolist() == [0, 1, 2, 3, 4, 5, 9, 8, 7] and sections["positions"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert sections["query_starts"].tolist() == [0, 6, 9] and sections["sample_index"].tolist() == [5, 8]
+    assert device.row(0)[Field.TOP_K] == 7 and device.row(0)[Field.TEMPERATURE] == float_bits(0.5)
+
+
+def test_a_decode_step_sends_only_new_blocks():
+    device, queue = Device(), scheduler()
+    queue.add(request("a", 6))
+    plan = queue.schedule()
+    device.apply(plan)
+    queue.update(plan, [50])
+    sizes = []
+    for token in range(8):
+        plan = queue.schedule()
+        header, sections, extras = device.apply(plan, graph_size=2)
+        assert header[Header.DECODE_ONLY] and not extras
+        device.check(plan)
+        sizes.append(len(sections["addresses"]))
+        queue.update(plan, [token])
+    assert sizes == [1, 0, 1, 0, 0, 0, 1, 0]    # first the active list, then a block at positions 8 and 12
+    assert device.state[:3].tolist() == [0, -1, -1]
+
+
+def test_a_row_that_changes_hands_is_sent_anew():
+    device, queue = Device(), scheduler(max_num_seqs=1)
+    for name, seed in (("a", 3), ("b", 4)):
+        queue.add(request(name, 5, max_tokens=1, seed=seed))
+        plan = queue.schedule()
+        device.apply(plan)
+        device.check(plan)
+        assert device.row(plan.scheduled[0].row)[Field.SEED_LOW] == seed
+        queue.update(plan, [1])
+
+
+def test_extras_name_the_samples_they_are_for():
+    device, queue = Device(), scheduler()
+    queue.add(request("plain", 5))
+    queue.add(request("bias", 7, logit_bias={3: 2.0}, min_tokens=2, stop_token_ids=[9], logprobs=4))
+    queue.add(request("penalty", 3, repetition_penalty=1.5))
+    _, _, extras = device.apply(queue.schedule())
+    assert extras.bias == [(1, 3, 2.0)] and extras.banned == [(1, 9)] and extras.num_logprobs == 4
+    assert [(p[0], p[2]) for p in extras.penalties] == [(2, 1.5)] and [r.prompt_ids for r in extras.new_penalty_rows] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("budget", [3, 4, 64])
+def test_prompt_logprobs_ask_for_every_token_but_the_last(budget):
+    device, queue = Device(), scheduler(max_num_batched_tokens=budget)
+    queue.add(request("a", 10, prompt_logprobs=1))
+    targets = []
+    while len(targets) < 9:
+        plan = queue.schedule()
+        _, sections, extras = device.apply(plan)
+        assert len(sections["prompt_logits"]) == len(extras.prompt_targets)
+        targets += extras.prompt_targets
+    assert targets == list(range(1, 10))
