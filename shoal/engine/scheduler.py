@@ -12,7 +12,6 @@ import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from shoal.api import FinishReason, Request, Stats
 from shoal.engine.sequence import Sequence, SequenceStatus
@@ -24,7 +23,8 @@ WAITING, PREFILL, DECODE, FINISHED = SequenceStatus.WAITING, SequenceStatus.PREF
 NEVER = sys.maxsize
 
 
-class ScheduledSeq(NamedTuple):
+@dataclass(slots=True)    # frozen would triple the cost of making one, and a step makes hundreds
+class ScheduledSeq:
     """Tokens [start, start + num_tokens) of a sequence. Read its block_ids and token_ids before the scheduler is called again."""
 
     seq: Sequence
@@ -43,7 +43,8 @@ class StepPlan:
     num_tokens: int
 
 
-class TokenResult(NamedTuple):
+@dataclass(slots=True)
+class TokenResult:
     """A token that counts. `sample`: which of the step's drawn tokens it was."""
 
     seq: Sequence

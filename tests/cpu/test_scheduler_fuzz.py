@@ -1,0 +1,230 @@
+"""Random traces through scheduler and block pool, on a device that remembers which history each KV slot was written with.
+
+A token is a function of the whole history before it, so a sequence that reads one wrong slot, or is preempted and resumed wrongly, ends
+with other tokens than the uninterrupted run. A failing seed is in the test's output; `trace(seed)` repeats it.
+"""
+
+import random
+import zlib
+from collections import Counter, deque
+
+import pytest
+
+from shoal.api import FinishReason, Request, SamplingParams
+from shoal.engine.scheduler import Scheduler, StepPlan
+
+VOCAB = 40
+EOS = (0, 1)
+TRACES_A_TEST = 25
+
+
+class History:
+    """Running hashes of a token sequence: `hashes[p]` stands for tokens 0..p, under the request's salt and adapter."""
+
+    def __init__(self, request: Request, token_ids: list[int]):
+        self.hashes: list[int] = []
+        self.last = zlib.crc32(repr((request.cache_salt, request.adapter)).encode())
+        for token_id in token_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        self.last = hash((self.last, token_id))
+        self.hashes.append(self.last)
+
+    def next_token(self) -> int:
+        return self.last // 7 % VOCAB
+
+
+class Row:
+    def __init__(self, owner, history: History, epoch: int):
+        self.owner, self.history, self.epoch = owner, history, epoch
+        self.token: int | None = None    # the next input of a decode
+
+
+class Device:
+    """Runs plans in the order they come: stores the KV of all tokens of a step, then lets each query read its history by its block table."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.block_size = block_size
+        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)    # (history, epoch of the writer's admission)
+        self.rows: dict[int, Row] = {}
+        self.epoch = 0    # prefix cache resets so far
+
+    def run(self, plan: StepPlan) -> list[int]:
+        reads, tokens = [], []
+        rows = [entry.row for entry in plan.scheduled]
+        assert len(rows) == len(set(rows)), "two sequences in one row"
+        for i, entry in enumerate(plan.scheduled):
+            seq, row = entry.seq, self._row(entry)
+            assert len(row.history.hashes) == entry.start, "a step that does not follow the one before"
+            if i < plan.num_decodes:
+                assert entry.num_tokens == 1 and row.token is not None
+                assert entry.start >= len(seq.token_ids) or seq.token_ids[entry.start] == row.token
+                step_tokens = [row.token]
+            else:
+                step_tokens = seq.token_ids[entry.start:entry.start + entry.num_tokens]
+                assert len(step_tokens) == entry.num_tokens > 0, "a prefill of tokens that nobody knows"
+            for token in step_tokens:
+                row.history.append(token)
+            slots = [seq.block_ids[p // self.block_size] * self.block_size + p % self.block_size for p in range(entry.start + entry.num_tokens)]
+            for p in range(entry.start, entry.start + entry.num_tokens):
+                self.slots[slots[p]] = (row.history.hashes[p], row.epoch)
+            reads.append((row, slots))
+            if entry.samples:
+                row.token = row.history.next_token()
+                tokens.append(row.token)
+        for row, slots in reads:
+            for p, slot in enumerate(slots):
+                found = self.slots[slot]
+                assert found is not None and found[0] == row.history.hashes[p], f"position {p} reads another history"
+                assert found[1] >= row.epoch, "a hit from before a reset"
+        return tokens
+
+    def _row(self, entry) -> Row:
+        owner = (entry.seq, entry.seq.num_admissions)
+        if entry.row not in self.rows or self.rows[entry.row].owner != owner:
+            self.rows[entry.row] = Row(owner, History(entry.seq.request, entry.seq.token_ids[:entry.start]), self.epoch)
+        return self.rows[entry.row]
+
+
+def uninterrupted(request: Request, limit: int) -> tuple[list[int], FinishReason, int | None]:
+    """What a request must give when it is alone and never disturbed."""
+    params, history, outputs = request.params, History(request, request.prompt_token_ids), []
+    while True:
+        token = history.next_token()
+        history.append(token)
+        outputs.append(token)
+        if len(outputs) >= params.min_tokens:
+            if token in request.eos_token_ids and not params.ignore_eos:
+                return outputs, FinishReason.STOP, None
+            if token in params.stop_token_ids:
+                return outputs, FinishReason.STOP, token
+        if len(outputs) == params.max_tokens or len(request.prompt_token_ids) + len(outputs) == limit:
+            return outputs, FinishReason.LENGTH, None
+
+
+class Trace:
+    """One random configuration under one random load."""
+
+    def __init__(self, seed: int):
+        self.r = r = random.Random(seed)
+        self.block_size = r.choice((1, 2, 4, 8))
+        num_blocks = r.randint(2, 24)
+        max_model_len = r.randint(3, 80)
+        self.limit = min(max_model_len, num_blocks * self.block_size)
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks, block_size=self.block_size, max_num_seqs=r.randint(1, 8), max_num_batched_tokens=r.choice((1, 3, 8, 16, 64)),
+            max_model_len=max_model_len, enable_prefix_caching=r.random() < 0.85, policy=r.choice(("fcfs", "priority")),
+            long_prefill_token_threshold=r.choice((0, 0, 2, 5)))
+        self.device = Device(num_blocks, self.block_size)
+        self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
+        self.max_depth = r.choice((0, 1, 1, 2, 3))
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, tuple[FinishReason, int | str | None]] = {}
+        self.seen = Counter[str]()
+
+    def new_request(self) -> Request:
+        r = self.r
+        base: list[int] = []
+        if self.requests and r.random() < 0.7:    # another turn of a conversation, or a sibling of it
+            earlier = r.choice(list(self.requests.values()))
+            base = earlier.prompt_token_ids + self.outputs[earlier.request_id]
+            base = base[:r.randint(0, len(base))]
+        longest = self.limit - 1
+        prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(0 if base else 1, 20))])[:longest]
+        max_tokens = r.choice((1, 2, 5, 20, 50, None))
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=r.random() < 0.6, min_tokens=r.randint(0, max_tokens or 30) if r.random() < 0.3 else 0,
+            stop_token_ids=r.sample(range(VOCAB), r.choice((0, 0, 2))), prompt_logprobs=0 if r.random() < 0.1 else None)
+        lockstep = ((3, 4),) if r.random() < 0.1 else ()
+        return Request(f"r{len(self.requests)}", prompt, params, priority=r.randint(-1, 1), arrival=r.randint(0, 3), eos_token_ids=EOS,
+                       cache_salt=r.choice((None, None, None, "a")), adapter=r.choice((None, None, None, "a")), bad_word_ids=lockstep)
+
+    def run(self, num_requests: int) -> None:
+        steps = 0
+        while len(self.requests) < num_requests or self.scheduler.has_work or self.in_flight:
+            arrivals = self.r.choice((0, 0, 0, 1, 1, 3)) if self.scheduler.has_work else 1
+            for _ in range(min(arrivals, num_requests - len(self.requests))):
+                request = self.new_request()
+                self.requests[request.request_id], self.outputs[request.request_id] = request, []
+                self.scheduler.add(request)
+            self.disturb()
+            self.step()
+            self.scheduler.check()
+            steps += 1
+            work = sum(len(r.prompt_token_ids) + len(self.outputs[r.request_id]) for r in self.requests.values())
+            assert steps <= 100 + 4 * (self.max_depth + 1) * work, "no progress"
+        self.compare()
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self.in_flight or not self.scheduler.has_work, "work, and nothing runs"
+        else:
+            assert plan.num_tokens == sum(e.num_tokens for e in plan.scheduled) <= self.scheduler._max_num_batched_tokens
+            self.seen["mixed"] += 0 < plan.num_decodes < len(plan.scheduled)
+            self.seen["chunked"] += not all(e.samples for e in plan.scheduled)
+            self.in_flight.append((plan, self.device.run(plan)))
+            self.scheduler.check()
+        depth = self.r.randint(0, self.max_depth)
+        while len(self.in_flight) > (depth if plan is not None else 0):
+            self.see(*self.in_flight.popleft())
+
+    def see(self, plan: StepPlan, tokens: list[int]) -> None:
+        results = self.scheduler.update(plan, tokens)
+        self.seen["dropped"] += len(tokens) - len(results)
+        for result in results:
+            request_id = result.seq.request.request_id
+            assert request_id not in self.finished, "a token after the end"
+            assert tokens[result.sample] == result.token_id
+            self.outputs[request_id].append(result.token_id)
+            self.seen["pending when preempted"] += result.seq.num_admissions > 0 and result.seq.row == -1 and result.finish_reason is None
+            if result.finish_reason is not None:
+                self.finished[request_id] = (result.finish_reason, result.seq.stop_reason)
+
+    def disturb(self) -> None:
+        r, scheduler = self.r, self.scheduler
+        if self.requests and r.random() < 0.05:
+            request_id = r.choice(list(self.requests))
+            seq = scheduler.abort(request_id) if r.random() < 0.7 else scheduler.finish(request_id, FinishReason.STOP, "text")
+            assert (seq is None) == (request_id in self.finished)
+            if seq is not None:
+                self.finished[request_id] = (seq.finish_reason, seq.stop_reason)
+                self.seen["ended from outside"] += 1
+            assert scheduler.abort(request_id) is None
+        if r.random() < 0.02:
+            assert scheduler.reset_prefix_cache() == (not any(s.block_ids for s in scheduler.running))
+            self.device.epoch += 1
+
+    def compare(self) -> None:
+        assert self.finished.keys() == self.requests.keys(), "not every request has ended"
+        for request_id, request in self.requests.items():
+            tokens, reason, stop_reason = uninterrupted(request, self.limit)
+            outputs, end = self.outputs[request_id], self.finished[request_id]
+            if end[0] is FinishReason.ABORT or end[1] == "text":
+                assert outputs == tokens[:len(outputs)] and len(outputs) < len(tokens)
+            else:
+                assert (outputs, *end) == (tokens, reason, stop_reason)
+        stats = self.scheduler.stats()
+        assert stats.num_free_blocks == stats.num_blocks and not stats.num_running and not stats.num_waiting
+        assert self.scheduler._free_rows and stats.prefix_cache_hits <= stats.prefix_cache_queries
+        self.seen.update(requests=len(self.requests), preemptions=stats.num_preemptions, hits=stats.prefix_cache_hits)
+
+
+def trace(seed: int) -> Counter[str]:
+    trace = Trace(seed)
+    try:
+        trace.run(num_requests=30)
+    except BaseException:
+        print(f"failed: trace({seed})")
+        raise
+    return trace.seen
+
+
+@pytest.mark.parametrize("first_seed", range(0, 200, TRACES_A_TEST))
+def test_any_load_gives_each_request_the_tokens_of_an_undisturbed_run(first_seed):
+    print(f"seeds {first_seed}..{first_seed + TRACES_A_TEST - 1}")
+    seen = sum((trace(seed) for seed in range(first_seed, first_seed + TRACES_A_TEST)), Counter[str]())
+    for name in ("preemptions", "hits", "mixed", "chunked", "dropped", "pending when preempted", "ended from outside"):
+        assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"
