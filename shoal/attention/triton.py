@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from shoal.attention.step import StepInput
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
 
-PROGRAMS_PER_SM = 2       # decode programs that fit on an SM at once
+PROGRAMS_PER_SM = 3       # decode programs that fit on an SM at once
 WAVES = 4                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
 MIN_SPLIT = 64            # fewest keys that are worth a program of their own
 CUDNN_MIN_LEN = 2048      # shortest fresh prefill that cuDNN gets; it is faster than our kernel on long ones only

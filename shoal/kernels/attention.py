@@ -25,32 +25,36 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None    # a thread: fewer let more programs share an SM
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:    # products without tensor cores: small tiles keep the unrolled code and its registers in bounds
         return Tiles(16, 32 if head_dim <= 64 else 16, 4, 2)
-    return Tiles(16, 64 if head_dim <= 128 else 32, 4, 4)
+    return Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(32, 32 if head_dim <= 64 else 16, 4, 2)
-    if head_dim <= 128:
-        return Tiles(128, 64, 8, 3)
-    return Tiles(64, 32, 4, 2)
+        return Tiles(32, 32, 4, 2) if head_dim <= 64 else Tiles(32, 16, 8, 2)
+    return Tiles(128, 64, 8, 3) if head_dim <= 128 else Tiles(64, 32, 8, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------- shared by both kernels
 
 @triton.jit
-def _block_offsets(table_ptr, keys, mask, stride_block, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
-    """Where each key of a tile lies in the cache, from its sequence's block table."""
-    if mask is None:
-        blocks = tl.load(table_ptr + keys // BLOCK_SIZE)
-    else:
-        blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=mask, other=0)
-    return blocks.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * N
+def _load_blocks(table_ptr, keys, end, BLOCK_SIZE: tl.constexpr):
+    """The cache block of each key of a tile.
+
+    Loops load the blocks of the next tile while they work on this one: were K and V addressed by a load of the same iteration, Triton
+    would pipeline the two in turn, and K and V would be in flight for one iteration instead of num_stages - 1.
+    """
+    return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
+
+
+@triton.jit
+def _cache_offsets(blocks, keys, stride_block, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+    return blocks.to(tl.int64) * stride_block + (keys & (BLOCK_SIZE - 1)) * N
 
 
 @triton.jit
@@ -142,10 +146,13 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, part
     highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
     begin = start + split * split_len
     end = tl.minimum(begin + split_len, kv_len)
+    columns = tl.arange(0, BLOCK_N)
+    blocks = _load_blocks(table_ptr, begin + columns, end, BLOCK_SIZE)
     for first in range(begin, end, BLOCK_N):
-        keys = first + tl.arange(0, BLOCK_N)
+        keys = first + columns
         there = keys < end
-        offsets = _block_offsets(table_ptr, keys, there, stride_block, BLOCK_SIZE, N)[:, None] + dims[None, :]
+        offsets = _cache_offsets(blocks, keys, stride_block, BLOCK_SIZE, N)[:, None] + dims[None, :]
+        blocks = _load_blocks(table_ptr, keys + BLOCK_N, end, BLOCK_SIZE)
         mask = there[:, None] & dim_mask
         k = tl.load(kv_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)    # masked: 0 * what an unused slot holds may be NaN
@@ -185,7 +192,7 @@ def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch
         scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), splits,
         GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, MIN_SPLIT=triton.cdiv(min_split, tiles.block_n) * tiles.block_n,
         BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows,
-        CHUNK=max(2, 8192 // (rows * head_dim_pad)), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+        CHUNK=max(2, 8192 // (rows * head_dim_pad)), num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +219,15 @@ def _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, be
                   PAGED: tl.constexpr, MASKED: tl.constexpr):
     """Online softmax over the keys [begin, end). Not MASKED: every query of the tile sees all of them, and whole tiles."""
     dims = tl.arange(0, N_PAD)
+    columns = tl.arange(0, BLOCK_N)
+    if PAGED:
+        blocks = _load_blocks(table_ptr, begin + columns, end, BLOCK_SIZE)
     for first in range(begin, end, BLOCK_N):
-        keys = first + tl.arange(0, BLOCK_N)
+        keys = first + columns
         there = keys < end
         if PAGED:
-            if MASKED:
-                offsets = _block_offsets(table_ptr, keys, there, stride_k, BLOCK_SIZE, N)
-            else:
-                offsets = _block_offsets(table_ptr, keys, None, stride_k, BLOCK_SIZE, N)
+            offsets = _cache_offsets(blocks, keys, stride_k, BLOCK_SIZE, N)
+            blocks = _load_blocks(table_ptr, keys + BLOCK_N, end, BLOCK_SIZE)
         else:
             offsets = keys.to(tl.int64) * stride_k
         offsets = offsets[:, None] + dims[None, :]
@@ -275,7 +283,7 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, kv_lens_ptr, rows_p
     query_len = tl.load(starts_ptr + seq + 1) - query_start
     if first_query >= query_len:
         return
-    if SKIP_FROM > 0:
+    if SKIP_FROM > 0:    # noqa: SIM102 -- decided when compiling
         if (query_len >= SKIP_FROM) & (first_query + BLOCK_Q <= query_len // SKIP_STEP * SKIP_STEP):
             return
     kv_len = tl.load(kv_lens_ptr + seq)
@@ -343,4 +351,4 @@ def prefill_attention(q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Ten
         first_seq, num_seqs, num_tiles,
         G=num_kv_heads, GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, PAGED=paged,
         SKIP_FROM=skip_from, SKIP_STEP=skip_step, BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_Q=block_q,
-        N_PAD=max(16, triton.next_power_of_2(head_dim)), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+        N_PAD=max(16, triton.next_power_of_2(head_dim)), num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)

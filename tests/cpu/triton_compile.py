@@ -46,12 +46,12 @@ def compile_launches(path: str) -> dict[str, list[Compiled]]:
     return {case: [Compiled(**kernel) for kernel in kernels] for case, kernels in cases.items()}
 
 
-def check_kernels(kernels: list[Compiled]) -> None:
+def check_kernels(kernels: list[Compiled], max_spilled: int = 0) -> None:
     assert kernels, "nothing was launched"
     for kernel in kernels:
         assert not kernel.error, f"{kernel.name} on sm_{kernel.capability}: {kernel.error}"
         assert kernel.shared <= SHARED_LIMIT[kernel.capability], kernel
-        assert kernel.spilled == 0, kernel
+        assert kernel.spilled <= max_spilled, kernel
 
 
 class _NoDriver:
