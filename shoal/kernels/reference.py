@@ -96,42 +96,41 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
     key_0, key_1 = noise_keys(fields[:, Field.SEED_LOW], fields[:, Field.SEED_HIGH], drawn_positions)
     for s, temperature in enumerate(temperatures):
         if temperature >= MIN_TEMPERATURE:
-            scaled_V = logits_SV[s].float() * (1.0 / temperature)
-            tokens[s] = _draw(scaled_V, tokens[s:s + 1], top_ks[s], top_ps[s], min_ps[s], key_0[s], key_1[s])
+            logits_V = logits_SV[s].float()
+            tokens[s] = _draw(logits_V, tokens[s:s + 1], temperature, top_ks[s], top_ps[s], min_ps[s], key_0[s], key_1[s])
     out_tokens_S[active] = tokens
     table[rows, Field.TOKEN] = tokens
     table[rows, Field.POSITION] = drawn_positions
 
 
-def _draw(scaled_V: torch.Tensor, best_1: torch.Tensor, top_k: int, top_p: float, min_p: float, key_0: torch.Tensor,
+def _draw(logits_V: torch.Tensor, best_1: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, key_0: torch.Tensor,
           key_1: torch.Tensor) -> torch.Tensor:
     """One token of one row. Noise is made only for tokens that can win: those within its range of the best token's own score."""
-    largest = scaled_V[best_1]
-    floor = largest + gumbel(key_0, key_1, best_1) - MAX_GUMBEL
+    floor = logits_V[best_1] + temperature * (gumbel(key_0, key_1, best_1) - MAX_GUMBEL)
     if top_k > 0 or top_p < 1.0 or min_p > 0.0:
-        floor = torch.maximum(floor, threshold(scaled_V, top_k, top_p, min_p))
-    ids = (scaled_V >= floor).nonzero().squeeze(1)
-    return ids[(scaled_V[ids] + gumbel(key_0, key_1, ids.to(torch.int32))).argmax()]
+        floor = torch.maximum(floor, threshold(logits_V, temperature, top_k, top_p, min_p))
+    ids = (logits_V >= floor).nonzero().squeeze(1)
+    return ids[(logits_V[ids] * (1.0 / temperature) + gumbel(key_0, key_1, ids.to(torch.int32))).argmax()]
 
 
-def threshold(scaled_V: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The smallest logit (after temperature) that min_p, then top_k, then top_p keep; what ties with it is kept too.
+def threshold(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The smallest logit that min_p, then top_k, then top_p keep; what ties with it is kept too.
 
     min_p: at least min_p times as probable as the best. top_k: at least as probable as the k-th. top_p: the mass of what is strictly more
     probable, of all that the first two left, is below top_p.
     """
-    floor = largest = scaled_V.max()
-    floor = largest + math.log(min_p) if min_p > 0.0 else scaled_V.new_tensor(-math.inf)
-    if 0 < top_k < len(scaled_V):
-        floor = torch.maximum(floor, scaled_V.topk(top_k).values[-1])
+    largest = logits_V.max()
+    floor = largest + temperature * math.log(min_p) if min_p > 0.0 else torch.full_like(largest, -math.inf)
+    if 0 < top_k < len(logits_V):
+        floor = torch.maximum(floor, logits_V.topk(top_k).values[-1])
     if top_p >= 1.0:
         return floor
-    kept = scaled_V[scaled_V >= floor]
-    mass = (kept - largest).exp_()
+    kept = logits_V[logits_V >= floor]
+    mass = ((kept - largest) / temperature).exp_()
     total = mass.sum(dtype=torch.float64)
     # Tokens of at most (1 - top_p) / n of the mass hold at most 1 - top_p together, so the n tokens' answer is among the others.
     kept = kept[mass >= total * ((1.0 - top_p) / len(kept))].sort(descending=True).values
-    above = (kept - largest).exp_().double().cumsum(0).roll(1)
+    above = ((kept - largest) / temperature).exp_().double().cumsum(0).roll(1)
     above[0] = 0.0
     return kept[(above < total * top_p).sum() - 1]
 
@@ -144,7 +143,7 @@ def noise_keys(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.
 
 
 def gumbel(key_0: torch.Tensor, key_1: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise of a token: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits, finest near 0, where noise is largest."""
+    """Gumbel noise of a token: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits, finest near 0, the large noise."""
     h = _xor_shift(token ^ key_0, 16).mul_(MIX_1)
     h = _xor_shift(h, 15).add_(key_1).mul_(MIX_2)
     h = _shift(_xor_shift(h, 16), 1)

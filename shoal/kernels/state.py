@@ -1,6 +1,7 @@
 """The batch state on the device: one flat int32 tensor, changed only by (address, value) pairs. This file says what lies where.
 
-First the active decode rows in batch order (-1: padding), then one row a sequence: its fields, then its block table.
+First the active decode rows in batch order (-1: padding), then one row a sequence: its fields, then its block table; last a spare row,
+nobody's, where writes through index -1 end up.
 The host's mirror of it: engine/batch.py. Who reads it: the kernels. No Triton here.
 """
 
@@ -50,15 +51,15 @@ class StateLayout:
 
     @property
     def size(self) -> int:
-        return self.row_address(self.num_rows)
+        return self.row_address(self.num_rows + 1)
 
     def active(self, state: torch.Tensor) -> torch.Tensor:
         """rows_B: [num_rows]."""
         return state[:self.num_rows]
 
     def table(self, state: torch.Tensor) -> torch.Tensor:
-        """[num_rows, FIELDS + M]: what `sample` and `begin_decode` take."""
-        return state[self.row_address(0):].view(self.num_rows, self.row_stride)
+        """[num_rows + 1, FIELDS + M]: what `sample` and `begin_decode` take."""
+        return state[self.row_address(0):].view(self.num_rows + 1, self.row_stride)
 
     def block_tables(self, state: torch.Tensor) -> torch.Tensor:
         """block_tables_RM: a strided view of `table`."""

@@ -1,0 +1,44 @@
+"""The batch state's two small kernels: a step's differences written into it, a decode step's inputs read from it. Layout: state.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shoal.kernels.state import Field
+
+TOKEN, POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
+
+
+@triton.jit
+def _apply_updates_kernel(state_ptr, addresses_ptr, values_ptr, num_updates, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_updates
+    tl.store(state_ptr + tl.load(addresses_ptr + i, mask=mask, other=0), tl.load(values_ptr + i, mask=mask), mask=mask)
+
+
+def apply_updates(state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None:
+    """state[addresses] = values; addresses are unique."""
+    num_updates = addresses.shape[0]
+    _apply_updates_kernel[(triton.cdiv(num_updates, 256),)](state, addresses, values, num_updates, BLOCK=256, num_warps=2)
+
+
+@triton.jit
+def _begin_decode_kernel(rows_ptr, table_ptr, tokens_ptr, positions_ptr, kv_lens_ptr, table_stride, B, BLOCK: tl.constexpr):
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_batch = b < B
+    row = tl.load(rows_ptr + b, mask=in_batch, other=-1)
+    fields_ptr = table_ptr + row * table_stride
+    position = tl.load(fields_ptr + POSITION, mask=row >= 0, other=-1)
+    tl.store(tokens_ptr + b, tl.load(fields_ptr + TOKEN, mask=row >= 0, other=0), mask=in_batch)
+    tl.store(positions_ptr + b, position, mask=in_batch)
+    tl.store(kv_lens_ptr + b, position + 1, mask=in_batch)
+
+
+def begin_decode(rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tensor, positions_B: torch.Tensor,
+                 kv_lens_B: torch.Tensor) -> None:
+    """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length 0."""
+    size = tokens_B.shape[0]
+    _begin_decode_kernel[(triton.cdiv(size, 64),)](rows_B, table, tokens_B, positions_B, kv_lens_B, table.stride(0), size, BLOCK=64,
+                                                   num_warps=2)

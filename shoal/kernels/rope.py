@@ -1,0 +1,81 @@
+"""One Triton kernel between the q/k/v product and attention: q/k norm, rotary embedding, and k and v into the paged cache.
+
+Fused, a head's numbers make one trip through the registers instead of four through memory. A program takes a few heads of one token, as
+two halves [heads, N/2]: rotation pairs element i with i + N/2.
+T tokens · H query heads · G kv heads · N head size · R state rows · M blocks a sequence. Oracle: reference.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _weight(weight_ptr, i, mask):
+    return tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _qk_norm_rope_store_kernel(
+        qkv_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, rows_ptr, tables_ptr, kv_ptr, table_stride, block_stride,
+        kv_stride, head_stride, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+        HEADS: tl.constexpr, HALF: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions_ptr + token)
+    row = tl.load(rows_ptr + token).to(tl.int64)
+    if (position < 0) | (row < 0):
+        return
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    in_half = i < N // 2
+    mask = (head < H + 2 * G) & in_half
+    first_ptr = qkv_ptr + token * (H + 2 * G) * N + head * N + i
+    first = tl.load(first_ptr, mask=mask, other=0.0)
+    second = tl.load(first_ptr + N // 2, mask=mask, other=0.0)
+    cos = tl.load(cos_sin_ptr + position.to(tl.int64) * N + i, mask=in_half, other=0.0)
+    sin = tl.load(cos_sin_ptr + position.to(tl.int64) * N + N // 2 + i, mask=in_half, other=0.0)
+    block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
+
+    x1, x2 = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / N + eps)[:, None]
+        weight1 = tl.where(head < H, _weight(q_weight_ptr, i, in_half), _weight(k_weight_ptr, i, in_half))
+        weight2 = tl.where(head < H, _weight(q_weight_ptr + N // 2, i, in_half), _weight(k_weight_ptr + N // 2, i, in_half))
+        x1 = ((x1 * scale).to(first.dtype).to(tl.float32) * weight1).to(first.dtype).to(tl.float32)
+        x2 = ((x2 * scale).to(first.dtype).to(tl.float32) * weight2).to(first.dtype).to(tl.float32)
+    is_v = head >= H + G
+    first = tl.where(is_v, first, (x1 * cos - x2 * sin).to(first.dtype))
+    second = tl.where(is_v, second, (x2 * cos + x1 * sin).to(first.dtype))
+
+    rotated = mask & (head < H + G)
+    tl.store(first_ptr, first, mask=rotated)
+    tl.store(first_ptr + N // 2, second, mask=rotated)
+    stored = mask & (head >= H)
+    kv_head = tl.where(is_v, head - H - G, head - H)
+    slot_ptr = kv_ptr + block * block_stride + is_v * kv_stride + kv_head * head_stride + (position % BLOCK_SIZE) * N + i
+    tl.store(slot_ptr, first, mask=stored)
+    tl.store(slot_ptr + N // 2, second, mask=stored)
+
+
+def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
+                       positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
+                       num_heads: int, num_kv_heads: int) -> None:
+    """In place on qkv [T, (H + 2G) * N] and into the cache; padding tokens (row or position -1) are left alone."""
+    head_dim, num_tokens = cos_sin.shape[1], qkv.shape[0]
+    assert qkv.is_contiguous() and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+    assert (q_weight is None) == (k_weight is None) and kv_layer.stride(3) == head_dim and kv_layer.stride(4) == 1
+    all_heads = num_heads + 2 * num_kv_heads
+    half = triton.next_power_of_2(head_dim // 2)
+    heads = heads_per_program(num_tokens, all_heads)
+    _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
+        qkv, q_weight, k_weight, eps, cos_sin, positions_T, rows_T, block_tables_RM, kv_layer,
+        block_tables_RM.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2),
+        H=num_heads, G=num_kv_heads, N=head_dim, HAS_NORM=q_weight is not None, BLOCK_SIZE=kv_layer.shape[3],
+        HEADS=heads, HALF=half, num_warps=max(1, min(heads * half // 256, 8)))
+
+
+def heads_per_program(num_tokens: int, all_heads: int) -> int:
+    """Few for a handful of tokens, to spread them over the GPU; many for the rest, to share the loads of cos and sin."""
+    return min(triton.next_power_of_2(all_heads), 4 if num_tokens <= 64 else 16)

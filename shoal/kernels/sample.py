@@ -1,0 +1,276 @@
+"""Sampling in Triton, for a captured graph: fixed launches, every row by its own fields, no sort of the vocabulary. Meaning: reference.py.
+
+1. `_score_tiles`, a program a (tile of the vocabulary, row): adds the noise and keeps the tile's best token. A row with filters (top_k,
+   top_p, min_p) keeps the tile's largest logit and mass instead, and the largest logit of each GROUP of tokens.
+2. `_pick`, a program a row: the best of the tiles. For a row with filters it first finds the threshold logit by bisection over the bits
+   of logits. Everything above the 128 best groups' runner-up lies in those groups, so if the threshold does too (top_k 20, or top_p
+   0.95 of a language model: nearly always), it is found among 4096 logits; if not, in passes over the row, ten times slower.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shoal.kernels import reference
+from shoal.kernels.state import MIN_TEMPERATURE, Field
+
+GROUP = tl.constexpr(32)          # tokens that share one maximum
+BEST_GROUPS = tl.constexpr(128)
+WIDE = tl.constexpr(8192)         # tokens a piece of a pass over the row
+
+SEED_LOW, SEED_HIGH = tl.constexpr(Field.SEED_LOW.value), tl.constexpr(Field.SEED_HIGH.value)
+TEMPERATURE, TOP_K = tl.constexpr(Field.TEMPERATURE.value), tl.constexpr(Field.TOP_K.value)
+TOP_P, MIN_P = tl.constexpr(Field.TOP_P.value), tl.constexpr(Field.MIN_P.value)
+TOKEN, POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
+COLDEST = tl.constexpr(MIN_TEMPERATURE)
+MIX_1, MIX_2 = tl.constexpr(reference.MIX_1 & 0xFFFFFFFF), tl.constexpr(reference.MIX_2 & 0xFFFFFFFF)
+SALT_0, SALT_1 = tl.constexpr(reference.SALT_0 & 0xFFFFFFFF), tl.constexpr(reference.SALT_1 & 0xFFFFFFFF)
+LOWEST = tl.constexpr(-3.4e38)    # below every finite logit, above -inf
+KEY_OF_NOTHING = tl.constexpr(-0x7F800001)    # of -inf
+MAX_UNIFORM = tl.constexpr(reference.MAX_UNIFORM)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * MIX_1
+    x = (x ^ (x >> 15)) * MIX_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _noise_keys(fields_ptr, position):
+    low = tl.load(fields_ptr + SEED_LOW).to(tl.uint32, bitcast=True)
+    high = tl.load(fields_ptr + SEED_HIGH).to(tl.uint32, bitcast=True)
+    position = position.to(tl.uint32, bitcast=True)
+    return _mix(position ^ _mix(high ^ _mix(low ^ SALT_0))), _mix(low + _mix(high + _mix(position + SALT_1)))
+
+
+@triton.jit
+def _gumbel(key_0, key_1, token):
+    h = token.to(tl.uint32, bitcast=True) ^ key_0
+    h = (h ^ (h >> 16)) * MIX_1
+    h = ((h ^ (h >> 15)) + key_1) * MIX_2
+    h = (h ^ (h >> 16)) >> 1
+    u = tl.minimum((h.to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * 2.0**-31, MAX_UNIFORM)
+    # -log(1 - u), by its series where 1 - u would round u away
+    exponential = tl.where(u < 0.0078125, u * (1.0 + u * (0.5 + u * 0.33333334)), -tl.log(1.0 - u))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _load_float(ptr):
+    return tl.load(ptr).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _has_filters(fields_ptr):
+    return (tl.load(fields_ptr + TOP_K) > 0) | (_load_float(fields_ptr + TOP_P) < 1.0) | (_load_float(fields_ptr + MIN_P) > 0.0)
+
+
+@triton.jit
+def _workspace(work_ptr, s, V: tl.constexpr, TILE: tl.constexpr):
+    """A row's scratch: of each tile the best score (or logit), its token, the mass; of each group the largest logit; a list of groups."""
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
+    groups: tl.constexpr = (V + GROUP - 1) // GROUP
+    best_ptr = work_ptr + s * (3 * tiles + groups + BEST_GROUPS)
+    token_ptr = (best_ptr + tiles).to(tl.pointer_type(tl.int32), bitcast=True)
+    list_ptr = (best_ptr + 3 * tiles + groups).to(tl.pointer_type(tl.int32), bitcast=True)
+    return best_ptr, token_ptr, best_ptr + 2 * tiles, best_ptr + 3 * tiles, list_ptr
+
+
+@triton.jit
+def _score_tiles(logits_ptr, rows_ptr, positions_ptr, table_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr,
+                 TILE: tl.constexpr):
+    tile, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tl.load(rows_ptr + s).to(tl.int64)
+    if row < 0:
+        return
+    token = tile * TILE + tl.arange(0, TILE)
+    logits = tl.load(logits_ptr + s * logits_stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
+    fields_ptr = table_ptr + row * table_stride
+    temperature = _load_float(fields_ptr + TEMPERATURE)
+    best_ptr, token_ptr, mass_ptr, group_ptr, _ = _workspace(work_ptr, s, V, TILE)
+    if (temperature >= COLDEST) & _has_filters(fields_ptr):
+        group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+        group_best = tl.max(tl.reshape(logits, (TILE // GROUP, GROUP)), axis=1)
+        tl.store(group_ptr + group, group_best, mask=group * GROUP < V)
+        best = tl.max(group_best, axis=0)
+        masses = tl.where(logits > float("-inf"), tl.exp((logits - best) / temperature), 0.0)
+        tl.store(mass_ptr + tile, tl.sum(masses, axis=0))
+        tl.store(best_ptr + tile, best)
+    else:
+        score = logits
+        if temperature >= COLDEST:
+            key_0, key_1 = _noise_keys(fields_ptr, tl.load(positions_ptr + s) + 1)
+            score = logits * tl.div_rn(1.0, temperature) + _gumbel(key_0, key_1, token)
+        best, best_token = tl.max(score, axis=0, return_indices=True)
+        tl.store(token_ptr + tile, tile * TILE + best_token)
+        tl.store(best_ptr + tile, best)
+
+
+@triton.jit
+def _order_key(logits, SHIFT: tl.constexpr):
+    """int32s in the order of the floats; the bits that a 16-bit float leaves constant are shifted out."""
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)    # -0 becomes 0
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _middle(low, high):
+    return (low & high) + ((low ^ high) >> 1)    # (low + high) // 2 without overflow
+
+
+@triton.jit
+def _best_groups(group_ptr, list_ptr, largest, V: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+    """Lists the groups with the largest maxima, BEST_GROUPS at most; returns their number and the largest logit of all others."""
+    group = tl.arange(0, BLOCK)
+    group_best = tl.load(group_ptr + group, mask=group * GROUP < V, other=float("-inf"))
+    keys = _order_key(group_best, SHIFT)
+    low, high = KEY_OF_NOTHING >> SHIFT, _order_key(largest, SHIFT) + 1
+    while low + 1 < high:
+        middle = _middle(low, high)
+        few = tl.sum((keys >= middle).to(tl.int32), axis=0) <= BEST_GROUPS
+        low, high = tl.where(few, low, middle), tl.where(few, middle, high)
+    listed = keys >= high
+    tl.store(list_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, group, mask=listed)
+    tl.debug_barrier()    # the list is read by other threads
+    return tl.sum(listed.to(tl.int32), axis=0), tl.max(tl.where(listed, float("-inf"), group_best), axis=0)
+
+
+@triton.jit
+def _load_groups(row_ptr, list_ptr, num_listed, V: tl.constexpr):
+    """The logits of the listed groups and their tokens: [BEST_GROUPS * GROUP]."""
+    i = tl.arange(0, BEST_GROUPS * GROUP)
+    listed = i // GROUP < num_listed
+    token = tl.load(list_ptr + i // GROUP, mask=listed, other=0) * GROUP + i % GROUP
+    return tl.load(row_ptr + token, mask=listed & (token < V), other=float("-inf")).to(tl.float32), token
+
+
+@triton.jit
+def _weigh(logits, key, floor, largest, temperature, BY_MASS: tl.constexpr, SHIFT: tl.constexpr):
+    """Of logits of at least `key` and `floor`, their mass or 1; of others, and of -inf, 0."""
+    kept = (_order_key(logits, SHIFT) >= key) & (logits >= floor)
+    return tl.where(kept, tl.exp((logits - largest) / temperature) if BY_MASS else 1.0, 0.0)
+
+
+@triton.jit
+def _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, temperature, V: tl.constexpr, BY_MASS: tl.constexpr,
+             SHIFT: tl.constexpr):
+    """The mass, or the number, of logits of at least `key` and `floor`, among the listed groups or (wide) the whole row."""
+    if wide:
+        sums = tl.zeros((WIDE,), tl.float32)
+        for start in range(0, V, WIDE):
+            token = start + tl.arange(0, WIDE)
+            logits = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+            sums += _weigh(logits, key, floor, largest, temperature, BY_MASS, SHIFT)
+        measure = tl.sum(sums, axis=0)
+    else:
+        logits, _ = _load_groups(row_ptr, list_ptr, num_listed, V)
+        measure = tl.sum(_weigh(logits, key, floor, largest, temperature, BY_MASS, SHIFT), axis=0)
+    return measure
+
+
+@triton.jit
+def _largest_key(row_ptr, list_ptr, num_listed, wide, low, target, floor, largest, temperature, V: tl.constexpr, BY_MASS: tl.constexpr,
+                 SHIFT: tl.constexpr):
+    """The largest key that leaves a mass (or number) of at least `target`; `low` if none above it does."""
+    high = _order_key(largest, SHIFT) + 1
+    while low + 1 < high:
+        middle = _middle(low, high)
+        enough = _measure(row_ptr, list_ptr, num_listed, wide, middle, floor, largest, temperature, V, BY_MASS, SHIFT) >= target
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, position, V: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
+                   SHIFT: tl.constexpr):
+    """A token of a row with filters. total: the mass of all its logits, relative to the largest."""
+    temperature, top_k = _load_float(fields_ptr + TEMPERATURE), tl.load(fields_ptr + TOP_K)
+    top_p, min_p = _load_float(fields_ptr + TOP_P), _load_float(fields_ptr + MIN_P)
+    floor = tl.maximum(largest + temperature * tl.log(min_p), LOWEST)
+    num_listed, rest = _best_groups(group_ptr, list_ptr, largest, V, GROUPS_BLOCK, SHIFT)
+
+    # Everything above `rest` is in the listed groups. Does what the filters keep lie above it?
+    key = _order_key(rest, SHIFT)
+    number = _measure(row_ptr, list_ptr, num_listed, False, key + 1, LOWEST, largest, temperature, V, False, SHIFT)
+    mass = _measure(row_ptr, list_ptr, num_listed, False, key + 1, LOWEST, largest, temperature, V, True, SHIFT)
+    only_top_p = (top_k == 0) & (min_p == 0.0)
+    wide = (floor <= rest) & ((top_k == 0) | (number < top_k)) & ((not only_top_p) | (mass < top_p * total))
+    key = tl.where(wide, KEY_OF_NOTHING >> SHIFT, key)
+
+    if top_k > 0:
+        key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_k, floor, largest, temperature, V, False, SHIFT)
+    if top_p < 1.0:
+        if not only_top_p:
+            total = _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, temperature, V, True, SHIFT)
+        key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_p * total, floor, largest, temperature, V, True, SHIFT)
+
+    scale = tl.div_rn(1.0, temperature)
+    key_0, key_1 = _noise_keys(fields_ptr, position)
+    if wide:
+        best = tl.full((WIDE,), float("-inf"), tl.float32)
+        best_token = tl.arange(0, WIDE)
+        for start in range(0, V, WIDE):
+            token = start + tl.arange(0, WIDE)
+            logits = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+            kept = (_order_key(logits, SHIFT) >= key) & (logits >= floor)
+            score = tl.where(kept, logits * scale + _gumbel(key_0, key_1, token), float("-inf"))
+            best_token = tl.where(score > best, token, best_token)
+            best = tl.maximum(score, best)
+        _, at = tl.max(best, axis=0, return_indices=True)
+        drawn = tl.sum(tl.where(tl.arange(0, WIDE) == at, best_token, 0), axis=0)
+    else:
+        logits, token = _load_groups(row_ptr, list_ptr, num_listed, V)
+        kept = (_order_key(logits, SHIFT) >= key) & (logits >= floor)
+        score = tl.where(kept, logits * scale + _gumbel(key_0, key_1, token), float("-inf"))
+        _, at = tl.max(score, axis=0, return_indices=True)
+        drawn = tl.load(list_ptr + at // GROUP) * GROUP + at % GROUP
+    return drawn
+
+
+@triton.jit
+def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr,
+          TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+    s = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + s).to(tl.int64)
+    if row < 0:
+        return
+    fields_ptr = table_ptr + row * table_stride
+    position = tl.load(positions_ptr + s) + 1
+    best_ptr, token_ptr, mass_ptr, group_ptr, list_ptr = _workspace(work_ptr, s, V, TILE)
+    tile = tl.arange(0, TILES_BLOCK)
+    in_row = tile * TILE < V
+    best = tl.load(best_ptr + tile, mask=in_row, other=float("-inf"))
+    largest, best_tile = tl.max(best, axis=0, return_indices=True)
+    temperature = _load_float(fields_ptr + TEMPERATURE)
+    if (temperature >= COLDEST) & _has_filters(fields_ptr):
+        masses = tl.load(mass_ptr + tile, mask=in_row, other=0.0) * tl.exp((best - largest) / temperature)
+        row_ptr = logits_ptr + s * logits_stride
+        drawn = _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, tl.sum(masses, axis=0), position, V, GROUPS_BLOCK, SHIFT)
+    else:
+        drawn = tl.load(token_ptr + best_tile)
+    drawn = tl.minimum(tl.maximum(drawn, 0), V - 1)    # logits of NaN must not become a wild address
+    tl.store(out_ptr + s, drawn)
+    tl.store(fields_ptr + TOKEN, drawn)
+    tl.store(fields_ptr + POSITION, position)
+
+
+SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}    # bits of a float32 that the type does not have
+
+
+def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,
+           out_tokens_S: torch.Tensor) -> None:
+    """Draws a token for each row of rows_S that is not -1, into out_tokens_S and into the row."""
+    assert logits_BV.stride(1) == 1
+    num_seqs, vocab_size = rows_S.shape[0], logits_BV.shape[1]
+    tile = 1024 if num_seqs <= 16 else 4096    # small ones occupy the GPU with few rows
+    num_tiles, num_groups = triton.cdiv(vocab_size, tile), triton.cdiv(vocab_size, GROUP.value)
+    work = torch.empty((num_seqs, 3 * num_tiles + num_groups + BEST_GROUPS.value), dtype=torch.float32, device=logits_BV.device)
+    _score_tiles[(num_tiles, num_seqs)](logits_BV, rows_S, positions_S, table, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
+                                        TILE=tile, num_warps=tile // 256)
+    _pick[(num_seqs,)](logits_BV, rows_S, positions_S, table, out_tokens_S, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
+                       TILE=tile, TILES_BLOCK=triton.next_power_of_2(num_tiles), GROUPS_BLOCK=triton.next_power_of_2(num_groups),
+                       SHIFT=SHIFTS[logits_BV.dtype], num_warps=16)
