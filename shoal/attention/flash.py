@@ -31,7 +31,7 @@ def require_half(option: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"attention_backend {option!r} computes in float16 or bfloat16, not float32; set dtype or choose 'triton'")
 
 
-class FlashAttnBackend(TritonBackend):
+class FlashAttentionBackend(TritonBackend):
     """flash-attn 2. Chunks that follow a cached prefix go through its paged path, which wants blocks of 256 tokens."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,

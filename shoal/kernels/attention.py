@@ -101,11 +101,11 @@ def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, GROUP: tl.constexpr, 
              mask=(rows < GROUP)[:, None] & (dims < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"])
+@triton.jit(do_not_specialize=["splits", "min_split"], do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"])
 def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr,
-                  scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, splits,
-                  GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+                  scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, splits, min_split,
+                  GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+                  BLOCK_N: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """One query token a sequence; grid (G, splits, S). A sequence's keys are shared out evenly over at most `splits` programs.
 
     The grid is fixed when a graph is captured, lengths are read here: programs beyond a length leave at once, and a sequence that
@@ -122,8 +122,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, part
     start = 0
     if WINDOW > 0:
         start = tl.maximum(kv_len - WINDOW, 0)
-    split_len = tl.cdiv(tl.cdiv(kv_len - start, splits), BLOCK_N) * BLOCK_N
-    split_len = tl.maximum(split_len, MIN_SPLIT)
+    split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
     active = tl.cdiv(kv_len - start, split_len)
     if split >= tl.maximum(active, 1):
         return
@@ -189,10 +188,10 @@ def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch
     rows = triton.next_power_of_2(group)
     decode_kernel[(num_kv_heads, splits, num_seqs)](
         q_THN, kv_layer, out_THN, rows_S, kv_lens_S, block_tables_RM, workspace.partial, workspace.lse, workspace.arrived,
-        scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), splits,
-        GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, MIN_SPLIT=triton.cdiv(min_split, tiles.block_n) * tiles.block_n,
-        BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows,
-        CHUNK=max(2, 8192 // (rows * head_dim_pad)), num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)
+        scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), *kv_layer.stride()[:3], splits, min_split,
+        GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0,
+        BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows, CHUNK=max(2, 8192 // (rows * head_dim_pad)),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,4 +350,5 @@ def prefill_attention(q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Ten
         first_seq, num_seqs, num_tiles,
         G=num_kv_heads, GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, PAGED=paged,
         SKIP_FROM=skip_from, SKIP_STEP=skip_step, BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_Q=block_q,
-        N_PAD=max(16, triton.next_power_of_2(head_dim)), num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)
+        N_PAD=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)

@@ -1,0 +1,200 @@
+"""The Triton attention kernels on a GPU at real sizes, against attention_reference in fp32.
+
+bf16: weights and output are rounded to 8 bits (2**-9 relative, each); outputs are averages of values near 1, so 1e-2 holds them.
+fp32: ieee products, sums in another order over up to 131072 terms: 5e-5.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shoal.attention import triton as backend_module
+from shoal.attention.step import StepInput
+from shoal.attention.triton import TritonBackend
+from shoal.kernels.attention import DecodeWorkspace, decode_attention
+from shoal.kernels.attention_reference import gather_kv, paged_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 5e-5}
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and workspaces start as NaN: what a kernel leaves unwritten, or reads unwritten, shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+class Case:
+    """A step over a cache laid out as the engine's. Slots that no sequence owns hold NaN, unused table entries point far outside."""
+
+    def __init__(self, sequences: list[tuple[int, int]], num_heads: int = 32, num_kv_heads: int = 8, head_dim: int = 128,
+                 block_size: int = 16, dtype: torch.dtype = BF16, num_decodes: int = 0, seed: int = 0,
+                 max_kv_len: int | None = None) -> None:
+        """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row."""
+        torch.manual_seed(seed)
+        self.heads, self.dtype, self.block_size = (num_heads, num_kv_heads, head_dim), dtype, block_size
+        self.max_kv_len = max_kv_len or max(kv_len for _, kv_len in sequences)
+        counts = [-(-kv_len // block_size) for _, kv_len in sequences]
+        cache = torch.full((sum(counts), 2, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+        self.kv_layer = cache[:, 1]
+        table = torch.full((len(sequences) + 2, 16 + -(-self.max_kv_len // block_size)), 2**30, dtype=torch.int32)
+        order = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
+        rows = [len(sequences) - s if kv_len else -1 for s, (_, kv_len) in enumerate(sequences)]
+        num_tokens = sum(query_len for query_len, _ in sequences)
+        qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(dtype)
+        q, k, v = qkv.split([n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
+        self.q, self.k, self.v = (x.unflatten(1, (-1, head_dim)) for x in (q, k, v))
+        starts = [0]
+        for (query_len, kv_len), row, blocks in zip(sequences, rows, order, strict=True):
+            if kv_len:
+                table[row, 16:16 + len(blocks)] = blocks
+                where = blocks.long().to(DEVICE)
+                self.kv_layer[where] = torch.randn(len(blocks), 2, num_kv_heads, block_size, head_dim, device=DEVICE).to(dtype)
+                self.kv_layer[where[-1], :, :, (kv_len - 1) % block_size + 1:] = float("nan")
+                new = gather_kv(self.kv_layer, blocks.to(DEVICE), kv_len)[:, :, kv_len - query_len:].transpose(1, 2)
+                self.k[starts[-1]:starts[-1] + query_len], self.v[starts[-1]:starts[-1] + query_len] = new
+            starts.append(starts[-1] + query_len)
+        self.table = table.to(DEVICE)
+        prefills = sequences[num_decodes:]
+        unused = torch.zeros(num_tokens, dtype=torch.int32, device=DEVICE)
+        self.step = StepInput(
+            unused, unused, unused, self.ints(rows), self.ints(starts), self.ints([kv_len for _, kv_len in sequences]), self.table[:, 16:],
+            num_decodes=num_decodes, max_query_len=max((query_len for query_len, _ in prefills), default=1), max_kv_len=self.max_kv_len,
+            fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
+            host_query_starts=tuple(starts), host_kv_lens=tuple(kv_len for _, kv_len in sequences))
+        self.backend = TritonBackend(*self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, dtype)
+
+    @staticmethod
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    def attend(self, window: int | None = None) -> torch.Tensor:
+        return self.backend.attend(self.q, self.k, self.v, self.kv_layer, self.step, window)
+
+    def expected(self, window: int | None = None) -> torch.Tensor:
+        step = self.step
+        return paged_attention(self.q, self.kv_layer, step.query_starts_S, step.kv_lens_S, step.rows_S, step.block_tables_RM,
+                               self.backend.scale, window)
+
+    def check(self, out: torch.Tensor, window: int | None = None) -> None:
+        torch.testing.assert_close(out, self.expected(window), atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
+
+
+def decodes(lengths: list[int]) -> list[tuple[int, int]]:
+    return [(1, n) for n in lengths]
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (32, 32, 96), (8, 1, 80), (8, 2, 256)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_decode_with_any_heads(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    case = Case(decodes([1, 15, 16, 17, 1000, 0, 2049, 63, 64, 65]), *heads, dtype=dtype, num_decodes=10)
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("lengths", [[1024], [32768], [4096] * 32, [1024] * 256, [5] * 512])
+def test_decode_at_the_sizes_that_are_measured(lengths: list[int]) -> None:
+    case = Case(decodes(lengths), num_decodes=len(lengths))
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_decode_of_a_very_long_context(dtype: torch.dtype) -> None:
+    case = Case(decodes([131072, 1, 100_001]), dtype=dtype, num_decodes=3)
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 32, 256])
+def test_any_block_size(block_size: int) -> None:
+    case = Case([*decodes([1, 255, 256, 257, 700]), (40, 100), (300, 300)], block_size=block_size, num_decodes=5)
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("window", [1, 100, 4096])
+def test_windows(window: int) -> None:
+    case = Case([*decodes([1, 5000, 99, 0]), (700, 700), (150, 6000)], num_decodes=4)
+    case.check(case.attend(window), window)
+
+
+def test_splits_answer_the_same_bits_whoever_comes_last() -> None:
+    case = Case(decodes([4096, 10_000, 333]), num_decodes=3)
+    first = case.attend()
+    for _ in range(300):
+        assert torch.equal(case.attend(), first)
+    assert not case.backend.workspace.arrived.any()
+
+
+def test_every_number_of_splits_gives_the_same_answer() -> None:
+    case = Case(decodes([3000, 64, 65]), num_decodes=3)
+    for splits in (1, 2, 3, 16, 64, 300):
+        workspace = DecodeWorkspace.allocate(3 * 32 * splits, 3 * 8, 128, DEVICE)
+        out = torch.full_like(case.q, float("nan"), memory_format=torch.contiguous_format)
+        decode_attention(case.q, case.kv_layer, out, case.step.rows_S, case.step.kv_lens_S, case.step.block_tables_RM, workspace, 3,
+                         splits, case.backend.scale)
+        case.check(out)
+
+
+def test_a_captured_step_follows_the_lengths_on_the_device() -> None:
+    case = Case(decodes([9000, 8000, 3000, 50, 2000, 1, 17, 128]), num_decodes=8, max_kv_len=40_960)
+    case.attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers = [case.backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None) for _ in range(3)]
+    rows = case.step.rows_S.clone()
+    for lengths in ([9000, 8000, 3000, 50, 2000, 1, 17, 128], [1] * 8, [8999, 0, 64, 0, 1, 0, 0, 127], [0] * 8):
+        kv_lens = case.ints(lengths)
+        case.step.kv_lens_S.copy_(kv_lens)
+        case.step.rows_S.copy_(torch.where(kv_lens > 0, rows, -1))
+        for layer in layers:
+            layer.fill_(float("nan"))
+        graph.replay()
+        for layer in layers:
+            case.check(layer)
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 96), (8, 2, 256)])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_prefills_fresh_and_after_a_prefix(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    lengths = [1, 16, 100, 1000, 31] if dtype == FP32 else [1, 16, 100, 1500, 31, 512]
+    for sequences in ([(n, n) for n in lengths], [(n, n + 77 * i) for i, n in enumerate(lengths)]):
+        case = Case(sequences, *heads, dtype=dtype)
+        assert case.step.fresh_prefills == (sequences[1][0] == sequences[1][1])
+        case.check(case.attend())
+
+
+@pytest.mark.parametrize("lengths", [[4096] * 3, [2048], [5000, 2047, 2049, 3072, 3072, 10]])
+def test_long_fresh_prefills_whichever_kernel_takes_which_queries(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case([*decodes([300, 40]), *((n, n) for n in lengths)], num_decodes=2)
+    case.check(case.attend())
+    monkeypatch.setattr(backend_module, "CUDNN_MIN_LEN", 1 << 30)
+    case.check(case.attend())
+    case.step = replace(case.step, fresh_prefills=False)
+    case.check(case.attend())
+
+
+def test_a_chunk_of_a_very_long_prompt() -> None:
+    case = Case([(256, 131072), (33, 100_000)])
+    case.check(case.attend())
+
+
+def test_random_mixed_steps() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(8):
+        decoding = decodes([rng.choice([0, rng.randint(1, 3000)]) for _ in range(rng.randint(0, 40))])
+        chunks = [(n, n + rng.choice([0, rng.randint(1, 2000)])) for n in (rng.randint(1, 700) for _ in range(rng.randint(1, 12)))]
+        case = Case([*decoding, *chunks], *rng.choice([(32, 8, 128), (9, 3, 64)]), num_decodes=len(decoding), seed=rng.randrange(1000))
+        case.check(case.attend())
