@@ -38,7 +38,8 @@ def run_model(name: str, workloads: list[str], tp: int, options: dict) -> list[d
     llm = LLM(path, load_format="dummy", max_model_len=4608, tensor_parallel_size=tp, **options)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     rows = [dict(model=name, workload="start-up", seconds=time.perf_counter() - start, with_imports=time.perf_counter() - START)]
-    print(f"{name:11} start-up {rows[0]['seconds']:.2f} s ({rows[0]['with_imports']:.2f} s since the process began), {llm.core.num_blocks} blocks", flush=True)
+    print(f"{name:11} start-up {rows[0]['seconds']:.2f} s ({rows[0]['with_imports']:.2f} s since the process began), "
+          f"{llm.core.num_blocks} blocks", flush=True)
     for kind in workloads:
         prompts, lengths = workload(kind)
         params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in lengths]
@@ -55,7 +56,8 @@ def run_model(name: str, workloads: list[str], tp: int, options: dict) -> list[d
                    ms_per_token=seconds / max(lengths) * 1e3, vs_vllm=vllm and vllm / seconds, vs_nano=nano and nano / seconds,
                    floor=floor and floor / seconds)
         rows.append(row)
-        print(f"{name:11} {kind:8} {seconds:7.3f} s {row['out_tokens_per_s']:9.0f} out/s {row['in_tokens_per_s']:9.0f} in/s {row['ms_per_token']:7.3f} ms/token"
+        print(f"{name:11} {kind:8} {seconds:7.3f} s {row['out_tokens_per_s']:9.0f} out/s {row['in_tokens_per_s']:9.0f} in/s "
+              f"{row['ms_per_token']:7.3f} ms/token"
               + (f"   vLLM/ours {vllm / seconds:5.2f}" if vllm else "") + (f"   nano/ours {nano / seconds:5.2f}" if nano else "")
               + (f"   floor {floor / seconds:5.1%}" if floor else ""), flush=True)
     llm.exit()
@@ -77,7 +79,8 @@ def main() -> None:
         import torch
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         with open(arguments.json, "w") as file:
-            json.dump(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=commit, command=" ".join(sys.argv), rows=rows), file, indent=1)
+            json.dump(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=commit, command=" ".join(sys.argv), rows=rows),
+                      file, indent=1)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty, so no token could ever be drawn; name at least one id or leave it out")
         if not all(isinstance(w, str) and w for w in self.bad_words or ()):
-            raise RequestError(f"bad_words {self.bad_words!r} holds an empty or non-text entry; every bad word needs at least one character")
+            raise RequestError(f"bad_words {self.bad_words!r} holds an empty or non-text entry; a bad word needs at least one character")
         if self.logit_bias is not None:
             try:
                 self.logit_bias = {int(i): float(b) for i, b in self.logit_bias.items()}
@@ -108,7 +108,7 @@ class SamplingParams:
                 raise RequestError(f"logit_bias {self.logit_bias!r} is not a map from token id to number") from None
             for token_id, bias in self.logit_bias.items():
                 if token_id < 0 or not abs(bias) <= MAX_LOGIT_BIAS:
-                    raise RequestError(f"logit_bias {{{token_id}: {bias}}} is outside ids >= 0 and [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
+                    raise RequestError(f"logit_bias {{{token_id}: {bias}}} is outside ids >= 0 and +-{MAX_LOGIT_BIAS:g}; clip it")
 
     @property
     def greedy(self) -> bool:

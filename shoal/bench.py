@@ -19,7 +19,7 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
 
 
 def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_iters: int, output_json: str | None) -> dict[str, float]:
-    """Runs `batch` requests at once, `num_iters` times after one warm-up; prompts differ each time, so that no prefix is cached. Prints the best."""
+    """Runs `batch` requests at once, `num_iters` times after a warm-up, each time on new prompts (no prefix is cached). Prints the best."""
     vocab_size = llm.core.model_config.vocab_size
     output_len = params.max_tokens or 0
     seconds = []
@@ -36,7 +36,8 @@ def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_it
         "total_tokens_per_s": batch * (input_len + output_len) / best, "ms_per_token": best / output_len * 1e3,
     }
     print(f"{batch} requests of {input_len} + {output_len} tokens: {best:.3f} s (best of {num_iters}), "
-          f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all, {figures['ms_per_token']:.2f} ms a token")
+          f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all, "
+          f"{figures['ms_per_token']:.2f} ms a token")
     if output_json:
         with open(output_json, "w") as file:
             json.dump(figures, file, indent=1)

@@ -1,4 +1,4 @@
-"""The `shoal` command. Flags of the engine are EngineConfig's fields, so that the two never differ. Heavy imports happen inside commands."""
+"""The `shoal` command. The engine's flags are EngineConfig's fields, so the two never differ. Heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", help="the text to continue; - reads it from standard input")
     generate.set_defaults(run=run_generate)
 
-    chat = commands.add_parser("chat", help="talk with a model", description="A conversation in the terminal. An empty line or Ctrl-D ends it.")
+    chat = commands.add_parser("chat", help="talk with a model", description="A conversation; an empty line or Ctrl-D ends it.")
     chat.add_argument("--system", help="a system message")
     chat.set_defaults(run=run_chat)
 
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     throughput = kinds.add_parser("throughput", help="many requests at once", description="Many requests at once: tokens a second.")
     throughput.add_argument("--num-prompts", type=int, default=16, help="requests (default: 16)")
     throughput.set_defaults(run=run_bench, batch_flag="num_prompts")
-    latency = kinds.add_parser("latency", help="one batch, several times", description="One batch, several times: seconds a batch, ms a token.")
+    latency = kinds.add_parser("latency", help="one batch, several times", description="One batch, several times: ms a token.")
     latency.add_argument("--batch-size", type=int, default=1, help="requests in the batch (default: 1)")
     latency.set_defaults(run=run_bench, batch_flag="batch_size")
     for kind in (throughput, latency):

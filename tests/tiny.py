@@ -14,7 +14,8 @@ VOCAB = 300
 COMMON = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
               max_position_embeddings=512, rms_norm_eps=1e-5, bos_token_id=256, eos_token_id=257, tie_word_embeddings=False)
 ROPES = {
-    "llama3": dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    "llama3": dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=32),
     "yarn": dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=32),
     "linear": dict(rope_type="linear", rope_theta=10000.0, factor=3.0),
 }

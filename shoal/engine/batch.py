@@ -44,7 +44,8 @@ def section_sizes(header: np.ndarray) -> dict[str, int]:
     sizes = {"addresses": updates, "values": updates}
     if not header[Header.DECODE_ONLY]:
         sizes |= {"token_ids": tokens, "positions": tokens, "token_rows": tokens, "rows": seqs, "query_starts": seqs + 1, "kv_lens": seqs,
-                  "sample_index": samples, "sample_rows": samples, "sample_positions": samples, "prompt_logits": int(header[Header.NUM_PROMPT_LOGITS])}
+                  "sample_index": samples, "sample_rows": samples, "sample_positions": samples,
+                  "prompt_logits": int(header[Header.NUM_PROMPT_LOGITS])}
     return sizes
 
 
@@ -195,14 +196,16 @@ class BatchBuilder:
         np.cumsum(lens, out=query_starts[1:])
         token_ids = np.full(plan.num_tokens, -1, np.int32)
         for i in range(plan.num_decodes, len(entries)):
-            token_ids[query_starts[i]:query_starts[i + 1]] = entries[i].seq.token_ids[entries[i].start:entries[i].start + entries[i].num_tokens]
+            _, _, first, num_tokens, _ = entries[i]
+            token_ids[query_starts[i]:query_starts[i + 1]] = entries[i].seq.token_ids[first:first + num_tokens]
         positions = np.arange(plan.num_tokens, dtype=np.int32) + np.repeat(starts - query_starts[:-1], lens)
         samples = np.array([e.samples for e in entries], bool)
         last = (query_starts[1:] - 1)[samples]
         wants_prompt = [i for i, e in enumerate(entries) if e.seq.request.params.prompt_logprobs is not None]
         prompt_logits = [query_starts[i] + np.arange(num_prompt_targets(entries[i]), dtype=np.int32) for i in wants_prompt]
-        return {"token_ids": token_ids, "positions": positions, "token_rows": np.repeat(rows, lens), "rows": rows, "query_starts": query_starts,
-                "kv_lens": starts + lens, "sample_index": last, "sample_rows": rows[samples], "sample_positions": positions[last],
+        return {"token_ids": token_ids, "positions": positions, "token_rows": np.repeat(rows, lens), "rows": rows,
+                "query_starts": query_starts, "kv_lens": starts + lens, "sample_index": last,
+                "sample_rows": rows[samples], "sample_positions": positions[last],
                 "prompt_logits": np.concatenate(prompt_logits) if prompt_logits else np.zeros(0, np.int32)}
 
     @staticmethod

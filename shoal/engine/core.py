@@ -65,13 +65,14 @@ class EngineCore:
         self.runner = ModelRunner(config, files, tp, keep_quantized)
         num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
         if num_blocks < 1:
-            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves no room for a single KV "
-                              f"block of {self.runner.block_bytes} bytes; raise it, or lower max_num_batched_tokens or max_num_seqs")
+            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves no room "
+                              f"for a single KV block of {self.runner.block_bytes} bytes; raise it, or lower max_num_batched_tokens or max_num_seqs")
         self.collective_rpc("allocate", num_blocks)
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len, enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
+            num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold)
         self.builder = BatchBuilder(self.runner.layout, config.block_size)
         self.in_flight: deque[InFlight] = deque()
@@ -93,8 +94,8 @@ class EngineCore:
         if min(ids) < 0 or max(ids) >= vocab_size:
             bad = next(i for i in ids if not 0 <= i < vocab_size)
             raise RequestError(f"token id {bad} in the prompt is outside the vocabulary [0, {vocab_size}); check the tokenizer")
-        for name, used in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids), ("stop_token_ids", params.stop_token_ids)):
-            for token_id in used or ():
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token_id in getattr(params, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise RequestError(f"{name} names token id {token_id}, outside the vocabulary [0, {vocab_size}); drop it")
         for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
@@ -116,7 +117,7 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[Output]:
-        """Schedules and launches one step, then returns the outputs of the oldest one that is due. Raises EngineDeadError when the device fails."""
+        """Schedules and launches one step, then returns the outputs of the oldest that is due. EngineDeadError if the device fails."""
         if self.error is not None:
             raise self.error
         try:
@@ -148,10 +149,13 @@ class EngineCore:
         for result in self.scheduler.update(step.plan, tokens):
             seq = result.seq
             params = seq.request.params
+            figures = None
+            if logprobs is not None and params.logprobs is not None:
+                figures = [token_logprobs(logprobs, result.sample, result.token_id, params.logprobs)]
             outputs.append(Output(
-                seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason,
-                logprobs=[token_logprobs(logprobs, result.sample, result.token_id, params.logprobs)] if logprobs and params.logprobs is not None else None,
-                prompt_logprobs=seq.prompt_logprobs if len(seq.output_token_ids) == 1 else None, num_cached_tokens=seq.num_cached_tokens))
+                seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason, logprobs=figures,
+                prompt_logprobs=seq.prompt_logprobs if len(seq.output_token_ids) == 1 else None,
+                num_cached_tokens=seq.num_cached_tokens))
         return outputs
 
     @staticmethod

@@ -24,11 +24,12 @@ class DeviceMemory:
         self.reserved_at_start = torch.cuda.memory_reserved(device)
         self.share = int(total * config.gpu_memory_utilization)
         if self.share > self.free_at_start:
-            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} asks for {self.share / 2**30:.1f} GiB of {device}, but only "
-                              f"{self.free_at_start / 2**30:.1f} of {total / 2**30:.1f} GiB are free; lower it or end what else runs there")
+            share, free, whole = (size / 2**30 for size in (self.share, self.free_at_start, total))
+            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} asks for {share:.1f} GiB of {device}, but only {free:.1f} "
+                              f"of {whole:.1f} GiB are free; lower it or end what else runs there")
 
     def room(self, graph_bytes: int) -> int:
-        """Bytes left for the KV cache: the share less torch's peak, what others than torch took since the start (NCCL, kernels), the graphs."""
+        """Bytes left for the KV cache: the share less torch's peak, what others took since the start (NCCL, kernels), and the graphs."""
         if self.config.kv_cache_memory_bytes is not None:
             return self.config.kv_cache_memory_bytes
         torch.cuda.synchronize(self.device)

@@ -66,8 +66,9 @@ class LLM:
             bar.close()
         return [group.output() for group in groups]
 
-    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-             use_tqdm: bool = True, *, chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
+             chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
              tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
         """Renders one conversation, or a list of them, through the model's chat template, and generates the answers."""
         conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
@@ -148,8 +149,8 @@ class LLM:
         number = next(self._ids)
         answers = []
         for i in range(params.n):
-            request = Request(f"{number}-{i}", ids, replace(params, n=1, seed=seed + i), priority=priority, arrival=float(number), cache_salt=salt,
-                              eos_token_ids=self.eos_token_ids, bad_word_ids=bad_words)
+            request = Request(f"{number}-{i}", ids, replace(params, n=1, seed=seed + i), priority=priority, arrival=float(number),
+                              cache_salt=salt, eos_token_ids=self.eos_token_ids, bad_word_ids=bad_words)
             answers.append(_Answer(i, request, self.tokenizer if needs_text else None))
         return _Group(str(number), text, ids, answers)
 

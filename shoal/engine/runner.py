@@ -220,7 +220,7 @@ class ModelRunner:
         return logits_SV
 
     def _decode(self, size: int, max_kv_len: int) -> torch.Tensor:
-        """One decode of the first `size` active rows, every input taken from the state; returns the logits. This is what a graph captures."""
+        """One decode of the first `size` active rows, all inputs from the state; returns the logits. This is what a graph captures."""
         tokens, positions, kv_lens, rows = self.tokens_B[:size], self.positions_B[:size], self.kv_lens_B[:size], self.active_B[:size]
         self.ops.begin_decode(rows, self.table, tokens, positions, kv_lens)
         step = StepInput(token_ids_T=tokens, positions_T=positions, rows_T=rows, rows_S=rows, query_starts_S=self.query_starts_B[:size + 1],
@@ -230,7 +230,8 @@ class ModelRunner:
         self._sample(logits_SV, rows, positions, None)
         return logits_SV
 
-    def _mixed_step(self, packed: np.ndarray, sections: dict[str, torch.Tensor], extras: Extras | None) -> tuple[torch.Tensor, LogprobTensors | None]:
+    def _mixed_step(self, packed: np.ndarray, sections: dict[str, torch.Tensor],
+                    extras: Extras | None) -> tuple[torch.Tensor, LogprobTensors | None]:
         header, spans = packed[:HEADER_SIZE], section_spans(packed[:HEADER_SIZE])
         num_decodes = int(header[Header.NUM_DECODES])
         token_ids, rows = sections["token_ids"], sections["rows"]
@@ -238,8 +239,8 @@ class ModelRunner:
             token_ids[:num_decodes] = self.table[rows[:num_decodes].long(), Field.TOKEN]
         step = StepInput(
             token_ids_T=token_ids, positions_T=sections["positions"], rows_T=sections["token_rows"], rows_S=rows,
-            query_starts_S=sections["query_starts"], kv_lens_S=sections["kv_lens"], block_tables_RM=self.block_tables, num_decodes=num_decodes,
-            max_query_len=int(header[Header.MAX_QUERY_LEN]), max_kv_len=int(header[Header.MAX_KV_LEN]),
+            query_starts_S=sections["query_starts"], kv_lens_S=sections["kv_lens"], block_tables_RM=self.block_tables,
+            num_decodes=num_decodes, max_query_len=int(header[Header.MAX_QUERY_LEN]), max_kv_len=int(header[Header.MAX_KV_LEN]),
             fresh_prefills=bool(header[Header.FRESH_PREFILLS]), host_query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
             host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()))
         self.backend.begin(step)

@@ -16,7 +16,8 @@ from shoal.models.config import ModelConfig
 class Attention(nn.Module):
     """T tokens, H query heads and G kv heads on this rank, N head size."""
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend, keep_quantized: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend,
+                 keep_quantized: bool) -> None:
         super().__init__()
         self.ops, self.backend, self.eps = ops, backend, config.rms_norm_eps
         self.window = config.windows[layer]
@@ -26,7 +27,8 @@ class Attention(nn.Module):
         self.head_dim = n = config.head_dim
         self.qkv_proj = Linear(config.hidden_size, (config.num_heads * n, config.num_kv_heads * n, config.num_kv_heads * n), tp,
                                split="columns", bias=config.qkv_bias, replicas=(1, replicas, replicas), keep_quantized=keep_quantized)
-        self.o_proj = Linear(config.num_heads * n, (config.hidden_size,), tp, split="rows", bias=config.o_bias, keep_quantized=keep_quantized)
+        self.o_proj = Linear(config.num_heads * n, (config.hidden_size,), tp, split="rows", bias=config.o_bias,
+                             keep_quantized=keep_quantized)
         self.q_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
         self.k_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
 
@@ -35,7 +37,8 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x_TD)
         q_norm = self.q_norm.weight if self.q_norm is not None else None
         k_norm = self.k_norm.weight if self.k_norm is not None else None
-        self.ops.qk_norm_rope_store(qkv, q_norm, k_norm, self.eps, cos_sin, step.positions_T, step.rows_T, step.block_tables_RM, kv_layer, h, g)
+        self.ops.qk_norm_rope_store(qkv, q_norm, k_norm, self.eps, cos_sin, step.positions_T, step.rows_T, step.block_tables_RM,
+                                    kv_layer, h, g)
         heads = qkv.view(-1, h + 2 * g, n)
         out_THN = self.backend.attend(heads[:, :h], heads[:, h:h + g], heads[:, h + g:], kv_layer, step, self.window)
         return self.o_proj(out_THN.view(-1, h * n))

@@ -33,7 +33,7 @@ def copy_into(parameter: torch.Tensor, tensor: Loaded, name: str) -> None:
 
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
-        raise CheckpointError(f"{name} has shape {list(found)}, but the config asks for {list(expected)}; config.json and weights don't belong together")
+        raise CheckpointError(f"{name} has shape {list(found)}, but the config asks for {list(expected)}; is it another model's file?")
 
 
 class Linear(nn.Module):

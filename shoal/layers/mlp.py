@@ -17,7 +17,8 @@ class MLP(nn.Module):
         super().__init__()
         self.ops = ops
         size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, (size, size), tp, split="columns", bias=config.mlp_bias, keep_quantized=keep_quantized)
+        self.gate_up_proj = Linear(config.hidden_size, (size, size), tp, split="columns", bias=config.mlp_bias,
+                                   keep_quantized=keep_quantized)
         self.down_proj = Linear(size, (config.hidden_size,), tp, split="rows", bias=config.mlp_bias, keep_quantized=keep_quantized)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

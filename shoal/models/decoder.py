@@ -43,14 +43,16 @@ def check_parallel(config: ModelConfig, size: int) -> None:
 class DecoderLayer(nn.Module):
     """Pre-norm transformer block. `residual` is carried beside x, so that each norm fuses the sum before it."""
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend, keep_quantized: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend,
+                 keep_quantized: bool) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer, tp, ops, backend, keep_quantized)
         self.mlp = MoE(config, tp, ops, keep_quantized) if config.is_moe_layer(layer) else MLP(config, tp, ops, keep_quantized)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
-    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepInput, kv_layer: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepInput, kv_layer: torch.Tensor,
+                cos_sin: torch.Tensor) -> torch.Tensor:
         """x [T, D] is already normed; residual is updated in place. Returns what the next norm adds to the residual."""
         x_TD = self.self_attn(x_TD, step, kv_layer, cos_sin)
         x_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
@@ -64,15 +66,17 @@ class Decoder(nn.Module):
     that arrive quantized stay packed.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops, backend: AttentionBackend, max_position: int, keep_quantized: bool = False) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops, backend: AttentionBackend, max_position: int,
+                 keep_quantized: bool = False) -> None:
         super().__init__()
         check_parallel(config, tp.size)
         self.config = config
         self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized)
         self.layers = nn.ModuleList(DecoderLayer(config, i, tp, ops, backend, keep_quantized) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        tied = config.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else Vocabulary(config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized)
+        self.lm_head = self.embed_tokens
+        if not config.tie_word_embeddings:
+            self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized)
         self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
         self._expected = self._checkpoint_names()
 
@@ -160,7 +164,8 @@ class Decoder(nn.Module):
                 names.add(f"{prefix}mlp.gate.weight")
                 names |= {f"{prefix}mlp.experts.{e}.{p}.weight" for e in range(config.num_experts) for p in projections}
             else:
-                names |= {f"{prefix}mlp.{p}.{kind}" for p in projections for kind in (("weight", "bias") if config.mlp_bias else ("weight",))}
+                kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
+                names |= {f"{prefix}mlp.{p}.{kind}" for p in projections for kind in kinds}
         return names
 
 

@@ -9,8 +9,8 @@ TABLED = set(re.findall(r"^\| `([\w/]+\.(?:py|c))` \|", (ROOT / "docs/architectu
 
 
 def test_every_module_is_introduced():
-    assert MODULES - TABLED == set()
+    assert not MODULES - TABLED
 
 
 def test_every_introduced_module_exists():
-    assert TABLED - MODULES == set()
+    assert not TABLED - MODULES

@@ -52,8 +52,10 @@ def test_a_prefill_sends_the_row_and_the_flattened_tokens():
     plan = queue.schedule()
     header, sections, _ = device.apply(plan)
     device.check(plan)
-    assert not header[Header.DECODE_ONLY] and header[Header.FRESH_PREFILLS] and header[Header.NUM_TOKENS] == 9
-    assert sections["token_ids"].tolist() == [0, 1, 2, 3, 4, 5, 9, 8, 7] and sections["positions"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert not header[Header.DECODE_ONLY] and header[Header.FRESH_PREFILLS]
+    assert header[Header.NUM_TOKENS] == 9
+    assert sections["token_ids"].tolist() == [0, 1, 2, 3, 4, 5, 9, 8, 7]
+    assert sections["positions"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert sections["query_starts"].tolist() == [0, 6, 9] and sections["sample_index"].tolist() == [5, 8]
     assert device.row(0)[Field.TOP_K] == 7 and device.row(0)[Field.TEMPERATURE] == float_bits(0.5)
 

@@ -72,7 +72,7 @@ def test_a_seeded_draw_does_not_depend_on_graphs_neighbours_or_extras(build):
 def test_captured_steps_equal_eager_ones_in_bf16(build):
     graphs = ids_of(build("qwen3", dtype="bfloat16").generate(PROMPTS, greedy()))
     eager = ids_of(build("qwen3", dtype="bfloat16", enforce_eager=True).generate(PROMPTS, greedy()))
-    assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1    # split counts differ with the length bound: one near tie may flip
+    assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1    # a near tie may flip: splits differ
 
 
 def test_exit_gives_the_memory_back(build):
