@@ -1,0 +1,149 @@
+"""TensorParallel: the collectives of one engine's ranks. NCCL on GPUs, Gloo on the CPU, nothing at all for one rank.
+
+Each engine builds its own process group, not torch.distributed's global one: engines can follow each other or live side by side in a
+process. The ranks meet at a store that rank 0 opens on the loopback address, at a port the kernel picked (`Rendezvous`).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import EngineDeadError
+
+LOOPBACK = "127.0.0.1"
+RENDEZVOUS_TIMEOUT_S = 120.0     # a rank has to start Python and import torch, on eight ranks at once and a cold disk
+COLLECTIVE_TIMEOUT_S = 600.0     # the most one rank may lag behind another, loading weights included; a rank that died is noticed at once
+
+
+class TensorParallel:
+    """Who we are among the ranks, and what ranks do together. Every rank must make the same calls in the same order."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, group: Any | None) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._group = group    # a ProcessGroupNCCL or ProcessGroupGloo; torch's stubs don't know their methods
+
+    @classmethod
+    def single(cls, device: str | torch.device = "cpu") -> TensorParallel:
+        return cls(0, 1, torch.device(device), None)
+
+    @classmethod
+    def connect(cls, rank: int, size: int, device: str | torch.device, port: int,
+                timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> TensorParallel:
+        """Of ranks 1 and up: meets the others at rank 0's store. Raises EngineDeadError if they don't come in time."""
+        limit = timedelta(seconds=timeout_s)
+        try:
+            store = dist.TCPStore(LOOPBACK, port, None, False, limit)
+            return _meet(store, rank, size, device, timeout_s, None)
+        except RuntimeError as error:
+            raise _no_rendezvous(rank, port, timeout_s, error) from error
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums x over the ranks, in place, and returns it. x must be contiguous."""
+        if self._group is not None:
+            options = dist.AllreduceOptions()
+            # On NCCL: the kernel goes onto the current stream instead of NCCL's own between two events. Nothing then is left to wait for,
+            # the caching allocator needs no record_stream, and a graph captures one node, not three.
+            options.asyncOp = False
+            _finish(self._group.allreduce([x], options))
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The ranks' tensors (of equal shapes) joined along `dim` in rank order."""
+        if self._group is None:
+            return x
+        joined = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
+        _finish(self._group._allgather_base(joined.view(-1), x.contiguous().view(-1), options))
+        shape = list(x.shape)
+        shape[dim] *= self.size
+        return joined.movedim(0, dim - 1 if dim < 0 else dim).reshape(shape)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Overwrites x with rank 0's, and returns it."""
+        if self._group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            options.asyncOp = False
+            _finish(self._group.broadcast([x], options))
+        return x
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here, with this rank's device idle."""
+        self.all_reduce(torch.zeros(1, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Ends the group without asking the others, who may be dead: collectives still running on a GPU are aborted. Safe to call twice."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group.abort()
+
+
+class Rendezvous:
+    """Rank 0's side of the meeting. `port` is open as soon as this exists; pass it to the other ranks."""
+
+    def __init__(self) -> None:
+        # Our own socket, because the store's would listen on every interface, and it trusts whoever comes.
+        listener = socket.create_server((LOOPBACK, 0), backlog=128)
+        self.port: int = listener.getsockname()[1]
+        self._store = dist.TCPStore(LOOPBACK, self.port, None, True, timedelta(seconds=RENDEZVOUS_TIMEOUT_S), wait_for_workers=False,
+                                    master_listen_fd=listener.detach())
+
+    def connect(self, rank: int, size: int, device: str | torch.device, check: Callable[[], None] | None = None,
+                timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> TensorParallel:
+        """Waits for the other ranks. `check` is called meanwhile; it raises if one of them has died (WorkerGroup.check)."""
+        try:
+            return _meet(self._store, rank, size, device, timeout_s, check)
+        except RuntimeError as error:
+            if isinstance(error, EngineDeadError):
+                raise
+            raise _no_rendezvous(rank, self.port, timeout_s, error) from error
+
+
+def _meet(store: dist.Store, rank: int, size: int, device: str | torch.device, timeout_s: float,
+          check: Callable[[], None] | None) -> TensorParallel:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    deadline = time.monotonic() + timeout_s
+    store.set(f"here/{rank}", "")
+    while missing := [r for r in range(size) if not store.check([f"here/{r}"])]:
+        if check is not None:
+            check()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {missing} of {size} did not come")
+        time.sleep(0.01)
+    tp = TensorParallel(rank, size, device, _build_group(dist.PrefixStore("group", store), rank, size, device))
+    tp.barrier()    # NCCL connects at the first collective: now, before memory is measured and graphs are captured
+    return tp
+
+
+def _build_group(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
+    limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()    # type: ignore[attr-defined]
+    options._timeout = limit
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]    # by default the host name's, which may lead nowhere
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Gloo: until the result is here; raises RuntimeError if a rank has died. NCCL: the current stream is in order already."""
+    if work is not None:
+        work.wait()
+
+
+def _no_rendezvous(rank: int, port: int, timeout_s: float, error: RuntimeError) -> EngineDeadError:
+    return EngineDeadError(f"rank {rank} did not meet the other ranks at {LOOPBACK}:{port} within {timeout_s:g} s: {error}")
