@@ -42,7 +42,7 @@ class Row:
 
 
 class Device:
-    """Runs plans in the order they come: stores the KV of all tokens of a step, then lets each query read its history by its block table."""
+    """Runs plans in the order they come: stores the KV of a step's tokens, then every sequence reads its history by its block table."""
 
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
@@ -66,8 +66,9 @@ class Device:
                 assert len(step_tokens) == entry.num_tokens > 0, "a prefill of tokens that nobody knows"
             for token in step_tokens:
                 row.history.append(token)
-            slots = [seq.block_ids[p // self.block_size] * self.block_size + p % self.block_size for p in range(entry.start + entry.num_tokens)]
-            for p in range(entry.start, entry.start + entry.num_tokens):
+            end, size = entry.start + entry.num_tokens, self.block_size
+            slots = [seq.block_ids[p // size] * size + p % size for p in range(end)]
+            for p in range(entry.start, end):
                 self.slots[slots[p]] = (row.history.hashes[p], row.epoch)
             reads.append((row, slots))
             if entry.samples:
@@ -109,13 +110,13 @@ class Trace:
     def __init__(self, seed: int):
         self.r = r = random.Random(seed)
         self.block_size = r.choice((1, 2, 4, 8))
-        num_blocks = r.randint(2, 24)
-        max_model_len = r.randint(3, 80)
+        max_model_len = r.randint(10, 80)
+        num_blocks = r.randint(2, 2 * max_model_len // self.block_size)    # from less than the longest sequence to room for a few
         self.limit = min(max_model_len, num_blocks * self.block_size)
         self.scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=self.block_size, max_num_seqs=r.randint(1, 8), max_num_batched_tokens=r.choice((1, 3, 8, 16, 64)),
-            max_model_len=max_model_len, enable_prefix_caching=r.random() < 0.85, policy=r.choice(("fcfs", "priority")),
-            long_prefill_token_threshold=r.choice((0, 0, 2, 5)))
+            num_blocks=num_blocks, block_size=self.block_size, max_num_seqs=r.choice((1, 2, 4, 8)),
+            max_num_batched_tokens=r.choice((1, 3, 8, 16, 64)), max_model_len=max_model_len, enable_prefix_caching=r.random() < 0.85,
+            policy=r.choice(("fcfs", "priority")), long_prefill_token_threshold=r.choice((0, 0, 2, 5)))
         self.device = Device(num_blocks, self.block_size)
         self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
         self.max_depth = r.choice((0, 1, 1, 2, 3))
@@ -127,24 +128,26 @@ class Trace:
     def new_request(self) -> Request:
         r = self.r
         base: list[int] = []
-        if self.requests and r.random() < 0.7:    # another turn of a conversation, or a sibling of it
-            earlier = r.choice(list(self.requests.values()))
+        salt, adapter = r.choice((None, None, None, "a")), r.choice((None, None, None, "a"))
+        if self.requests and r.random() < 0.8:    # another turn of a conversation, or a sibling of it
+            earlier = r.choice(list(self.requests.values())[-6:])
             base = earlier.prompt_token_ids + self.outputs[earlier.request_id]
-            base = base[:r.randint(0, len(base))]
-        longest = self.limit - 1
-        prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(0 if base else 1, 20))])[:longest]
-        max_tokens = r.choice((1, 2, 5, 20, 50, None))
+            base = base[:r.choice((len(base), r.randint(0, len(base))))]
+            if r.random() < 0.8:
+                salt, adapter = earlier.cache_salt, earlier.adapter
+        prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(0 if base else 1, r.choice((3, 20))))])[:self.limit - 1]
+        max_tokens = r.choice((1, 2, 5, 20, 50, 50, None))
         params = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=r.random() < 0.6, min_tokens=r.randint(0, max_tokens or 30) if r.random() < 0.3 else 0,
-            stop_token_ids=r.sample(range(VOCAB), r.choice((0, 0, 2))), prompt_logprobs=0 if r.random() < 0.1 else None)
+            max_tokens=max_tokens, ignore_eos=r.random() < 0.8, min_tokens=r.randint(0, max_tokens or 30) if r.random() < 0.3 else 0,
+            stop_token_ids=r.sample(range(VOCAB), r.choice((0, 0, 0, 2))), prompt_logprobs=0 if r.random() < 0.1 else None)
         lockstep = ((3, 4),) if r.random() < 0.1 else ()
         return Request(f"r{len(self.requests)}", prompt, params, priority=r.randint(-1, 1), arrival=r.randint(0, 3), eos_token_ids=EOS,
-                       cache_salt=r.choice((None, None, None, "a")), adapter=r.choice((None, None, None, "a")), bad_word_ids=lockstep)
+                       cache_salt=salt, adapter=adapter, bad_word_ids=lockstep)
 
     def run(self, num_requests: int) -> None:
         steps = 0
         while len(self.requests) < num_requests or self.scheduler.has_work or self.in_flight:
-            arrivals = self.r.choice((0, 0, 0, 1, 1, 3)) if self.scheduler.has_work else 1
+            arrivals = self.r.choice((0, 0, 0, 1, 4)) if self.scheduler.has_work else 1
             for _ in range(min(arrivals, num_requests - len(self.requests))):
                 request = self.new_request()
                 self.requests[request.request_id], self.outputs[request.request_id] = request, []
