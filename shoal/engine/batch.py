@@ -196,8 +196,8 @@ class BatchBuilder:
         np.cumsum(lens, out=query_starts[1:])
         token_ids = np.full(plan.num_tokens, -1, np.int32)
         for i in range(plan.num_decodes, len(entries)):
-            _, _, first, num_tokens, _ = entries[i]
-            token_ids[query_starts[i]:query_starts[i + 1]] = entries[i].seq.token_ids[first:first + num_tokens]
+            first, end = entries[i].start, entries[i].start + entries[i].num_tokens
+            token_ids[query_starts[i]:query_starts[i + 1]] = entries[i].seq.token_ids[first:end]
         positions = np.arange(plan.num_tokens, dtype=np.int32) + np.repeat(starts - query_starts[:-1], lens)
         samples = np.array([e.samples for e in entries], bool)
         last = (query_starts[1:] - 1)[samples]

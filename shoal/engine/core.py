@@ -66,7 +66,7 @@ class EngineCore:
         num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
         if num_blocks < 1:
             raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves no room "
-                              f"for a single KV block of {self.runner.block_bytes} bytes; raise it, or lower max_num_batched_tokens or max_num_seqs")
+                              f"for a single KV block of {self.runner.block_bytes} bytes; raise it or lower max_num_batched_tokens")
         self.collective_rpc("allocate", num_blocks)
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(
@@ -153,8 +153,8 @@ class EngineCore:
             if logprobs is not None and params.logprobs is not None:
                 figures = [token_logprobs(logprobs, result.sample, result.token_id, params.logprobs)]
             outputs.append(Output(
-                seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason, logprobs=figures,
-                prompt_logprobs=seq.prompt_logprobs if len(seq.output_token_ids) == 1 else None,
+                seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason,
+                logprobs=figures, prompt_logprobs=seq.prompt_logprobs if len(seq.output_token_ids) == 1 else None,
                 num_cached_tokens=seq.num_cached_tokens))
         return outputs
 

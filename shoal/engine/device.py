@@ -25,8 +25,8 @@ class DeviceMemory:
         self.share = int(total * config.gpu_memory_utilization)
         if self.share > self.free_at_start:
             share, free, whole = (size / 2**30 for size in (self.share, self.free_at_start, total))
-            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} asks for {share:.1f} GiB of {device}, but only {free:.1f} "
-                              f"of {whole:.1f} GiB are free; lower it or end what else runs there")
+            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} asks for {share:.1f} GiB of {device}, but only "
+                              f"{free:.1f} of {whole:.1f} GiB are free; lower it or end what else runs there")
 
     def room(self, graph_bytes: int) -> int:
         """Bytes left for the KV cache: the share less torch's peak, what others took since the start (NCCL, kernels), and the graphs."""

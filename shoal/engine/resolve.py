@@ -27,7 +27,7 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; install a CUDA build of torch or use device='cpu'")
     if device == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
-        raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} > the {torch.cuda.device_count()} GPUs of this machine; lower it")
+        raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} > {torch.cuda.device_count()} GPUs here; lower it")
     gpu = device == "cuda"
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:

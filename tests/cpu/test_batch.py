@@ -38,7 +38,8 @@ class Device:
 
 
 def scheduler(**options):
-    return Scheduler(**{"num_blocks": 32, "block_size": BLOCK, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 32} | options)
+    defaults = {"num_blocks": 32, "block_size": BLOCK, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 32}
+    return Scheduler(**defaults | options)
 
 
 def request(name, length, **params):
