@@ -7,10 +7,12 @@ fp16 rounds the weights before the second product (2**-11 each) and the output o
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from shoal.attention import triton as backend_module
 from shoal.attention.step import StepInput
 from shoal.attention.triton import TritonBackend, decode_splits, equal_runs
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
@@ -200,6 +202,17 @@ def test_the_backend_answers_mixed_steps(prefills: list[tuple[int, int]]) -> Non
     backend.begin(case.step)
     for window in (None, 10):
         case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+
+
+def test_queries_shared_out_between_cudnn_and_our_kernel_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "sdpa_kernel", lambda _: nullcontext())    # any of torch's own on the CPU
+    monkeypatch.setattr(backend_module, "CUDNN_MIN_LEN", 16)
+    monkeypatch.setattr(backend_module, "CUDNN_STEP", 8)
+    for prefills in ([(20, 20), (20, 20), (5, 5), (16, 16), (33, 33)], [(16, 16), (24, 24), (24, 24)]):
+        case = Case([(1, 30), (1, 0), *prefills], num_decodes=2)
+        backend = TritonBackend(4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+        backend.cudnn = True
+        case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
 
 
 def test_random_steps_equal_the_reference() -> None:
