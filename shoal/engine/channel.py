@@ -11,14 +11,17 @@ import mmap
 import os
 import select
 import struct
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
 
 from shoal.errors import EngineDeadError
+
+if TYPE_CHECKING:    # who sends no tensors does not pay for the import
+    import torch
 
 PREFIX = struct.Struct("<QQ")    # bytes of the head, bytes of the body
 ALIGNMENT = 64                   # of an array within the body
@@ -37,7 +40,7 @@ def pack(message: Any) -> list[memoryview]:
         nonlocal size
         if isinstance(value, np.generic):
             return value.item()
-        if isinstance(value, torch.Tensor):
+        if _is_tensor(value):
             code, dtype, array = TENSOR, str(value.dtype).removeprefix("torch."), _tensor_bytes(value)
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
             code, dtype, array = NDARRAY, value.dtype.str, _array_bytes(value)
@@ -59,10 +62,17 @@ def unpack(head: bytes | memoryview, body: np.ndarray) -> Any:
             kind, count = np.dtype(dtype), int(np.prod(shape, dtype=np.int64))
             return body[offset:offset + count * kind.itemsize].view(kind).reshape(shape)
         assert code == TENSOR, code
+        import torch
+
         kind, count = getattr(torch, dtype), int(np.prod(shape, dtype=np.int64))
         return torch.from_numpy(body[offset:offset + count * kind.itemsize]).view(kind).reshape(shape)
 
     return msgspec.msgpack.decode(head, ext_hook=find)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")    # without it there are no tensors
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _array_bytes(array: np.ndarray) -> np.ndarray:
@@ -71,6 +81,8 @@ def _array_bytes(array: np.ndarray) -> np.ndarray:
 
 def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
     """numpy knows no bfloat16 or fp8, so every tensor goes as bytes under torch's own name for its dtype."""
+    import torch
+
     if tensor.device.type != "cpu":
         raise TypeError(f"a tensor on {tensor.device} cannot be sent; call .cpu() first")
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -190,7 +202,7 @@ class ChannelReader:
         while at < count:
             if self.available == 0:
                 self._return_room()
-                self.available = os.eventfd_read(self.data_fd)
+                self.available = self._wait_for_data()
             start = self.position % self.size
             n = min(count - at, self.available, self.size - start)
             target[at:at + n] = self.view[start:start + n]
@@ -198,6 +210,10 @@ class ChannelReader:
             self.position += n
             self.available -= n
         return data
+
+    def _wait_for_data(self) -> int:
+        """How many more bytes are announced; sleeps while there are none."""
+        return os.eventfd_read(self.data_fd)
 
     def _return_room(self) -> None:
         count, self.returned = self.position - self.returned, self.position

@@ -15,6 +15,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
+from shoal.engine.channel import ChannelReader, pack
 from shoal.errors import UserError
 
 
@@ -39,9 +40,6 @@ def _end_with_rank_0(link: socket.socket) -> NoReturn:
 
 
 def _serve(rank: int, world_size: int, channel_fds: tuple[int, int, int], link: socket.socket) -> NoReturn:
-    # Imports torch, which takes a while: the watch on rank 0 stands by now.
-    from shoal.engine.channel import ChannelReader
-
     commands = ChannelReader(*channel_fds)
     _, target, (init,) = commands.get()
     module, _, factory = target.partition(":")
@@ -70,8 +68,6 @@ def _describe(error: Exception) -> tuple[str, str]:
 
 def _reply(link: socket.socket, call_id: int | None, ok: bool, value: Any) -> None:
     """With call_id None: why there will be no replies."""
-    from shoal.engine.channel import pack
-
     link.sendall(b"".join(pack((call_id, ok, value))))
 
 

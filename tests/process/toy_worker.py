@@ -9,17 +9,14 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
 
 from shoal.errors import CheckpointError, RequestError
-from shoal.layers.parallel import TensorParallel
 
 
 class Toy:
     def __init__(self, rank: int, world_size: int, **init: Any) -> None:
         self.rank, self.world_size, self.init = rank, world_size, init
         self.seen: list[int] = []
-        self.tp = TensorParallel.connect(rank, world_size, "cpu", init["port"]) if "port" in init else TensorParallel.single()
 
     def echo(self, *args: Any) -> Any:
         return [self.rank, *args]
@@ -59,18 +56,76 @@ class Toy:
         print(last_words, file=sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
 
+
+class ParallelToy(Toy):
+    def __init__(self, rank: int, world_size: int, port: int, device: str = "cpu") -> None:
+        # They take seconds to import; the tests that need none of it start in a fraction of that.
+        import torch
+
+        from shoal.layers.parallel import TensorParallel
+
+        super().__init__(rank, world_size)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        self.tp = TensorParallel.connect(rank, world_size, device, port)
+
     def hold_the_line(self) -> None:
         """Stuck as in a collective whose peer is gone."""
-        self.tp.all_reduce(torch.zeros(1))
+        self.tp.barrier()
 
     def collectives(self) -> dict[str, Any]:
-        r = float(self.rank + 1)
-        summed = self.tp.all_reduce(torch.full((3, 2), r, dtype=torch.bfloat16))
-        columns = self.tp.all_gather(torch.tensor([[r, -r]]), dim=-1)
-        rows = self.tp.all_gather(torch.tensor([[r, -r]]), dim=0)
-        sent = self.tp.broadcast(torch.tensor([self.rank, 7], dtype=torch.int32))
-        self.tp.barrier()
-        return {"summed": summed, "columns": columns, "rows": rows, "sent": sent}
+        return collectives(self.tp)
+
+    def replayed_sums(self, inputs: list[float]) -> list[float]:
+        return replayed_sums(self.tp, inputs)
+
+    def sums_on_a_side_stream(self, count: int) -> list[float]:
+        return sums_on_a_side_stream(self.tp, count)
+
+
+def collectives(tp: Any) -> dict[str, Any]:
+    """One of each."""
+    import torch
+
+    r, device = float(tp.rank + 1), tp.device
+    results = {
+        "summed": tp.all_reduce(torch.full((3, 2), r, dtype=torch.bfloat16, device=device)),
+        "columns": tp.all_gather(torch.tensor([[r, -r]], device=device), dim=-1),
+        "rows": tp.all_gather(torch.tensor([[r, -r]], device=device), dim=0),
+        "sent": tp.broadcast(torch.tensor([tp.rank, 7], dtype=torch.int32, device=device)),
+    }
+    tp.barrier()
+    return {name: tensor.cpu() for name, tensor in results.items()}
+
+
+def replayed_sums(tp: Any, inputs: list[float]) -> list[float]:
+    """An all-reduce and an all-gather captured in one CUDA graph, replayed for each input."""
+    import torch
+
+    x = torch.zeros(1024, device=tp.device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tp.all_gather(tp.all_reduce(x + 1))
+    sums = []
+    for value in inputs:
+        x.fill_(value)
+        graph.replay()
+        sums.append(y.sum().item() / y.numel())
+    return sums
+
+
+def sums_on_a_side_stream(tp: Any, count: int) -> list[float]:
+    """No wait between them, and each input's memory is free for the next as soon as Python is past it."""
+    import torch
+
+    results = torch.empty(count, device=tp.device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for i in range(count):
+            results[i] = tp.all_reduce(torch.full((1 << 18,), float(i * (tp.rank + 1)), device=tp.device)).mean()
+    torch.cuda.synchronize()
+    return results.tolist()
 
 
 def refusing_factory(rank: int, world_size: int) -> None:
