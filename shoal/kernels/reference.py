@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field
 
-# Multipliers of "lowbias32" (Wellons), a 32-bit finalizer with little bias; the other two constants only tell words apart.
-MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+# Shifts and multipliers of a 32-bit finalizer with very little bias, from Wellons' hash prospector; the salts only tell words apart.
+MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
 SALT_0, SALT_1 = 0x9E3779B9 - (1 << 32), 0x3C6EF372
 MAX_UNIFORM = 1.0 - 2.0 ** -24
 MAX_GUMBEL = 32 * math.log(2.0)    # -log of the smallest exponential draw, 2**-32
@@ -89,15 +89,15 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
     active = (rows_S >= 0).nonzero().squeeze(1)
     rows = rows_S[active].long()
     fields = table[rows, :FIELDS]
-    logits_SV, drawn_positions = logits_BV[active] if len(active) < len(logits_BV) else logits_BV, positions_S[active] + 1
+    logits_SV = (logits_BV[active] if len(active) < len(logits_BV) else logits_BV).float()
+    drawn_positions = positions_S[active] + 1
     tokens = logits_SV.argmax(dim=-1).to(torch.int32)
     temperatures, top_ps, min_ps = fields.view(torch.float32)[:, [Field.TEMPERATURE, Field.TOP_P, Field.MIN_P]].T.tolist()
     top_ks = fields[:, Field.TOP_K].tolist()
     key_0, key_1 = noise_keys(fields[:, Field.SEED_LOW], fields[:, Field.SEED_HIGH], drawn_positions)
     for s, temperature in enumerate(temperatures):
         if temperature >= MIN_TEMPERATURE:
-            logits_V = logits_SV[s].float()
-            tokens[s] = _draw(logits_V, tokens[s:s + 1], temperature, top_ks[s], top_ps[s], min_ps[s], key_0[s], key_1[s])
+            tokens[s] = _draw(logits_SV[s], tokens[s:s + 1], temperature, top_ks[s], top_ps[s], min_ps[s], key_0[s], key_1[s])
     out_tokens_S[active] = tokens
     table[rows, Field.TOKEN] = tokens
     table[rows, Field.POSITION] = drawn_positions
@@ -110,7 +110,8 @@ def _draw(logits_V: torch.Tensor, best_1: torch.Tensor, temperature: float, top_
     if top_k > 0 or top_p < 1.0 or min_p > 0.0:
         floor = torch.maximum(floor, threshold(logits_V, temperature, top_k, top_p, min_p))
     ids = (logits_V >= floor).nonzero().squeeze(1)
-    return ids[(logits_V[ids] * (1.0 / temperature) + gumbel(key_0, key_1, ids.to(torch.int32))).argmax()]
+    scores = gumbel(key_0, key_1, ids.to(torch.int32)).add_(logits_V.index_select(0, ids), alpha=1.0 / temperature)
+    return ids[scores.argmax()]
 
 
 def threshold(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -144,17 +145,17 @@ def noise_keys(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.
 
 def gumbel(key_0: torch.Tensor, key_1: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     """Gumbel noise of a token: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits, finest near 0, the large noise."""
-    h = _xor_shift(token ^ key_0, 16).mul_(MIX_1)
-    h = _xor_shift(h, 15).add_(key_1).mul_(MIX_2)
-    h = _shift(_xor_shift(h, 16), 1)
-    u = h.float().add_(0.5).mul_(2.0 ** -31).clamp_(max=MAX_UNIFORM)
+    h = (token ^ key_0).mul_(MIX_1)    # as `_mix`, but a token has no high bits to mix down first, and the second key goes in halfway
+    h = _xor_shift(h, 15).bitwise_xor_(key_1).mul_(MIX_2)
+    h = _shift(_xor_shift(h, 15), 1)
+    u = h.float().mul_(2.0 ** -31).add_(2.0 ** -32).clamp_(max=MAX_UNIFORM)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     x = _xor_shift(x, 16) * MIX_1
     x = _xor_shift(x, 15) * MIX_2
-    return _xor_shift(x, 16)
+    return _xor_shift(x, 15)
 
 
 def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:

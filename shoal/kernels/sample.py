@@ -29,6 +29,8 @@ MIX_1, MIX_2 = tl.constexpr(reference.MIX_1 & 0xFFFFFFFF), tl.constexpr(referenc
 SALT_0, SALT_1 = tl.constexpr(reference.SALT_0 & 0xFFFFFFFF), tl.constexpr(reference.SALT_1 & 0xFFFFFFFF)
 LOWEST = tl.constexpr(-3.4e38)    # below every finite logit, above -inf
 KEY_OF_NOTHING = tl.constexpr(-0x7F800001)    # of -inf
+LN_2 = tl.constexpr(0.6931471805599453)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAX_UNIFORM = tl.constexpr(reference.MAX_UNIFORM)
 
 
@@ -36,7 +38,7 @@ MAX_UNIFORM = tl.constexpr(reference.MAX_UNIFORM)
 def _mix(x):
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2
-    return x ^ (x >> 16)
+    return x ^ (x >> 15)
 
 
 @triton.jit
@@ -48,15 +50,24 @@ def _noise_keys(fields_ptr, position):
 
 
 @triton.jit
+def _log(x):
+    """By the hardware's log2, right to 2**-22: the exact one would be half of all instructions, and noise needs no last bit."""
+    if INTERPRETED:
+        return tl.log(x)
+    else:    # noqa: RET505 -- decided while compiling
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1) * LN_2
+
+
+@triton.jit
 def _gumbel(key_0, key_1, token):
-    h = token.to(tl.uint32, bitcast=True) ^ key_0
-    h = (h ^ (h >> 16)) * MIX_1
-    h = ((h ^ (h >> 15)) + key_1) * MIX_2
-    h = (h ^ (h >> 16)) >> 1
-    u = tl.minimum((h.to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * 2.0**-31, MAX_UNIFORM)
+    h = (token.to(tl.uint32, bitcast=True) ^ key_0) * MIX_1
+    h = (h ^ (h >> 15) ^ key_1) * MIX_2
+    h = (h ^ (h >> 15)) >> 1
+    u = tl.minimum(h.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-31 + 2.0**-32, MAX_UNIFORM)
     # -log(1 - u), by its series where 1 - u would round u away
-    exponential = tl.where(u < 0.0078125, u * (1.0 + u * (0.5 + u * 0.33333334)), -tl.log(1.0 - u))
-    return -tl.log(exponential)
+    series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2))))
+    exponential = tl.where(u < 0.0625, series, -_log(1.0 - u))
+    return -_log(exponential)
 
 
 @triton.jit
@@ -92,19 +103,20 @@ def _score_tiles(logits_ptr, rows_ptr, positions_ptr, table_ptr, work_ptr, logit
     fields_ptr = table_ptr + row * table_stride
     temperature = _load_float(fields_ptr + TEMPERATURE)
     best_ptr, token_ptr, mass_ptr, group_ptr, _ = _workspace(work_ptr, s, V, TILE)
+    scale = tl.div_rn(1.0, temperature)
     if (temperature >= COLDEST) & _has_filters(fields_ptr):
         group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
         group_best = tl.max(tl.reshape(logits, (TILE // GROUP, GROUP)), axis=1)
         tl.store(group_ptr + group, group_best, mask=group * GROUP < V)
         best = tl.max(group_best, axis=0)
-        masses = tl.where(logits > float("-inf"), tl.exp((logits - best) / temperature), 0.0)
+        masses = tl.where(logits > float("-inf"), tl.exp((logits - best) * scale), 0.0)
         tl.store(mass_ptr + tile, tl.sum(masses, axis=0))
         tl.store(best_ptr + tile, best)
     else:
         score = logits
         if temperature >= COLDEST:
             key_0, key_1 = _noise_keys(fields_ptr, tl.load(positions_ptr + s) + 1)
-            score = logits * tl.div_rn(1.0, temperature) + _gumbel(key_0, key_1, token)
+            score = logits * scale + _gumbel(key_0, key_1, token)
         best, best_token = tl.max(score, axis=0, return_indices=True)
         tl.store(token_ptr + tile, tile * TILE + best_token)
         tl.store(best_ptr + tile, best)
@@ -149,14 +161,14 @@ def _load_groups(row_ptr, list_ptr, num_listed, V: tl.constexpr):
 
 
 @triton.jit
-def _weigh(logits, key, floor, largest, temperature, BY_MASS: tl.constexpr, SHIFT: tl.constexpr):
+def _weigh(logits, key, floor, largest, scale, BY_MASS: tl.constexpr, SHIFT: tl.constexpr):
     """Of logits of at least `key` and `floor`, their mass or 1; of others, and of -inf, 0."""
     kept = (_order_key(logits, SHIFT) >= key) & (logits >= floor)
-    return tl.where(kept, tl.exp((logits - largest) / temperature) if BY_MASS else 1.0, 0.0)
+    return tl.where(kept, tl.exp((logits - largest) * scale) if BY_MASS else 1.0, 0.0)
 
 
 @triton.jit
-def _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, temperature, V: tl.constexpr, BY_MASS: tl.constexpr,
+def _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, scale, V: tl.constexpr, BY_MASS: tl.constexpr,
              SHIFT: tl.constexpr):
     """The mass, or the number, of logits of at least `key` and `floor`, among the listed groups or (wide) the whole row."""
     if wide:
@@ -164,22 +176,22 @@ def _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, temperatu
         for start in range(0, V, WIDE):
             token = start + tl.arange(0, WIDE)
             logits = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
-            sums += _weigh(logits, key, floor, largest, temperature, BY_MASS, SHIFT)
+            sums += _weigh(logits, key, floor, largest, scale, BY_MASS, SHIFT)
         measure = tl.sum(sums, axis=0)
     else:
         logits, _ = _load_groups(row_ptr, list_ptr, num_listed, V)
-        measure = tl.sum(_weigh(logits, key, floor, largest, temperature, BY_MASS, SHIFT), axis=0)
+        measure = tl.sum(_weigh(logits, key, floor, largest, scale, BY_MASS, SHIFT), axis=0)
     return measure
 
 
 @triton.jit
-def _largest_key(row_ptr, list_ptr, num_listed, wide, low, target, floor, largest, temperature, V: tl.constexpr, BY_MASS: tl.constexpr,
+def _largest_key(row_ptr, list_ptr, num_listed, wide, low, target, floor, largest, scale, V: tl.constexpr, BY_MASS: tl.constexpr,
                  SHIFT: tl.constexpr):
     """The largest key that leaves a mass (or number) of at least `target`; `low` if none above it does."""
     high = _order_key(largest, SHIFT) + 1
     while low + 1 < high:
         middle = _middle(low, high)
-        enough = _measure(row_ptr, list_ptr, num_listed, wide, middle, floor, largest, temperature, V, BY_MASS, SHIFT) >= target
+        enough = _measure(row_ptr, list_ptr, num_listed, wide, middle, floor, largest, scale, V, BY_MASS, SHIFT) >= target
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     return low
 
@@ -190,25 +202,25 @@ def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, pos
     """A token of a row with filters. total: the mass of all its logits, relative to the largest."""
     temperature, top_k = _load_float(fields_ptr + TEMPERATURE), tl.load(fields_ptr + TOP_K)
     top_p, min_p = _load_float(fields_ptr + TOP_P), _load_float(fields_ptr + MIN_P)
+    scale = tl.div_rn(1.0, temperature)
     floor = tl.maximum(largest + temperature * tl.log(min_p), LOWEST)
     num_listed, rest = _best_groups(group_ptr, list_ptr, largest, V, GROUPS_BLOCK, SHIFT)
 
     # Everything above `rest` is in the listed groups. Does what the filters keep lie above it?
     key = _order_key(rest, SHIFT)
-    number = _measure(row_ptr, list_ptr, num_listed, False, key + 1, LOWEST, largest, temperature, V, False, SHIFT)
-    mass = _measure(row_ptr, list_ptr, num_listed, False, key + 1, LOWEST, largest, temperature, V, True, SHIFT)
+    number = _measure(row_ptr, list_ptr, num_listed, False, key + 1, LOWEST, largest, scale, V, False, SHIFT)
+    mass = _measure(row_ptr, list_ptr, num_listed, False, key + 1, LOWEST, largest, scale, V, True, SHIFT)
     only_top_p = (top_k == 0) & (min_p == 0.0)
     wide = (floor <= rest) & ((top_k == 0) | (number < top_k)) & ((not only_top_p) | (mass < top_p * total))
     key = tl.where(wide, KEY_OF_NOTHING >> SHIFT, key)
 
     if top_k > 0:
-        key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_k, floor, largest, temperature, V, False, SHIFT)
+        key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_k, floor, largest, scale, V, False, SHIFT)
     if top_p < 1.0:
         if not only_top_p:
-            total = _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, temperature, V, True, SHIFT)
-        key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_p * total, floor, largest, temperature, V, True, SHIFT)
+            total = _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, scale, V, True, SHIFT)
+        key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_p * total, floor, largest, scale, V, True, SHIFT)
 
-    scale = tl.div_rn(1.0, temperature)
     key_0, key_1 = _noise_keys(fields_ptr, position)
     if wide:
         best = tl.full((WIDE,), float("-inf"), tl.float32)
@@ -247,7 +259,7 @@ def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, log
     largest, best_tile = tl.max(best, axis=0, return_indices=True)
     temperature = _load_float(fields_ptr + TEMPERATURE)
     if (temperature >= COLDEST) & _has_filters(fields_ptr):
-        masses = tl.load(mass_ptr + tile, mask=in_row, other=0.0) * tl.exp((best - largest) / temperature)
+        masses = tl.load(mass_ptr + tile, mask=in_row, other=0.0) * tl.exp((best - largest) * tl.div_rn(1.0, temperature))
         row_ptr = logits_ptr + s * logits_stride
         drawn = _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, tl.sum(masses, axis=0), position, V, GROUPS_BLOCK, SHIFT)
     else:
