@@ -116,7 +116,6 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run before an `update` (or `add`)."""
         scheduled: list[ScheduledSeq] = []
-        num_preemptions = self._num_preemptions
         budget = self._schedule_decodes(scheduled, self._max_num_batched_tokens)
         num_decodes = len(scheduled)
         cap = self._prefill_cap()
@@ -125,8 +124,7 @@ class Scheduler:
                 break
             if seq.status is PREFILL:
                 budget -= self._schedule_chunk(scheduled, seq, min(budget, cap))
-        if self._num_preemptions == num_preemptions:    # a newcomer would only take what the preempted one was put out for
-            budget = self._admit(scheduled, budget, cap)
+        budget = self._admit(scheduled, budget, cap)
         if not scheduled:
             return None
         return StepPlan(tuple(scheduled), num_decodes, self._max_num_batched_tokens - budget)
@@ -165,14 +163,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
 
     def stats(self) -> Stats:
         return Stats(num_running=len(self.running), num_waiting=len(self.waiting), num_blocks=self.pool.num_blocks,
