@@ -1,0 +1,125 @@
+"""The C kernels (cpu_*.c) as a library: compiled for this very processor on first use, kept in the user's cache folder.
+
+A prebuilt library would need dispatch over instruction sets at run time; the compiler at hand does better in two seconds. Without one,
+`load` returns None after a warning, and its callers take their PyTorch paths.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+SOURCES = ("cpu_linear.c", "cpu_ops.c", "cpu_attention.c")
+HEADERS = ("cpu_exp.h",)
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "shoal_packed_bytes": (c_int64, (c_int, c_int, c_int)),
+    "shoal_pack": (None, (c_void_p, c_void_p, c_int64, c_int, c_int, c_int)),
+    "shoal_linear": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
+    "shoal_embed": (None, (c_void_p, c_void_p, c_int, c_void_p)),
+    "shoal_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p)),
+    "shoal_silu_mul": (None, (c_void_p, c_int, c_int, c_void_p)),
+    "shoal_qk_norm_rope_store": (None, (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float)),
+    "shoal_attention": (c_int, (c_void_p,)),
+}
+
+
+class BuildError(Exception):
+    """Why there is no library. Stays in this module: `load` turns it into a warning."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library for this processor, built if need be; None, and one warning that says what to install, if it can't be had."""
+    try:
+        return open_library(build((*FLAGS, NATIVE)))
+    except (BuildError, OSError) as error:
+        logger.warning("no C kernels for the CPU, so slower PyTorch paths are used: %s. A C compiler mends that "
+                       "(apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)", error)
+        return None
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Opens it on torch's own OpenMP: a second run-time would fight torch's for the cores by spinning."""
+    ctypes.CDLL(_torch_openmp(), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def build(flags: tuple[str, ...]) -> Path:
+    """The compiled library; compiles unless the cache folder has it. Processes may race: each renames its own, and all are alike."""
+    compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError("neither gcc nor cc is on the PATH")
+    key = hashlib.sha256("\0".join((*flags, compiler, str(os.stat(compiler).st_mtime_ns), _processor())).encode())
+    for name in SOURCES + HEADERS:
+        key.update((FOLDER / name).read_bytes())
+    folder = cache_folder()
+    target = folder / f"kernels-{key.hexdigest()[:16]}.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            os.replace(_compile(compiler, flags, Path(work)), target)
+    return target
+
+
+def cache_folder() -> Path:
+    """$SHOAL_CACHE, else shoal's folder in the user's cache."""
+    if folder := os.environ.get("SHOAL_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+
+
+def _compile(compiler: str, flags: tuple[str, ...], work: Path) -> Path:
+    """One object a source, at once, then a library that leaves OpenMP's symbols to whoever is loaded."""
+    objects = [str(work / f"{name}.o") for name in SOURCES]
+    jobs = [subprocess.Popen([compiler, *flags, "-c", str(FOLDER / name), "-o", target], stderr=subprocess.PIPE, text=True)
+            for name, target in zip(SOURCES, objects)]
+    errors = [(job.communicate()[1], job.returncode) for job in jobs]
+    library = work / "kernels.so"
+    if not any(code for _, code in errors):
+        job = subprocess.run([compiler, "-shared", *objects, "-o", str(library), "-lm"], stderr=subprocess.PIPE, text=True, check=False)
+        errors = [(job.stderr, job.returncode)]
+    for text, code in errors:
+        if code:
+            raise BuildError(f"{compiler} failed with exit code {code}: {text.strip()[-500:]}")
+    return library
+
+
+def _processor() -> str:
+    """What -march=native means here: a cache folder may be shared by unlike machines."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    first = info.read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in first if line.startswith(("model name", "flags", "Features", "CPU")))
+
+
+def _torch_openmp() -> str:
+    """The path of the OpenMP run-time that torch has loaded, as this process's memory map names it."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        raise BuildError(f"OpenMP is found only on Linux so far, and this is {platform.system()}")
+    paths = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "/" in line}
+    found = [path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
+    if not found:
+        raise BuildError("torch has loaded no OpenMP run-time")
+    return min(found, key=lambda path: str(Path(torch.__file__).parent.parent / "torch") not in path)    # transformers may bring others

@@ -1,0 +1,303 @@
+// Products of float activations with 4- and 8-bit weights, groups of 32 along a row. Activations become int8 per group once a call
+// (as llama.cpp's Q8 activations: below 1 % of error), so the inner loop is integer; scales come in once a group.
+//
+// Packed layout, made by shoal_pack for this very build: LANES output rows lie interleaved, so that one SIMD register holds the sums of
+// LANES outputs. Per block of LANES rows and group: LANES fp16 scales, for 4 bit LANES fp16 minima, then words of four columns:
+//   4 bit: 4 x LANES words; in word (j, lane) the low nibbles are columns 4j..4j+3, the high ones 16+4j..16+4j+3   w = scale * q + minimum
+//   8 bit: 8 x LANES words; word (j, lane) holds columns 4j..4j+3                                                  w = scale * q
+// The last block is padded with zero rows.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+
+#define INLINE static inline __attribute__((always_inline))
+enum { GROUP = 32, PANEL_BYTES = 192 << 10 };    // activations worked on at once: what stays in a core's L2 beside the weights
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define TILE 8
+enum { REGISTERS = 1, OFFSET_8BIT = 128 };    // vpdpbusd wants unsigned weights: q + 128, taken back through the activations' sum
+typedef __m512 vf;
+typedef __m512i vi;
+INLINE vf splat(float x) { return _mm512_set1_ps(x); }
+INLINE vf multiply(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf multiply_add(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf to_float(vi x) { return _mm512_cvtepi32_ps(x); }
+INLINE vf load_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE vi zero(void) { return _mm512_setzero_si512(); }
+INLINE vi splat_word(const int8_t *q) { int32_t word; memcpy(&word, q, 4); return _mm512_set1_epi32(word); }
+INLINE vi load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+INLINE vi low_nibbles(vi x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+INLINE vi high_nibbles(vi x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+INLINE vi add_product_4bit(vi sum, vi w, vi q) { return _mm512_dpbusd_epi32(sum, w, q); }
+INLINE vi add_product_8bit(vi sum, vi w, vi q) { return _mm512_dpbusd_epi32(sum, _mm512_xor_si512(w, _mm512_set1_epi8(-128)), q); }
+INLINE vi group_sum_4bit(vi sum) { return sum; }
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define TILE 4
+enum { REGISTERS = 2, OFFSET_8BIT = 0 };
+typedef __m256 vf;
+typedef __m256i vi;
+INLINE vf splat(float x) { return _mm256_set1_ps(x); }
+INLINE vf multiply(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf multiply_add(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vf to_float(vi x) { return _mm256_cvtepi32_ps(x); }
+INLINE vf load_half(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE void store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+INLINE vi zero(void) { return _mm256_setzero_si256(); }
+INLINE vi splat_word(const int8_t *q) { int32_t word; memcpy(&word, q, 4); return _mm256_set1_epi32(word); }
+INLINE vi load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE vi low_nibbles(vi x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+INLINE vi high_nibbles(vi x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+// 16-bit sums: a group adds 8 pairs of products of at most 15 * 127, which stays below 2^15.
+INLINE vi add_product_4bit(vi sum, vi w, vi q) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, q)); }
+INLINE vi group_sum_4bit(vi sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+INLINE vi add_product_8bit(vi sum, vi w, vi q) {    // |w| times q with w's sign: one pair of at most 128 * 127 fits 16 bits
+    vi pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#else
+#define PLAIN_C
+#define TILE 1
+#endif
+
+enum { LANES = 16, HALVES = 2 * LANES, WORDS = 4 * LANES };    // HALVES, WORDS: bytes of one fp16, one 4-column word of every lane
+
+INLINE int64_t group_bytes(int bits) { return bits == 4 ? 2 * HALVES + 4 * WORDS : HALVES + 8 * WORDS; }
+INLINE int num_blocks(int outs) { return (outs + LANES - 1) / LANES; }
+
+typedef struct {
+    uint8_t *data;
+    int32_t outs, cols, bits;
+} Packed;
+
+typedef struct {
+    int cols, groups;
+    int8_t *q;          // [rows, cols]
+    float *scale;       // [rows, groups]
+    float *sum;         // [rows, groups]: scale * the group's sum of q
+} Activations;
+
+static float half_to_float(const uint8_t *p) {
+    uint16_t half;
+    memcpy(&half, p, 2);
+    uint32_t magnitude = half & 0x7fff, bits = (uint32_t)(half & 0x8000) << 16;
+    float x;
+    if (magnitude < 0x400) {
+        x = (float)magnitude * 0x1p-24f;
+        return bits ? -x : x;
+    }
+    bits |= magnitude < 0x7c00 ? (magnitude << 13) + (112u << 23) : (magnitude << 13) | 0x7f800000;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// -8 times a half, exact short of infinity: the exponent grows by 3 (a subnormal is normalised on the way).
+static uint16_t minus_eight_times(const uint8_t *p) {
+    float x = -8 * half_to_float(p);
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+    if (magnitude < 0x38800000) return (uint16_t)(sign | (uint32_t)(fabsf(x) * 0x1p24f));
+    return (uint16_t)(sign | (magnitude - (112u << 23)) >> 13);
+}
+
+static void quantize_row(const float *restrict x, int8_t *restrict q, float *scale, float *sum, int groups) {
+    for (int g = 0; g < groups; g++, x += GROUP, q += GROUP) {
+        float most = 0;
+#pragma omp simd reduction(max: most)
+        for (int i = 0; i < GROUP; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+        float inverse = most > 0 ? 127 / most : 0;
+        int total = 0, rounded[GROUP];
+        for (int i = 0; i < GROUP; i++) total += rounded[i] = (int)rintf(x[i] * inverse);
+        for (int i = 0; i < GROUP; i++) q[i] = (int8_t)rounded[i];
+        scale[g] = most / 127;
+        sum[g] = scale[g] * (float)total;
+    }
+}
+
+// y[r, lane] for `rows` (at most TILE) activation rows from `row` on and the LANES outputs of one block of weights.
+#ifdef PLAIN_C
+INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activations *a, int row, float y[][LANES]) {
+    memset(y, 0, sizeof(float) * LANES);
+    for (int g = 0; g < a->groups; g++, w += group_bytes(bits)) {
+        const int8_t *q = a->q + (int64_t)row * a->cols + g * GROUP;
+        int64_t at = (int64_t)row * a->groups + g;
+        const uint8_t *words = w + (bits == 4 ? 2 * HALVES : HALVES);
+        for (int lane = 0; lane < LANES; lane++) {
+            int total = 0;
+            for (int j = 0; j < (bits == 4 ? 4 : 8); j++)
+                for (int i = 0; i < 4; i++) {
+                    uint8_t byte = words[j * WORDS + lane * 4 + i];
+                    total += bits == 4 ? (byte & 15) * q[4 * j + i] + (byte >> 4) * q[16 + 4 * j + i] : (int8_t)byte * q[4 * j + i];
+                }
+            y[0][lane] += half_to_float(w + 2 * lane) * a->scale[at] * (float)total;
+            if (bits == 4) y[0][lane] += half_to_float(w + HALVES + 2 * lane) * a->sum[at];
+        }
+    }
+}
+#else
+INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activations *a, int row, float y[][LANES]) {
+    enum { WIDTH = LANES / REGISTERS };
+    const int8_t *q = a->q + (int64_t)row * a->cols;
+    const float *scale = a->scale + (int64_t)row * a->groups, *sum = a->sum + (int64_t)row * a->groups;
+    vf total[TILE][REGISTERS];
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < REGISTERS; k++) total[r][k] = splat(0);
+    for (int g = 0; g < a->groups; g++, w += group_bytes(bits), q += GROUP) {
+        const uint8_t *words = w + (bits == 4 ? 2 * HALVES : HALVES);
+        vi product[TILE][REGISTERS];
+        for (int r = 0; r < rows; r++)
+            for (int k = 0; k < REGISTERS; k++) product[r][k] = zero();
+        int num_words = bits == 4 ? 4 : 8;
+        asm("" : "+r"(num_words));    // hides the constant: this loop unrolled, gcc spills the sums
+        for (int j = 0; j < num_words; j++) {
+            vi word[REGISTERS];
+            for (int k = 0; k < REGISTERS; k++) word[k] = load(words + j * WORDS + k * 4 * WIDTH);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vi q_low = splat_word(q + r * a->cols + 4 * j);
+                for (int k = 0; k < REGISTERS; k++)
+                    product[r][k] = bits == 4 ? add_product_4bit(product[r][k], low_nibbles(word[k]), q_low) : add_product_8bit(product[r][k], word[k], q_low);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows && bits == 4; r++) {
+                vi q_high = splat_word(q + r * a->cols + 16 + 4 * j);
+                for (int k = 0; k < REGISTERS; k++) product[r][k] = add_product_4bit(product[r][k], high_nibbles(word[k]), q_high);
+            }
+        }
+        for (int k = 0; k < REGISTERS; k++) {
+            vf w_scale = load_half(w + k * 2 * WIDTH);
+            vf w_offset = bits == 4 ? load_half(w + HALVES + k * 2 * WIDTH) : multiply(w_scale, splat(-OFFSET_8BIT));
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vf values = to_float(bits == 4 ? group_sum_4bit(product[r][k]) : product[r][k]);
+                total[r][k] = multiply_add(values, multiply(w_scale, splat(scale[r * a->groups + g])), total[r][k]);
+                if (bits == 4 || OFFSET_8BIT) total[r][k] = multiply_add(w_offset, splat(sum[r * a->groups + g]), total[r][k]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < REGISTERS; k++) store(y[r] + k * WIDTH, total[r][k]);
+}
+#endif
+
+INLINE void tile_rows(const int bits, int rows, const uint8_t *w, const Activations *a, int row, float y[][LANES]) {
+    switch (rows) {    // the count is a constant in each case, so that the sums live in registers
+    case 1: tile(bits, 1, w, a, row, y); break;
+#if TILE > 1
+    case 2: tile(bits, 2, w, a, row, y); break;
+    case 3: tile(bits, 3, w, a, row, y); break;
+    case 4: tile(bits, 4, w, a, row, y); break;
+#if TILE > 4
+    case 5: tile(bits, 5, w, a, row, y); break;
+    case 6: tile(bits, 6, w, a, row, y); break;
+    case 7: tile(bits, 7, w, a, row, y); break;
+    case 8: tile(bits, 8, w, a, row, y); break;
+#endif
+#endif
+    }
+}
+
+// The outputs of blocks [first, last) for activation rows [row, end).
+static void product(const Packed *w, int first, int last, const Activations *a, int row, int end, const float *bias, float *y) {
+    const int64_t block_bytes = a->groups * group_bytes(w->bits);
+    for (int b = first; b < last; b++) {
+        const int at = b * LANES, lanes = w->outs - at < LANES ? w->outs - at : LANES;
+        for (int r = row; r < end; r += TILE) {
+            const int rows = end - r < TILE ? end - r : TILE;
+            float sums[TILE][LANES];
+            if (w->bits == 4) tile_rows(4, rows, w->data + b * block_bytes, a, r, sums);
+            else tile_rows(8, rows, w->data + b * block_bytes, a, r, sums);
+            for (int i = 0; i < rows; i++) {
+                float *out = y + (int64_t)(r + i) * w->outs + at;
+                for (int l = 0; l < lanes; l++) out[l] = sums[i][l] + (bias ? bias[at + l] : 0);
+            }
+        }
+    }
+}
+
+// This thread's share of `count` units, as [*first, *last).
+INLINE void share(int count, int *first, int *last) {
+    int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    *first = (int)((int64_t)count * thread / threads);
+    *last = (int)((int64_t)count * (thread + 1) / threads);
+}
+
+int64_t shoal_packed_bytes(int outs, int cols, int bits) { return num_blocks(outs) * (int64_t)(cols / GROUP) * group_bytes(bits); }
+
+// Packs GGUF rows (Q8_0 for 8 bits, Q4_1 or else Q4_0 for 4), row_bytes apart, as rows first_row.. of `to`, whose data the caller zeroed.
+// Q4_0 becomes Q4_1 with minimum -8 * scale.
+void shoal_pack(const Packed *to, const uint8_t *source, int64_t row_bytes, int rows, int first_row, int has_minimum) {
+    const int bits = to->bits, groups = to->cols / GROUP, words = bits == 4 ? 4 : 8;
+#pragma omp parallel for
+    for (int row = 0; row < rows; row++) {
+        int block = (first_row + row) / LANES, lane = (first_row + row) % LANES;
+        const uint8_t *from = source + row * row_bytes;
+        uint8_t *group = to->data + (int64_t)block * groups * group_bytes(bits);
+        for (int g = 0; g < groups; g++, group += group_bytes(bits)) {
+            memcpy(group + 2 * lane, from, 2);
+            if (bits == 4) {
+                uint16_t minimum = minus_eight_times(from);
+                if (has_minimum) memcpy(&minimum, from + 2, 2);
+                memcpy(group + HALVES + 2 * lane, &minimum, 2);
+            }
+            const uint8_t *quants = from + (has_minimum ? 4 : 2);
+            uint8_t *word = group + (bits == 4 ? 2 * HALVES : HALVES) + 4 * lane;
+            for (int j = 0; j < words; j++) memcpy(word + j * WORDS, quants + 4 * j, 4);
+            from = quants + 4 * words;
+        }
+    }
+}
+
+// y[rows, outs] = x[rows, cols] W^T + bias, contiguous. Returns -1 when there is no memory for the scratch.
+int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, float *y) {
+    const int cols = w->cols, groups = cols / GROUP, panel = PANEL_BYTES / cols / TILE * TILE + TILE;
+    const int64_t scale_bytes = (int64_t)rows * groups * (int64_t)sizeof(float);
+    char *scratch = malloc(2 * scale_bytes + (int64_t)rows * cols);
+    if (!scratch) return -1;
+    Activations a = {cols, groups, (int8_t *)(scratch + 2 * scale_bytes), (float *)scratch, (float *)(scratch + scale_bytes)};
+    const int alone = rows < 4;    // quantizing them is cheaper than a barrier
+    if (alone)
+        for (int64_t r = 0; r < rows; r++) quantize_row(x + r * cols, a.q + r * cols, a.scale + r * groups, a.sum + r * groups, groups);
+#pragma omp parallel
+    {
+        int first, last;
+        if (!alone) {
+            share(rows, &first, &last);
+            for (int64_t r = first; r < last; r++)
+                quantize_row(x + r * cols, a.q + r * cols, a.scale + r * groups, a.sum + r * groups, groups);
+#pragma omp barrier
+        }
+        share(num_blocks(w->outs), &first, &last);
+        for (int r = 0; r < rows; r += panel)
+            product(w, first, last, &a, r, r + panel < rows ? r + panel : rows, bias, y);
+    }
+    free(scratch);
+    return 0;
+}
+
+// The rows `ids` of a packed matrix, dequantized: y[count, cols].
+void shoal_embed(const Packed *w, const int32_t *ids, int count, float *y) {
+    const int bits = w->bits, groups = w->cols / GROUP;
+    for (int n = 0; n < count; n++) {
+        int lane = ids[n] % LANES;
+        const uint8_t *from = w->data + (int64_t)(ids[n] / LANES) * groups * group_bytes(bits);
+        for (int g = 0; g < groups; g++, from += group_bytes(bits), y += GROUP) {
+            float scale = half_to_float(from + 2 * lane), minimum = bits == 4 ? half_to_float(from + HALVES + 2 * lane) : 0;
+            const uint8_t *words = from + (bits == 4 ? 2 * HALVES : HALVES) + 4 * lane;
+            for (int i = 0; i < GROUP; i++) {
+                uint8_t byte = words[(i / 4 % (bits == 4 ? 4 : 8)) * WORDS + i % 4];
+                int q = bits == 8 ? (int8_t)byte : i < 16 ? byte & 15 : byte >> 4;
+                y[i] = scale * (float)q + minimum;
+            }
+        }
+    }
+}

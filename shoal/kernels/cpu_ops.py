@@ -1,0 +1,77 @@
+"""The ops of kernels/ops.py for the CPU: float32 goes to the C kernels; other dtypes, and machines without a compiler, to the reference."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_int32, c_int64, c_void_p
+
+import torch
+
+from shoal.kernels import cpu_build, reference
+from shoal.kernels.reference import apply_updates, begin_decode, embed, moe, sample
+
+__all__ = ["add_rms_norm", "apply_updates", "begin_decode", "embed", "moe", "qk_norm_rope_store", "rms_norm", "sample", "silu_mul"]
+
+LIBRARY = cpu_build.load()
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    if LIBRARY is None or x_TD.dtype != torch.float32:
+        return reference.rms_norm(x_TD, weight_D, eps)
+    assert x_TD.is_contiguous() and weight_D.dtype == torch.float32
+    out_TD = torch.empty_like(x_TD)
+    size = x_TD.shape[-1]
+    LIBRARY.shoal_rms_norm(None, x_TD.data_ptr(), weight_D.data_ptr(), eps, x_TD.numel() // size, size, out_TD.data_ptr())
+    return out_TD
+
+
+def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    if LIBRARY is None or x_TD.dtype != torch.float32:
+        return reference.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+    assert x_TD.is_contiguous() and residual_TD.is_contiguous() and residual_TD.dtype == weight_D.dtype == torch.float32
+    out_TD = torch.empty_like(x_TD)
+    rows, size = x_TD.shape
+    LIBRARY.shoal_rms_norm(x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), eps, rows, size, out_TD.data_ptr())
+    return out_TD
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    if LIBRARY is None or gate_up_T2F.dtype != torch.float32:
+        return reference.silu_mul(gate_up_T2F)
+    assert gate_up_T2F.is_contiguous()
+    rows, width = gate_up_T2F.shape
+    out_TF = torch.empty((rows, width // 2), dtype=torch.float32)
+    LIBRARY.shoal_silu_mul(gate_up_T2F.data_ptr(), rows, width // 2, out_TF.data_ptr())
+    return out_TF
+
+
+def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
+                       positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
+                       num_heads: int, num_kv_heads: int) -> None:
+    if LIBRARY is None or qkv.dtype != torch.float32:
+        reference.qk_norm_rope_store(qkv, q_weight, k_weight, eps, cos_sin, positions_T, rows_T, block_tables_RM, kv_layer, num_heads,
+                                     num_kv_heads)
+        return
+    assert qkv.is_contiguous() and cos_sin.is_contiguous() and positions_T.is_contiguous() and rows_T.is_contiguous()
+    assert kv_layer.stride()[3:] == (cos_sin.shape[1], 1) and kv_layer.dtype == cos_sin.dtype == torch.float32
+    assert positions_T.dtype == rows_T.dtype == block_tables_RM.dtype == torch.int32
+    slots = _slots(kv_layer.data_ptr(), kv_layer.stride(), kv_layer.shape[3], block_tables_RM.data_ptr(), block_tables_RM.stride(0),
+                   num_heads, num_kv_heads, cos_sin.shape[1])
+    LIBRARY.shoal_qk_norm_rope_store(
+        ctypes.addressof(slots), qkv.data_ptr(), qkv.shape[0], positions_T.data_ptr(), rows_T.data_ptr(), cos_sin.data_ptr(),
+        None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(), eps)
+
+
+class Slots(ctypes.Structure):
+    """`Slots` of cpu_ops.c."""
+
+    _fields_ = (("cache", c_void_p), ("tables", c_void_p), ("table_stride", c_int64), ("block_stride", c_int64), ("kv_stride", c_int64),
+                ("head_stride", c_int64), ("block_size", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32))
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(cache: int, strides: tuple[int, ...], block_size: int, tables: int, table_stride: int, num_heads: int, num_kv_heads: int,
+           head_dim: int) -> Slots:
+    """Filling the struct costs as much as the call, and a layer's is the same every step."""
+    return Slots(cache, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim)
