@@ -67,7 +67,7 @@ class ModelRunner:
         self.max_num_tokens = config.max_num_batched_tokens or 0
         self.memory = DeviceMemory(self.device, config)
         model = self.model_config
-        self.layout = StateLayout(self.max_num_seqs + 1, -(-self.max_model_len // config.block_size))    # the last row is nobody's
+        self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
         replicas = max(1, tp.size // model.num_kv_heads)
         self.num_kv_heads = model.num_kv_heads * replicas // tp.size
         with self._building():
@@ -77,7 +77,7 @@ class ModelRunner:
             self.model = Decoder(model, tp, self.ops, self.backend, self.max_model_len, keep_quantized)
             self._allocate_state()
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
-        self.shaper = LogitShaper(self.layout.num_rows, model.vocab_size, self.device)
+        self.shaper = LogitShaper(self.max_num_seqs, model.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
         self.kv = self._new_cache(1)
 
@@ -94,8 +94,8 @@ class ModelRunner:
 
     def _allocate_state(self) -> None:
         size, layout = self.max_num_seqs, self.layout
-        self.state = layout.allocate(self.device)
-        self.active_B = layout.active_rows(self.state)
+        self.state = torch.zeros(layout.size, dtype=torch.int32)
+        self.active_B = layout.active(self.state)
         self.table = layout.table(self.state)
         self.block_tables = layout.block_tables(self.state)
         self.tokens_B, self.positions_B, self.kv_lens_B, self.out_B = (torch.zeros(size, dtype=torch.int32) for _ in range(4))

@@ -17,9 +17,13 @@ Loaded = torch.Tensor | QuantizedTensor
 
 
 def narrow(tensor: Loaded, dim: int, start: int, length: int) -> Loaded:
-    """The slice [start, start + length) along `dim`, of a plain or a quantized tensor."""
+    """The slice [start, start + length) along `dim`. A quantized tensor stays so unless the cut goes through a group of columns."""
     if isinstance(tensor, QuantizedTensor):
-        return tensor.rows(start, start + length) if dim == 0 else tensor.columns(start, start + length)
+        if dim == 0:
+            return tensor.rows(start, start + length)
+        if start % tensor.group_size == 0 and length % tensor.group_size == 0:
+            return tensor.columns(start, start + length)
+        tensor = tensor.dequantize()
     return tensor.narrow(dim, start, length)
 
 
@@ -27,7 +31,7 @@ def copy_into(parameter: torch.Tensor, tensor: Loaded, name: str) -> None:
     """Copies (dequantizing) into a parameter of the same shape; raises CheckpointError that names both shapes."""
     check_shape(name, tuple(tensor.shape), tuple(parameter.shape))
     if isinstance(tensor, QuantizedTensor):
-        tensor = tensor.dequantize(parameter.dtype)
+        tensor = tensor.dequantize(parameter.dtype, parameter.device)
     parameter.data.copy_(tensor)
 
 

@@ -15,9 +15,9 @@ class Device:
     """The flat state as the device holds it after each packed step."""
 
     def __init__(self, num_seqs=4, max_blocks=8):
-        self.layout = StateLayout(num_seqs + 1, max_blocks)
+        self.layout = StateLayout(num_seqs, max_blocks)
         self.state = np.zeros(self.layout.size, np.int32)
-        self.state[:num_seqs + 1] = -1
+        self.state[:num_seqs] = -1
         self.builder = BatchBuilder(self.layout, BLOCK)
 
     def apply(self, plan, graph_size=None):
