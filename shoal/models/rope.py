@@ -1,0 +1,57 @@
+"""Frequencies of rotary position embeddings (Su 2021), plain or scaled: linear, yarn (Peng 2023), llama3, and GGUF's table of factors.
+
+Computed in float32 in the order that `transformers` uses, since models were trained with those roundings. numpy only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shoal.models.config import RopeConfig
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> tuple[np.ndarray, float]:
+    """(float32 [head_dim / 2] angles a position, the factor on cosines and sines). No kind there is depends on `max_position`."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    wavelengths = np.float32(rope.theta) ** exponents    # in units of 2 pi positions
+    plain = np.float32(1.0) / wavelengths
+    if rope.kind == "linear":
+        return plain / np.float32(rope.factor), rope.attention_factor
+    if rope.kind == "yarn":
+        return _yarn(rope, wavelengths), rope.attention_factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain), rope.attention_factor
+    if rope.kind == "factors":
+        return plain / np.array(rope.factors, dtype=np.float32), rope.attention_factor
+    return plain, rope.attention_factor
+
+
+def _yarn(rope: RopeConfig, wavelengths: np.ndarray) -> np.ndarray:
+    """Keeps the fast dimensions, interpolates the slow ones, with a linear ramp between."""
+    half = len(wavelengths)
+
+    def dimension_of(rotations: float) -> float:
+        """The (fractional) dimension that turns `rotations` times within the original context."""
+        return half * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi)) / math.log(rope.theta)
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(half, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    kept = np.float32(1.0) - ramp
+    return np.float32(1.0) / (np.float32(rope.factor) * wavelengths) * (np.float32(1.0) - kept) + np.float32(1.0) / wavelengths * kept
+
+
+def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended smoothly."""
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = np.float32(2 * math.pi) / plain
+    stretched = plain / np.float32(rope.factor)
+    smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
+    blended = (np.float32(1.0) - smooth) * plain / np.float32(rope.factor) + smooth * plain
+    return np.where(wavelengths > original / low, stretched, np.where(wavelengths < original / high, plain, blended)).astype(np.float32)

@@ -1,0 +1,112 @@
+"""QuantizedTensor: a GGUF matrix as its file holds it, rows of packed groups; and what those groups mean.
+
+The formulas are ggml's, as tensor code that runs on any device, in the order of operations of the `gguf` package (equal to the bit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from shoal.errors import CheckpointError
+
+# Weights unpacked at a time: on the CPU what stays in its caches (4 times as fast as whole tensors), elsewhere what fills the device.
+CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """[out, in] weights; `data` is uint8 [out, bytes a row], usually a view of the memory-mapped file."""
+
+    kind: str
+    shape: tuple[int, int]
+    data: np.ndarray
+
+    @property
+    def group_size(self) -> int:
+        """Weights of a row that share a scale; columns are cut at multiples of it."""
+        return GROUPS[self.kind][0]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The packed rows travel to `device` and are unpacked there."""
+        group_bytes = GROUPS[self.kind][1]
+        out = torch.empty(self.shape, dtype=dtype, device=device)
+        packed, (rows, columns) = torch.from_numpy(self.data), self.shape
+        step = max(1, (CPU_CHUNK if out.device.type == "cpu" else DEVICE_CHUNK) // columns)
+        for start in range(0, rows, step):
+            groups = packed[start:start + step].to(device).reshape(-1, group_bytes)
+            out[start:start + step] = UNPACK[self.kind](groups).view(-1, columns)
+        return out
+
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        return replace(self, shape=(stop - start, self.shape[1]), data=self.data[start:stop])
+
+    def columns(self, start: int, stop: int) -> QuantizedTensor:
+        """Raises CheckpointError if the cut goes through a group."""
+        group_size, group_bytes = GROUPS[self.kind]
+        if start % group_size or stop % group_size:
+            raise CheckpointError(f"columns {start} to {stop} of a {self.kind} tensor of shape {list(self.shape)} cut through its groups "
+                                  f"of {group_size}; choose a smaller tensor_parallel_size")
+        data = self.data[:, start // group_size * group_bytes:stop // group_size * group_bytes]
+        return replace(self, shape=(self.shape[0], stop - start), data=data)
+
+    def take_rows(self, index: np.ndarray) -> QuantizedTensor:
+        """A copy with these rows in this order."""
+        return replace(self, shape=(len(index), self.shape[1]), data=self.data[index])
+
+
+def _half(groups: torch.Tensor, start: int) -> torch.Tensor:
+    """The float16 at byte `start` of each group, as float32 [n, 1]."""
+    return groups[:, start:start + 2].contiguous().view(torch.float16).float()
+
+
+def _bits(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
+    """[n, k] bytes to [n, ...] fields of `width` bits: of each `run` bytes first all lowest fields, then the next higher ones."""
+    runs = packed.reshape(len(packed), -1, run)
+    return torch.stack([(runs >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)], dim=2).flatten(1)
+
+
+def _q4_0(groups: torch.Tensor) -> torch.Tensor:
+    return _half(groups, 0) * (_bits(groups[:, 2:], 4, 16).float() - 8)
+
+
+def _q4_1(groups: torch.Tensor) -> torch.Tensor:
+    return _half(groups, 0) * _bits(groups[:, 4:], 4, 16).float() + _half(groups, 2)
+
+
+def _q8_0(groups: torch.Tensor) -> torch.Tensor:
+    return groups[:, 2:].contiguous().view(torch.int8).float() * _half(groups, 0)
+
+
+def _k_scales(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima [n, 8, 1] of Q4_K and Q5_K: 6 bits each in 12 bytes; the last four have their upper 2 bits in the first eight."""
+    low, middle, high = groups[:, 4:8], groups[:, 8:12], groups[:, 12:16]
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
+    minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=1)
+    return (_half(groups, 0) * scales.float()).unsqueeze(2), (_half(groups, 2) * minima.float()).unsqueeze(2)
+
+
+def _q4_k(groups: torch.Tensor) -> torch.Tensor:
+    scales, minima = _k_scales(groups)
+    return (scales * _bits(groups[:, 16:], 4, 32).view(-1, 8, 32).float() - minima).flatten(1)
+
+
+def _q5_k(groups: torch.Tensor) -> torch.Tensor:
+    scales, minima = _k_scales(groups)
+    values = _bits(groups[:, 48:], 4, 32) | (_bits(groups[:, 16:48], 1, 32) << 4)
+    return (scales * values.view(-1, 8, 32).float() - minima).flatten(1)
+
+
+def _q6_k(groups: torch.Tensor) -> torch.Tensor:
+    values = _bits(groups[:, :128], 4, 64) | (_bits(groups[:, 128:192], 2, 32) << 4)
+    scales = _half(groups, 208) * groups[:, 192:208].contiguous().view(torch.int8).float()
+    return (scales.unsqueeze(2) * (values.view(-1, 16, 16).float() - 32)).flatten(1)
+
+
+# kind -> (weights, bytes) of a group
+GROUPS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
+UNPACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}

@@ -1,0 +1,134 @@
+"""Where a model comes from: a folder, a .gguf file, the default model, or the Hugging Face hub; and what lies beside its weights.
+
+Decides what a name means and reads configs; tensors are read by safetensors.py and gguf.py. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shoal.config import DEFAULT_MODEL
+from shoal.errors import CheckpointError
+from shoal.models.config import ModelConfig, token_ids
+from shoal.weights.default_model import fetch_default_model
+from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_DUPLICATES = ["*/*", "consolidated*"]    # the same weights in their authors' own layout
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """A checkpoint that exists; its parts are read when asked for. Raises CheckpointError for what is damaged or not supported."""
+
+    folder: Path
+    file: Path | None = None    # the GGUF file, if it is one
+
+    @property
+    def kind(self) -> str:
+        return "hf" if self.file is None else "gguf"
+
+    @property
+    def path(self) -> Path:
+        """What errors name."""
+        return self.file or self.folder
+
+    @cached_property
+    def header(self) -> GGUFHeader:
+        """Only of a GGUF file."""
+        assert self.file is not None
+        return read_header(self.file)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        if self.file is None:
+            return ModelConfig.from_hf(self._read_json("config.json", required=True), str(self.folder / "config.json"))
+        return ModelConfig.from_gguf(self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """A GGUF file's key-value pairs, tokenizer included; {} for a folder."""
+        return {} if self.file is None else self.header.metadata
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The model's default sampling parameters; {} if it has none."""
+        return self._read_json("generation_config.json") if self.file is None else {}
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text, by any of the files that say so. Llama 3 has several."""
+        ids = set(self.config.eos_token_ids) | set(token_ids(self.generation_config.get("eos_token_id")))
+        if self.file is None:
+            ids |= set(_eos_of_tokenizer(self._read_json("tokenizer_config.json")))
+        return tuple(sorted(ids))
+
+    def _read_json(self, name: str, required: bool = False) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.exists():
+            if required:
+                raise CheckpointError(f"{self.folder} holds no {name}; it is not the folder of a Hugging Face model")
+            return {}
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is not readable JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} holds a {type(content).__name__} instead of an object")
+        return content
+
+
+def resolve(model: str, revision: str | None = None, download_dir: str | None = None) -> CheckpointFiles:
+    """Finds the checkpoint, downloading it if it is the default model or a hub id. What exists locally is never looked for elsewhere."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return CheckpointFiles(path)
+    if path.exists():
+        return _gguf_file(path)
+    if model == DEFAULT_MODEL:
+        return _gguf_file(fetch_default_model())
+    if not HUB_ID.fullmatch(model) or model.startswith((".", "~")) or path.suffix == ".gguf":
+        raise CheckpointError(f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
+                              f"or {DEFAULT_MODEL!r}")
+    return CheckpointFiles(_download(model, revision, download_dir))
+
+
+def _gguf_file(path: Path) -> CheckpointFiles:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    if magic != MAGIC:
+        raise CheckpointError(f"{path} is not a GGUF file; of a Hugging Face model, name the folder that holds its config.json")
+    return CheckpointFiles(path.parent, path)
+
+
+def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        folder = snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=HUB_FILES,
+                                   ignore_patterns=HUB_DUPLICATES)
+    except (OSError, ValueError, EntryNotFoundError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{model!r} is neither a local path nor to be had from the Hugging Face hub ({reason}); check the name and "
+                              "the network, log in with `hf auth login` if it is gated, or name a local folder") from None
+    return Path(folder)
+
+
+def _eos_of_tokenizer(config: dict[str, Any]) -> list[int]:
+    """The id of tokenizer_config.json's eos_token, where that file lists its added tokens."""
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = config.get("added_tokens_decoder")
+    if text is None or not isinstance(added, dict):
+        return []
+    return [int(i) for i, entry in added.items() if i.isdigit() and isinstance(entry, dict) and entry.get("content") == text]
