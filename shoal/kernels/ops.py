@@ -41,7 +41,7 @@ class Ops(Protocol):
                      kv_lens_B: torch.Tensor) -> None: ...
 
 
-MODULES = {"cuda": "shoal.kernels.triton_ops", "cpu": "shoal.kernels.reference"}
+MODULES = {"cuda": "shoal.kernels.triton_ops", "cpu": "shoal.kernels.cpu_ops"}
 
 
 def select_ops(device_type: str) -> Ops:

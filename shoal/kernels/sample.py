@@ -103,7 +103,7 @@ def _score_tiles(logits_ptr, rows_ptr, positions_ptr, table_ptr, work_ptr, logit
     fields_ptr = table_ptr + row * table_stride
     temperature = _load_float(fields_ptr + TEMPERATURE)
     best_ptr, token_ptr, mass_ptr, group_ptr, _ = _workspace(work_ptr, s, V, TILE)
-    scale = tl.div_rn(1.0, temperature)
+    scale = 1.0 / tl.maximum(temperature, COLDEST)
     if (temperature >= COLDEST) & _has_filters(fields_ptr):
         group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
         group_best = tl.max(tl.reshape(logits, (TILE // GROUP, GROUP)), axis=1)
@@ -202,8 +202,8 @@ def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, pos
     """A token of a row with filters. total: the mass of all its logits, relative to the largest."""
     temperature, top_k = _load_float(fields_ptr + TEMPERATURE), tl.load(fields_ptr + TOP_K)
     top_p, min_p = _load_float(fields_ptr + TOP_P), _load_float(fields_ptr + MIN_P)
-    scale = tl.div_rn(1.0, temperature)
-    floor = tl.maximum(largest + temperature * tl.log(min_p), LOWEST)
+    scale = 1.0 / temperature
+    floor = tl.where(min_p > 0.0, tl.maximum(largest + temperature * tl.log(tl.maximum(min_p, 1e-38)), LOWEST), LOWEST)
     num_listed, rest = _best_groups(group_ptr, list_ptr, largest, V, GROUPS_BLOCK, SHIFT)
 
     # Everything above `rest` is in the listed groups. Does what the filters keep lie above it?
@@ -259,7 +259,7 @@ def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, log
     largest, best_tile = tl.max(best, axis=0, return_indices=True)
     temperature = _load_float(fields_ptr + TEMPERATURE)
     if (temperature >= COLDEST) & _has_filters(fields_ptr):
-        masses = tl.load(mass_ptr + tile, mask=in_row, other=0.0) * tl.exp((best - largest) * tl.div_rn(1.0, temperature))
+        masses = tl.load(mass_ptr + tile, mask=in_row, other=0.0) * tl.exp((best - largest) * (1.0 / temperature))
         row_ptr = logits_ptr + s * logits_stride
         drawn = _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, tl.sum(masses, axis=0), position, V, GROUPS_BLOCK, SHIFT)
     else:
