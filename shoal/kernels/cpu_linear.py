@@ -12,37 +12,18 @@ import mmap
 from collections.abc import Iterator, Sequence
 from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from shoal.kernels import cpu_build
+from shoal.weights.quantized import QuantizedTensor
 
 GROUP = 32
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 CHUNK = 1 << 22    # weights converted at a time: 16 MiB of float32
 LIBRARY = cpu_build.load()
-
-
-class QuantizedRows(Protocol):
-    """What is packed: weights.quantized.QuantizedTensor, which nothing down here may import."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def data(self) -> np.ndarray: ...
-
-    def rows(self, start: int, stop: int) -> QuantizedRows: ...
-
-    def take_rows(self, index: np.ndarray) -> QuantizedRows: ...
-
-    def dequantize(self) -> torch.Tensor: ...
 
 
 class Packed(ctypes.Structure):
@@ -81,7 +62,7 @@ class PackedWeight:
 class TorchWeight:
     """The same for PyTorch alone: packed for its int4 product if there are scales, else a plain matrix."""
 
-    source: QuantizedRows
+    source: QuantizedTensor
     data: torch.Tensor
     scales_and_zeros: torch.Tensor | None = None
 
@@ -107,7 +88,7 @@ def packed_embed(ids_T: torch.Tensor, weight: PackedWeight | TorchWeight) -> tor
     return weight.embed(ids_T)
 
 
-def pack(tensors: Sequence[QuantizedRows]) -> PackedWeight | TorchWeight:
+def pack(tensors: Sequence[QuantizedTensor]) -> PackedWeight | TorchWeight:
     """One weight of all the tensors' rows, in order. Where one of them needs 8 bits, all get them."""
     bits = 4 if all(t.kind in FOUR_BITS for t in tensors) else 8
     outs, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
@@ -134,7 +115,7 @@ def _zeros(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _ggml_blocks(tensor: QuantizedRows, bits: int) -> Iterator[tuple[np.ndarray, bool]]:
+def _ggml_blocks(tensor: QuantizedTensor, bits: int) -> Iterator[tuple[np.ndarray, bool]]:
     """The rows as Q4_0, Q4_1 or Q8_0 blocks [rows, bytes a row], in pieces; and whether their groups carry a minimum."""
     native = tensor.kind == "Q8_0" if bits == 8 else tensor.kind in ("Q4_0", "Q4_1")
     if native:
@@ -169,7 +150,7 @@ def _q4_1_of_q4_k(data: np.ndarray) -> np.ndarray:
     return np.concatenate((heads, nibbles), axis=-1).reshape(len(data), -1)
 
 
-def _pack_for_torch(tensors: Sequence[QuantizedRows], bits: int, outs: int, cols: int) -> TorchWeight:
+def _pack_for_torch(tensors: Sequence[QuantizedTensor], bits: int, outs: int, cols: int) -> TorchWeight:
     if bits == 8 or outs % 16:    # torch's int8 product has no groups; its int4 one wants sixteen rows
         dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
         return TorchWeight(tensors[0], torch.cat([t.dequantize().to(dtype) for t in tensors]))
