@@ -101,10 +101,14 @@ class WorkerGroup:
         self._channel = ChannelWriter(world_size - 1, self._monitor.failed_fd, self._monitor.check)
         self._last_id = 0
         self._finalizer = weakref.finalize(self, _end, self._monitor, self._channel, os.getpid())    # runs at exit too
-        for rank in range(1, world_size):
-            self._monitor.ranks.append(_start_rank(rank, world_size, self._channel.reader_fds(rank - 1)))
-        self._monitor.start()
-        self._send(None, target, (init,))
+        try:
+            for rank in range(1, world_size):
+                self._monitor.ranks.append(_start_rank(rank, world_size, self._channel.reader_fds(rank - 1)))
+            self._monitor.start()
+            self._send(None, target, (init,))
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, method: str, *args: Any) -> None:
         """Has every rank call `method`; nothing comes back. If it raises in a rank, that rank dies of it."""
@@ -126,10 +130,12 @@ class WorkerGroup:
             raise _name_culprit(method, args, error) from error
         self._channel.put(pieces)
 
-    def check(self) -> None:
-        """Raises if a rank has died: EngineDeadError, or the UserError that kept it from starting."""
-        if not self._finalizer.alive:
-            raise EngineDeadError("the worker group is closed; build a new engine")
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raises if a rank has died: EngineDeadError, or the UserError that kept it from starting. After an error of our own that a dying
+        rank may have caused (a collective that broke), `wait_s` gives that news time to arrive."""
+        if wait_s:
+            with self._monitor.news:
+                self._monitor.news.wait_for(lambda: self.failed, wait_s)
         self._monitor.check()
 
     @property
@@ -144,16 +150,17 @@ class WorkerGroup:
 
 def _start_rank(rank: int, world_size: int, channel_fds: tuple[int, ...]) -> _Rank:
     link, their_link = socket.socketpair()
-    output, their_output = os.pipe()
+    link.setblocking(False)
+    output_fd, their_output_fd = os.pipe()
+    output = os.fdopen(output_fd, "rb", buffering=0)
+    os.set_blocking(output_fd, False)
     fds = (*channel_fds, their_link.fileno())
     # -P with our own sys.path: what rank 0 can import, and nothing else. -u: print() in a rank is seen at once.
     command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "shoal.engine.worker_main", *map(str, (rank, world_size, *fds))]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    with their_link, open(their_output, "wb") as pipe:
+    with their_link, open(their_output_fd, "wb") as pipe:
         process = subprocess.Popen(command, env=env, pass_fds=fds, process_group=0, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-    link.setblocking(False)
-    os.set_blocking(output, False)
-    return _Rank(rank, process, link, open(output, "rb", buffering=0))
+    return _Rank(rank, process, link, output)
 
 
 def _name_culprit(method: str, args: tuple[Any, ...], error: Exception) -> TypeError:
@@ -174,7 +181,6 @@ class _Monitor:
         self.failure: _Failure | None = None
         self.failed_fd = os.eventfd(0)    # readable from the first failure on
         self.news = threading.Condition()
-        self.closing = False
         self._thread = threading.Thread(target=self._run, name="shoal-monitor", daemon=True)
 
     def start(self) -> None:
@@ -233,26 +239,25 @@ class _Monitor:
 
     def _bury(self, rank: _Rank) -> None:
         self._pass_on(rank)
-        if self.closing:
-            return
-        try:
-            code: int | None = rank.process.wait(REAP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        how = "is ending" if code is None else f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        words = f"; the end of its output:\n{rank.tail.rstrip()}" if rank.tail else "; it printed nothing"
-        self._fail(_Failure(EngineDeadError, f"rank {rank.rank} (pid {rank.process.pid}) {how}{words}"))
+        if self.failure is None:
+            try:
+                code: int | None = rank.process.wait(REAP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                code = None
+            how = "is ending" if code is None else f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+            words = f"; the end of its output:\n{rank.tail.rstrip()}" if rank.tail else "; it printed nothing"
+            self._fail(_Failure(EngineDeadError, f"rank {rank.rank} (pid {rank.process.pid}) {how}{words}"))
+        for other in self.ranks:    # they could only wait for the dead one
+            other.process.kill()
 
     def _fail(self, failure: _Failure) -> None:
-        """The first failure is the one that counts. The other ranks could only wait for the dead one, so they end here too."""
-        if self.failure is not None or self.closing:
-            return
+        """The first failure is the one that counts."""
         with self.news:
+            if self.failure is not None:
+                return
             self.failure = failure
             self.news.notify_all()
         os.eventfd_write(self.failed_fd, 1)
-        for rank in self.ranks:
-            rank.process.kill()
 
     def _pass_on(self, rank: _Rank) -> bool:
         """Copies a rank's output to our stderr, line by line. False at its end."""
@@ -272,7 +277,7 @@ class _Monitor:
                 return False
 
     def end_ranks(self, timeout_s: float) -> None:
-        self.closing = True
+        self._fail(_Failure(EngineDeadError, "the worker group is closed; build a new engine"))
         deadline = time.monotonic() + timeout_s
         for rank in self.ranks:
             rank.link.shutdown(socket.SHUT_WR)    # a thread of the rank waits for just this

@@ -20,7 +20,7 @@ from shoal.errors import CheckpointError, EngineDeadError, RequestError
 from shoal.layers.parallel import Rendezvous
 
 HERE = Path(__file__).parent
-ENV = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}    # of scripts that are rank 0
+ENV = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])}    # of scripts that are rank 0
 TARGET = "toy_worker:Toy"    # ranks have our sys.path, and pytest has put this folder on it
 
 
@@ -69,6 +69,12 @@ def test_the_group_is_there_before_its_ranks_are(start):
     begin = time.monotonic()
     start(3)
     assert time.monotonic() - begin < 0.5
+
+
+def test_what_cannot_be_sent_at_the_start_leaves_no_rank_behind():
+    with pytest.raises(TypeError, match=r"argument 0 of 'toy_worker:Toy'.*object"):
+        WorkerGroup(2, TARGET, {"x": object()})
+    assert not psutil.Process().children()
 
 
 def test_several_commands_may_be_under_way(start):
@@ -138,6 +144,10 @@ def test_a_reply_that_does_not_come_in_time_is_an_error_that_names_the_rank(star
     group.submit("about").results()
     with pytest.raises(EngineDeadError, match=r"ranks \[1\] did not answer 'sleep' within 0.1 s"):
         group.submit("sleep", 2).results(timeout_s=0.1)
+    pending = group.submit("sleep", 60)
+    group.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        pending.results()
 
 
 # Errors that end the group
@@ -197,6 +207,14 @@ def test_an_error_in_a_factory_is_raised_here(start, name, kind, message):
     with pytest.raises(kind, match=message):
         group.submit("about").results()
     with pytest.raises(kind, match=message):
+        group.check()
+
+
+def test_a_rank_that_refuses_to_start_ends_the_others(start):
+    group = start(3, factory("choosy_factory"))
+    wait_until(lambda: group.failed, 20, "nobody noticed")
+    wait_until(lambda: all(gone(child.pid) for child in psutil.Process().children()), 2.0, "rank 1 lives on")
+    with pytest.raises(CheckpointError, match="rank 2: not with me"):
         group.check()
 
 
@@ -366,7 +384,8 @@ def test_a_collective_raises_when_a_rank_dies(start, world_size):
     with pytest.raises(RuntimeError):
         tp.all_reduce(torch.ones(4))
     assert time.monotonic() - begin < 3.0
-    wait_until(lambda: group.failed, 1.0, "nobody noticed")
+    with pytest.raises(EngineDeadError, match=rf"rank {world_size - 1} .*SIGKILL"):
+        group.check(wait_s=1.0)
     tp.close()
 
 

@@ -132,6 +132,13 @@ def refusing_factory(rank: int, world_size: int) -> None:
     raise CheckpointError("model.safetensors is truncated: 5 bytes of 10; download it again")
 
 
+def choosy_factory(rank: int, world_size: int) -> Toy:
+    if rank == 2:
+        time.sleep(0.2)
+        raise CheckpointError("not with me")
+    return Toy(rank, world_size)
+
+
 def broken_factory(rank: int, world_size: int) -> None:
     raise OSError("the dog ate it")
 
