@@ -94,6 +94,8 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], where: str) -> ModelConfig:
         """From the content of a config.json; `where` names it in errors."""
         architecture = _architecture(config, where)
+        if "num_local_experts" in config:    # transformers 5 writes it so
+            config = {"num_experts": config["num_local_experts"], **config}
         fields = _Fields({**DEFAULTS[architecture], **config}, where)
         _refuse_unsupported(fields, where)
         hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")

