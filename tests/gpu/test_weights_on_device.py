@@ -1,0 +1,18 @@
+"""Packed weights unpacked on the GPU are those unpacked on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.weights.quantized import GROUPS
+from tests.cpu.test_weights_quantized import random_tensor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("kind", list(GROUPS))
+def test_dequantizing_on_the_gpu_gives_the_same_bits(kind):
+    tensor, expected = random_tensor(kind, rows=530, columns=1024)
+    assert torch.equal(tensor.dequantize(device="cuda").cpu(), expected)
+    assert torch.equal(tensor.dequantize(torch.bfloat16, "cuda").cpu(), expected.bfloat16())
