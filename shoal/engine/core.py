@@ -47,6 +47,7 @@ class EngineCore:
         self.error: EngineDeadError | None = None
         self.group: WorkerGroup | None = None
         self.runner: ModelRunner | None = None
+        self.tp: TensorParallel | None = None
         try:
             self._start(files, keep_quantized)
         except BaseException:
@@ -55,13 +56,13 @@ class EngineCore:
 
     def _start(self, files: CheckpointFiles, keep_quantized: bool) -> None:
         config = self.config
-        tp = TensorParallel.single()
+        self.tp = tp = TensorParallel.single()
         if config.tensor_parallel_size > 1:
             rendezvous = Rendezvous()
             init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "keep_quantized": keep_quantized}
             self.group = WorkerGroup(config.tensor_parallel_size, "shoal.engine.runner:serve_rank", init)
             prepare_process(config, 0)
-            tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
+            self.tp = tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
         self.runner = ModelRunner(config, files, tp, keep_quantized)
         num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
         if num_blocks < 1:
@@ -70,8 +71,8 @@ class EngineCore:
         self.collective_rpc("allocate", num_blocks)
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
+            num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs or 0,
+            max_num_batched_tokens=config.max_num_batched_tokens or 0, max_model_len=config.max_model_len or 0,
             enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold)
         self.builder = BatchBuilder(self.runner.layout, config.block_size)
@@ -128,8 +129,17 @@ class EngineCore:
                 return []
             return self._complete(self.in_flight.popleft())
         except (RuntimeError, ShoalError) as error:
-            self.error = error if isinstance(error, EngineDeadError) else EngineDeadError(f"a step failed: {error}")
+            self.error = self._cause_of_death(error)
             raise self.error from error
+
+    def _cause_of_death(self, error: Exception) -> EngineDeadError:
+        """A rank's death, if there was one, rather than the broken collective it left behind."""
+        try:
+            if self.group is not None:
+                self.group.check(wait_s=1.0)
+        except ShoalError as death:
+            error = death
+        return error if isinstance(error, EngineDeadError) else EngineDeadError(f"a step failed: {error}")
 
     def _launch(self, plan: StepPlan) -> InFlight:
         assert self.runner is not None
@@ -154,7 +164,7 @@ class EngineCore:
                 figures = [token_logprobs(logprobs, result.sample, result.token_id, params.logprobs)]
             outputs.append(Output(
                 seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason,
-                logprobs=figures, prompt_logprobs=seq.prompt_logprobs if len(seq.output_token_ids) == 1 else None,
+                logprobs=figures, prompt_logprobs=seq.prompt_logprobs if len(seq.token_ids) == seq.num_prompt_tokens + 1 else None,
                 num_cached_tokens=seq.num_cached_tokens))
         return outputs
 
@@ -165,7 +175,7 @@ class EngineCore:
             seq, k = entry.seq, entry.seq.request.params.prompt_logprobs
             if k is None:
                 continue
-            if entry.start == 0:
+            if entry.start == 0 or seq.prompt_logprobs is None:
                 seq.prompt_logprobs = [None]
             for i in range(at, at + num_prompt_targets(entry)):
                 target = seq.token_ids[entry.start + 1 + i - at]
@@ -196,6 +206,9 @@ class EngineCore:
         if self.runner is not None:
             self.runner.exit()
             self.runner = None
+        if self.tp is not None:
+            self.tp.close()
+            self.tp = None
         self.error = self.error or EngineDeadError("the engine was ended by exit(); build a new one")
 
 

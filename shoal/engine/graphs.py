@@ -10,6 +10,7 @@ import bisect
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ class DecodeGraphs:
         del trials
         return first + each * (len(self.sizes) - 1)
 
-    def _capture_one(self, size: int, pool: tuple[int, int], run_first: bool = True) -> DecodeGraph:
+    def _capture_one(self, size: int, pool: Any, run_first: bool = True) -> DecodeGraph:
         if run_first:
             self.decode(size, self.max_kv_len)
         torch.cuda.synchronize()

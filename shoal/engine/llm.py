@@ -165,6 +165,8 @@ class LLM:
         else:
             text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         if ids is None:
+            if not isinstance(text, str):
+                raise RequestError(f"the prompt {text!r:.80} is no text; give a string, or token ids")
             ids = self.get_tokenizer().encode(text)
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise RequestError(f"the prompt {ids!r:.80} is not a list of token ids; give text or integers")

@@ -304,7 +304,6 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        self.tp.close()
 
 
 def serve_rank(rank: int, world_size: int, config: dict[str, Any], port: int, keep_quantized: bool) -> ModelRunner:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,7 +23,7 @@ class Vocabulary(nn.Module):
         self.shard = -(-vocab_size // tp.size)
         self.first = self.shard * tp.rank
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.shard, hidden_size), requires_grad=False)
-        self.packed = None
+        self.packed: Any = None    # kernels/cpu_linear.py's packed weights
         self.piece: QuantizedTensor | None = None
 
     def load(self, parameter: str, tensor: Loaded, part: int, name: str) -> None:

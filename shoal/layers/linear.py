@@ -5,6 +5,8 @@ A weight that comes quantized stays so on the CPU (`keep_quantized`), packed for
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -59,7 +61,7 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(sum(self.parts), self.in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
         self.pieces: dict[int, QuantizedTensor] = {}
-        self.packed = None
+        self.packed: Any = None    # kernels/cpu_linear.py's packed weights
 
     def load(self, parameter: str, tensor: Loaded, part: int, name: str) -> None:
         """Takes this rank's shard of a whole checkpoint tensor ("weight" or "bias" of one part)."""

@@ -51,9 +51,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
-    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepInput, kv_layer: torch.Tensor,
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: StepInput, kv_layer: torch.Tensor,
                 cos_sin: torch.Tensor) -> torch.Tensor:
-        """x [T, D] is already normed; residual is updated in place. Returns what the next norm adds to the residual."""
+        """x is what the layer before has to add to the residual (None for the first); the residual is updated in place."""
+        x_TD = self.input_layernorm(residual_TD) if x_TD is None else self.input_layernorm.add(x_TD, residual_TD)
         x_TD = self.self_attn(x_TD, step, kv_layer, cos_sin)
         x_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
         return self.mlp(x_TD)
@@ -83,11 +84,10 @@ class Decoder(nn.Module):
     def forward(self, step: StepInput, kv: torch.Tensor, select_S: torch.Tensor | None = None) -> torch.Tensor:
         """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64)."""
         residual_TD = self.embed_tokens.embed(step.token_ids_T)
-        x_TD = self.layers[0].input_layernorm(residual_TD)
+        x_TD: torch.Tensor | None = None
         for i, layer in enumerate(self.layers):
             x_TD = layer(x_TD, residual_TD, step, kv[:, i], self.cos_sin)
-            if i + 1 < len(self.layers):
-                x_TD = self.layers[i + 1].input_layernorm.add(x_TD, residual_TD)    # type: ignore[union-attr,operator]
+        assert x_TD is not None
         if select_S is not None:
             x_TD, residual_TD = x_TD[select_S], residual_TD[select_S]
         return self.norm.add(x_TD, residual_TD)

@@ -2,4 +2,5 @@
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"    # read when triton is first imported, so before any test module is
+os.environ["TRITON_INTERPRET"] = "1"              # read when triton is first imported, so before any test module is
+os.environ.setdefault("OMP_NUM_THREADS", "1")     # tiny tensors: threads would only wait for each other
