@@ -44,7 +44,8 @@ PUBLISHED = {
         intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False, model_type="llama", num_attention_heads=32,
         num_hidden_layers=16, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05, rope_theta=500000.0,
         tie_word_embeddings=True, torch_dtype="bfloat16", use_cache=True, vocab_size=128256,
-        rope_scaling=dict(factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192, rope_type="llama3")),
+        rope_scaling=dict(factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+                          rope_type="llama3")),
     "Llama-2-7b": dict(
         architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu", hidden_size=4096,
         intermediate_size=11008, max_position_embeddings=4096, model_type="llama", num_attention_heads=32, num_hidden_layers=32,
