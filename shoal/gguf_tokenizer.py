@@ -1,0 +1,182 @@
+"""A `tokenizers` backend from GGUF metadata, as the format defines it: byte-level BPE ("gpt2") and SentencePiece ("llama").
+
+The metadata holds vocabulary and merges, but of the pre-tokenizer only a name. PRE_TOKENIZERS says what the published tokenizer.json files
+of these names do. Reading the file is left to weights/gguf.py, what is done with the backend to tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from shoal.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+WAY_OUT = "convert the model again, or give another tokenizer with the option `tokenizer`"
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4    # matched whole in text, but shown: <think>
+    UNUSED = 5          # pads the vocabulary to the size of the embedding
+    BYTE = 6            # <0x0A>
+
+
+ADDED_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED})
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """Each pattern splits what the ones before left whole."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    ignore_merges: bool = False    # a piece that is a token is that token, whatever its merges
+    add_bos: bool = False          # unless the file says otherwise
+
+
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+           r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_CJK = "[一-龥ࠀ-一가-퟿]+"
+_CASED = ("[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
+          "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+")
+
+_LLAMA3_KIND = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+_QWEN2_KIND = PreTokenizer((_QWEN2,), nfc=True)
+_DIGITS_KIND = PreTokenizer((r"\p{N}", _GPT2))
+PRE_TOKENIZERS = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "smollm": _DIGITS_KIND, "starcoder": _DIGITS_KIND, "refact": _DIGITS_KIND, "minerva-7b": _DIGITS_KIND,
+    "llama-bpe": _LLAMA3_KIND, "llama3": _LLAMA3_KIND, "llama-v3": _LLAMA3_KIND, "falcon3": _LLAMA3_KIND, "pixtral": _LLAMA3_KIND,
+    "smaug-bpe": PreTokenizer((_LLAMA3,)), "dbrx": PreTokenizer((_LLAMA3,)),
+    "qwen2": _QWEN2_KIND, "deepseek-r1-qwen": _QWEN2_KIND,
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "deepseek-llm": PreTokenizer(("[\r\n]", r"\s?" + _CASED, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, r"\p{N}")),
+    "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+}
+
+# A chat model ends a turn with one of these and a document with another; a file names only one of them as its end of text.
+END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"})
+_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def build_backend(metadata: Mapping[str, Any]) -> Backend:
+    """Raises CheckpointError for a tokenizer or pre-tokenizer that it does not know, or metadata that is missing or at odds."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _list(metadata, "tokens")
+    types = _list(metadata, "token_type") if "tokenizer.ggml.token_type" in metadata else [TokenType.NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; {WAY_OUT}")
+    if kind == "gpt2":
+        pre = _pre_tokenizer(metadata)
+        backend = _byte_level(tokens, types, _list(metadata, "merges"), pre)
+        add_bos = pre.add_bos
+    elif kind == "llama":
+        backend = _sentencepiece(tokens, types, _list(metadata, "scores"), bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
+        add_bos = True
+    else:
+        raise CheckpointError(f"tokenizer.ggml.model {kind!r} is not one of 'gpt2', 'llama'; {WAY_OUT}")
+    added = {token: TokenType(of) for token, of in zip(tokens, types) if of in ADDED_TYPES}
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t, of in added.items() if of is not TokenType.USER_DEFINED])
+    backend.add_tokens([AddedToken(t, normalized=False) for t, of in added.items() if of is TokenType.USER_DEFINED])
+    names = special_tokens(metadata)
+    set_ends(backend, names.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
+             names.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None)
+    return backend
+
+
+def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """{"bos_token": text, ...}, as far as the file names them."""
+    tokens = _list(metadata, "tokens")
+    default_ids = _DEFAULT_IDS.get(metadata.get("tokenizer.ggml.model", ""), {})
+    ids = {role: metadata.get(f"tokenizer.ggml.{key}_token_id", default_ids.get(key)) for role, key in _ROLES.items()}
+    return {role: tokens[i] for role, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+
+
+def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
+    """Every id that ends an answer: those that the file names, then special tokens of known spelling."""
+    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    known = [i for i, token in sorted(backend.get_added_tokens_decoder().items()) if token.special and token.content in END_TOKENS]
+    return list(dict.fromkeys(int(i) for i in (*named, *known) if i is not None))
+
+
+def set_ends(backend: Backend, bos: str | None, eos: str | None) -> None:
+    """What encode adds before and after a text. A token that the vocabulary lacks is not added."""
+    ends = {t: i for t in (bos, eos) if t is not None and (i := backend.token_to_id(t)) is not None}
+    single = [*([bos] if bos in ends else []), "$A", *([eos] if eos in ends else [])]
+    backend.post_processor = TemplateProcessing(single=single, special_tokens=list(ends.items()))
+
+
+def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if values is None:
+        raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{name}; {WAY_OUT}")
+    return values if isinstance(values, list) else values.tolist()
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
+    name = metadata.get("tokenizer.ggml.pre")
+    if name is None:
+        logger.warning("the GGUF file names no pre-tokenizer (tokenizer.ggml.pre): 'default' is used, as in llama.cpp; better: %s", WAY_OUT)
+        name = "default"
+    if name not in PRE_TOKENIZERS:
+        raise CheckpointError(f"tokenizer.ggml.pre {name!r} is not one of {', '.join(PRE_TOKENIZERS)}; {WAY_OUT}")
+    return PRE_TOKENIZERS[name]
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Backend:
+    try:
+        return Backend(models.BPE(vocab=vocab, merges=merges, **options))
+    except Exception as error:    # noqa: BLE001 - the library raises nothing narrower
+        raise CheckpointError(f"the tokenizer in the GGUF file is damaged: {error}; {WAY_OUT}") from None
+
+
+def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: PreTokenizer) -> Backend:
+    backend = _bpe(_vocabulary(tokens, types), [tuple(m.split(" ", 1)) for m in merges], ignore_merges=pre.ignore_merges)    # type: ignore[misc]
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(tokens: list[str], types: list[int], scores: list[float], add_space_prefix: bool) -> Backend:
+    """SentencePiece joins the neighbours whose joint piece has the best score: BPE, each split of a piece being a merge, best first."""
+    mergeable = {TokenType.NORMAL, TokenType.USER_DEFINED}
+    ordinary = {t: s for t, kind, s in zip(tokens, types, scores) if kind in mergeable}
+    ranked = [(-score, piece[:cut], piece[cut:]) for piece, score in ordinary.items() for cut in range(1, len(piece))
+              if piece[:cut] in ordinary and piece[cut:] in ordinary]
+    ranked.sort(key=lambda merge: merge[0])
+    unknown = next((t for t, kind in zip(tokens, types) if kind == TokenType.UNKNOWN), None)
+    backend = _bpe(_vocabulary(tokens, types), [(left, right) for _, left, right in ranked],
+                   unk_token=unknown, fuse_unk=True, byte_fallback=TokenType.BYTE in types)
+    spaces = [normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if add_space_prefix else spaces)
+    strip = [decoders.Strip(" ", 1, 0)] if add_space_prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
+    unused = TokenType.UNUSED.value
+    return {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind != unused}

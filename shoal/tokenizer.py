@@ -1,0 +1,308 @@
+"""Tokenizer: text to ids and back, for a Hugging Face folder or a GGUF file. Method names are those of transformers' tokenizers.
+
+Encoding is the `tokenizers` library's. Decoding goes token by token through bytes (TokenBytes), so that a whole text and a stream of tokens
+(detokenizer.py) cannot differ. Chat templates are rendered by chat_template.py, GGUF metadata is understood by gguf_tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from shoal import gguf_tokenizer
+from shoal.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from shoal.chat_template import ChatTemplate
+
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class TokenizerFiles(Protocol):
+    """What `load_tokenizer` reads of a resolved checkpoint."""
+
+    @property
+    def kind(self) -> str: ...    # "gguf", or something else for a folder
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...    # of a GGUF file
+
+
+def load_tokenizer(files: TokenizerFiles, tokenizer: str | None = None, chat_template: str | None = None) -> Tokenizer:
+    """The checkpoint's own tokenizer, or that of the folder (or tokenizer.json) `tokenizer`.
+
+    chat_template: a template or the path of one, instead of the tokenizer's own.
+    """
+    if tokenizer is not None:
+        path = Path(tokenizer)
+        loaded = Tokenizer.from_folder(path.parent if path.is_file() else path)
+    elif files.kind == "gguf":
+        loaded = Tokenizer.from_gguf(files.metadata)
+    else:
+        loaded = Tokenizer.from_folder(files.folder)
+    if chat_template is not None:
+        loaded.chat_templates = {"default": _text_or_file(chat_template)}
+    return loaded
+
+
+class Tokenizer:
+    """Ids beyond the vocabulary (models pad theirs) are no error: they decode to nothing."""
+
+    def __init__(self, backend: Backend, special_tokens: Mapping[str, str], eos_token_ids: Iterable[int] = (),
+                 chat_templates: Mapping[str, str] | None = None) -> None:
+        """special_tokens: {"bos_token": text, ...}. chat_templates: by name; "default" and "tool_use" have a meaning."""
+        backend.no_truncation()
+        backend.no_padding()
+        # They are skipped in output even if the file forgot to mark them as special.
+        marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        backend.add_special_tokens([AddedToken(t, normalized=False) for t in special_tokens.values()
+                                    if t not in marked and backend.token_to_id(t) is not None])
+        self._backend = backend
+        self.special_tokens_map = dict(special_tokens)
+        self.chat_templates = dict(chat_templates or {})
+        self._compiled: dict[str, ChatTemplate] = {}    # the model's own, by name
+        own = [self.eos_token_id] if self.eos_token_id is not None else []
+        self.eos_token_ids = tuple(dict.fromkeys([*own, *eos_token_ids]))
+        self.all_special_ids = sorted(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.token_bytes = TokenBytes(backend)
+        self.shown_bytes = TokenBytes(backend, hidden=self.all_special_ids)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Raises CheckpointError where tokenizer.json is missing, damaged, or of a kind that cannot be decoded token by token."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{folder} has no tokenizer.json; save one there with transformers' AutoTokenizer.save_pretrained, "
+                                  "or name a folder that has one with the option `tokenizer`")
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:    # noqa: BLE001 - the library raises nothing narrower
+            raise CheckpointError(f"{file} is no tokenizer: {error}") from None
+        settings = _read_json(folder / "tokenizer_config.json")
+        names = {**_read_json(folder / "special_tokens_map.json"), **settings}
+        special = {role: text for role in ROLES if (text := _token_text(names.get(role)))}
+        config, generation = _read_json(folder / "config.json"), _read_json(folder / "generation_config.json")
+        ends = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
+        for role, ids in (("bos_token", _ids(config.get("bos_token_id"))), ("eos_token", ends)):
+            if role not in special and ids and (text := backend.id_to_token(ids[0])) is not None:
+                special[role] = text
+        if "add_bos_token" in settings or "add_eos_token" in settings:    # else tokenizer.json itself says what to add
+            gguf_tokenizer.set_ends(backend, special.get("bos_token") if settings.get("add_bos_token") else None,
+                                    special.get("eos_token") if settings.get("add_eos_token") else None)
+        return cls(backend, special, ends, _chat_templates(folder, settings))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Raises CheckpointError as gguf_tokenizer.build_backend does."""
+        template = metadata.get("tokenizer.chat_template")
+        backend = gguf_tokenizer.build_backend(metadata)
+        return cls(backend, gguf_tokenizer.special_tokens(metadata), gguf_tokenizer.end_token_ids(metadata, backend),
+                   {"default": template} if template else None)
+
+    # Text and ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise RequestError(f"the prompt {text!r:.80} is no text of whole characters; give a str without lone surrogates") from None
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """{"input_ids": ids}, or a list of ids each for a list of texts."""
+        many = not isinstance(text, str)
+        return {"input_ids": [self.encode(t, add_special_tokens) for t in text] if many else self.encode(text, add_special_tokens)}    # type: ignore[arg-type]
+
+    def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
+        pieces = self.shown_bytes if skip_special_tokens else self.token_bytes
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        text = b"".join([pieces[i] for i in ids]).decode("utf-8", pieces.errors)
+        return text.removeprefix(" ") if pieces.strips_first_space else text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; special tokens are shown, a leading space stays, half a character is U+FFFD."""
+        return self.token_bytes[token_id].decode("utf-8", self.token_bytes.errors)
+
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell these words, and those that spell them after a space if only tokens and not their number differ.
+
+        The rule is vLLM's.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare, spaced = (tuple(self.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " "))
+            if not bare:
+                raise RequestError(f"bad word {word!r} has no tokens; give words with at least one visible character")
+            found.append(bare)
+            if spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(spaced)
+        return tuple(found)
+
+    # The vocabulary
+
+    def convert_ids_to_tokens(self, token_ids: int | Iterable[int]) -> Any:
+        """Tokens as the vocabulary spells them, None for ids beyond it."""
+        return self._backend.id_to_token(token_ids) if isinstance(token_ids, int) else [self._backend.id_to_token(i) for i in token_ids]
+
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
+        return self._backend.token_to_id(tokens) if isinstance(tokens, str) else [self._backend.token_to_id(t) for t in tokens]
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Without added tokens; len() counts them."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._backend.token_to_id(self.bos_token) if self.bos_token is not None else None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._backend.token_to_id(self.eos_token) if self.eos_token is not None else None
+
+    # Conversations
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+                            chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+                            tokenize: bool = True, **variables: Any) -> Any:
+        """The prompt of a conversation: ids, or text if not `tokenize`. chat_template: a template, or the name of one the model has."""
+        text = self._template(chat_template, bool(tools)).render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            **{**self.special_tokens_map, **variables})
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _template(self, given: str | None, has_tools: bool) -> ChatTemplate:
+        from shoal.chat_template import ChatTemplate  # here, as Jinja takes 50 ms to import and a plain prompt does without
+        name = given or ("tool_use" if has_tools and "tool_use" in self.chat_templates else "default")
+        if name not in self.chat_templates:
+            if given is None:
+                raise RequestError("this model has no chat template; give one with the option `chat_template` (a Jinja template or a path "
+                                   "to one), or write the prompt as text")
+            return ChatTemplate(given)
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(self.chat_templates[name])
+        return self._compiled[name]
+
+
+class TokenBytes(dict[int, bytes]):
+    """The UTF-8 bytes of each token, maybe half a character, worked out when first asked for. Hidden and unknown ids have none."""
+
+    def __init__(self, backend: Backend, hidden: Iterable[int] = ()) -> None:
+        """Raises CheckpointError for a decoder under which a token's bytes depend on its neighbours."""
+        super().__init__({i: b"" for i in hidden})
+        self._backend = backend
+        self._added = set(backend.get_added_tokens_decoder())
+        steps = {step["type"]: step for step in _decoder_steps(backend)}
+        self._byte_level = "ByteLevel" in steps
+        self._byte_fallback = "ByteFallback" in steps
+        if not steps or not steps.keys() <= ({"ByteLevel", "Fuse"} if self._byte_level else SENTENCEPIECE_STEPS):
+            raise CheckpointError(f"tokenizer.json has the decoder {list(steps)}; only byte-level and SentencePiece ones are supported")
+        self.strips_first_space = "Strip" in steps or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
+        # SentencePiece shows every byte that is no text as one U+FFFD, byte-level tokenizers every broken character.
+        self.errors = "replace" if self._byte_level else "shoal.every-byte"
+
+    def __missing__(self, token_id: int) -> bytes:
+        if not 0 <= token_id < 1 << 32 or (token := self._backend.id_to_token(token_id)) is None:
+            return b""    # not kept: such ids have no end
+        self[token_id] = spelled = self._spell(token_id, token)
+        return spelled
+
+    def _spell(self, token_id: int, token: str) -> bytes:
+        if self._byte_level:
+            plain = token_id in self._added or not BYTE_OF_CHAR.keys() >= set(token)
+            return token.encode() if plain else bytes(BYTE_OF_CHAR[c] for c in token)
+        if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        return token.replace("▁", " ").encode()
+
+
+SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+codecs.register_error("shoal.every-byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))    # type: ignore[attr-defined]
+
+
+def _byte_chars() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable Latin-1 as itself, the others from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_chars()
+
+
+def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    decoder = json.loads(backend.decoder.__getstate__())
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """By name. A file of its own wins over tokenizer_config.json, the order in which transformers has come to store them."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return {"default": file.read_text("utf-8")}
+    stored = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or {}
+    if isinstance(stored, list):
+        return {entry["name"]: entry["template"] for entry in stored}
+    return {"default": stored} if isinstance(stored, str) else dict(stored)
+
+
+def _text_or_file(template: str) -> str:
+    """A template has braces or line breaks; anything else is the path of one."""
+    if "{" in template or "\n" in template:
+        return template
+    try:
+        return Path(template).read_text("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"chat_template {template!r} is neither a Jinja template nor a readable file: {error.strerror}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """{} where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object but {value!r:.40}")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is stored as text or as a dict that carries it."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
