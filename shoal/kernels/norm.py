@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+ELEMENTS_PER_THREAD = 8    # of 16 bits: one 16-byte access
+
 
 @triton.jit
 def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
@@ -41,9 +43,8 @@ def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.
     return out_TD
 
 
-def _launch(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, out_TD: torch.Tensor, eps: float, add: bool,
-            elements_per_thread: int = 8) -> None:
+def _launch(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, out_TD: torch.Tensor, eps: float, add: bool) -> None:
     size = x_TD.shape[-1]
     block = triton.next_power_of_2(size)
-    warps = min(max(block // (32 * elements_per_thread), 1), 16)
+    warps = min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16)
     _rms_norm_kernel[(x_TD.numel() // size,)](x_TD, residual_TD, weight_D, out_TD, eps, D=size, ADD=add, BLOCK=block, num_warps=warps)

@@ -270,6 +270,8 @@ def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, log
     tl.store(fields_ptr + POSITION, position)
 
 
+PICK_WARPS = 16
+TILE_ELEMENTS_PER_THREAD = 8
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}    # bits of a float32 that the type does not have
 
 
@@ -278,11 +280,15 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
     """Draws a token for each row of rows_S that is not -1, into out_tokens_S and into the row."""
     assert logits_BV.stride(1) == 1
     num_seqs, vocab_size = rows_S.shape[0], logits_BV.shape[1]
-    tile = 1024 if num_seqs <= 16 else 4096    # small ones occupy the GPU with few rows
+    tile = tile_size(num_seqs)
     num_tiles, num_groups = triton.cdiv(vocab_size, tile), triton.cdiv(vocab_size, GROUP.value)
     work = torch.empty((num_seqs, 3 * num_tiles + num_groups + BEST_GROUPS.value), dtype=torch.float32, device=logits_BV.device)
     _score_tiles[(num_tiles, num_seqs)](logits_BV, rows_S, positions_S, table, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
-                                        TILE=tile, num_warps=tile // 256)
+                                        TILE=tile, num_warps=tile // (32 * TILE_ELEMENTS_PER_THREAD))
     _pick[(num_seqs,)](logits_BV, rows_S, positions_S, table, out_tokens_S, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
                        TILE=tile, TILES_BLOCK=triton.next_power_of_2(num_tiles), GROUPS_BLOCK=triton.next_power_of_2(num_groups),
-                       SHIFT=SHIFTS[logits_BV.dtype], num_warps=16)
+                       SHIFT=SHIFTS[logits_BV.dtype], num_warps=PICK_WARPS)
+
+
+def tile_size(num_seqs: int) -> int:
+    return 1024 if num_seqs <= 16 else 4096    # small ones occupy the GPU with few rows

@@ -1,0 +1,211 @@
+"""The ops beside attention and the products, on one GPU: microseconds, TB/s, and the share of what a copy reaches on an H200.
+
+    python benchmarks/kernels.py [--quick] [norm] [silu] [rope] [sample] [moe] [batch] [launch]
+
+For each case the default, and what other cuts reach (--quick leaves them out). Runs in CUDA graphs, as the engine's decode steps do; over
+as many copies of the data as keep the L2 cache cold where a step would find it so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import partial
+from unittest import mock
+
+import torch
+
+from shoal.kernels import activation, moe, norm, reference, rope, sample, triton_ops
+from shoal.kernels.state import FIELDS, Field, StateLayout
+
+DEVICE = torch.device("cuda")
+BF16 = torch.bfloat16
+COPY_TB = 4.28            # read and write, H200
+COLD_BYTES = 300 << 20    # six times an H200's L2
+LAUNCHES = 24             # a graph
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    return microseconds_of(lambda _: run(), 1)
+
+
+def microseconds_of(run: Callable[[int], object], copies: int) -> float:
+    """Of one launch `run(copy)`, in a graph of many; the best of five replays."""
+    run(0)
+    torch.cuda.synchronize()
+    launches = max(LAUNCHES, copies)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(i % copies)
+    best = float("inf")
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) * 1000 / (3 * launches))
+    return best
+
+
+def show(op: str, shape: str, us: float, num_bytes: float, others: list[tuple[float, str]] | None = None) -> None:
+    rate = num_bytes / us / 1e6
+    print(f"{op:14s} {shape:34s} {us:9.2f} us {rate:6.2f} TB/s {rate / COPY_TB:5.0%}", flush=True)
+    for other_us, cut in sorted(others or [])[:4]:
+        print(f"{'':49s} {other_us:9.2f} us  {cut}", flush=True)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=BF16)
+
+
+def bench_norm(sweep: bool) -> None:
+    for tokens, size in ((1, 1024), (256, 1024), (16384, 1024), (1, 4096), (256, 4096), (16384, 4096)):
+        run = partial(triton_ops.add_rms_norm, randn(tokens, size), randn(tokens, size), randn(size), 1e-6)
+        others = []
+        for elements in (4, 8, 16, 32) if sweep else ():
+            with mock.patch.object(norm, "ELEMENTS_PER_THREAD", elements):
+                others.append((microseconds(run), f"{elements} elements a thread"))
+        show("add_rms_norm", f"{tokens} x {size}", microseconds(run), tokens * size * 2 * 4, others)
+
+
+def bench_silu(sweep: bool) -> None:
+    for tokens, size in ((1, 3072), (256, 3072), (16384, 3072), (256, 12288), (8192, 12288)):
+        run = partial(triton_ops.silu_mul, randn(tokens, 2 * size))
+        others = []
+        for block in (512, 1024, 2048, 4096) if sweep else ():
+            with mock.patch.object(activation, "BLOCK", block):
+                others.append((microseconds(run), f"blocks of {block}"))
+        show("silu_mul", f"{tokens} x {size}", microseconds(run), tokens * size * 2 * 3, others)
+
+
+def bench_rope(sweep: bool) -> None:
+    for tokens, heads, kv_heads in ((1, 16, 8), (8, 16, 8), (64, 16, 8), (256, 16, 8), (1024, 16, 8), (16384, 16, 8), (256, 32, 8),
+                                    (16384, 32, 8)):
+        prefill = tokens > 256
+        num_blocks = tokens // 16 if prefill else tokens    # a prefill's tokens are neighbours, a decode's are not
+        layers = max(1, min(28, COLD_BYTES // (num_blocks * 2 * kv_heads * 16 * 128 * 2)))
+        kv = torch.zeros(num_blocks, layers, 2, kv_heads, 16, 128, dtype=BF16, device=DEVICE)
+        at = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+        tables = torch.randperm(num_blocks, device=DEVICE).int().view(-1, 64 if prefill else 1)
+        rows, positions = (at // 1024, at % 1024) if prefill else (at, at % 16)
+        qkv, weight, cos_sin = randn(tokens, (heads + 2 * kv_heads) * 128), randn(128), torch.randn(4096, 128, device=DEVICE)
+        store = partial(triton_ops.qk_norm_rope_store, qkv, weight, weight, 1e-6, cos_sin, positions, rows, tables)
+        run = partial(_store_layer, store, kv, heads, kv_heads)
+        others = []
+        for count in (2, 4, 8, 16, 32) if sweep else ():
+            with mock.patch.object(rope, "heads_per_program", return_value=count):
+                others.append((microseconds_of(run, layers), f"{count} heads a program"))
+        num_bytes = tokens * 128 * 2 * (2 * (heads + kv_heads) + 3 * kv_heads)
+        show("qk_norm_rope", f"{tokens} tokens, {heads} + {kv_heads} heads", microseconds_of(run, layers), num_bytes, others)
+
+
+def _store_layer(store: Callable[..., None], kv: torch.Tensor, heads: int, kv_heads: int, layer: int) -> None:
+    store(kv[:, layer], heads, kv_heads)
+
+
+SAMPLING = {"greedy": (0.0, 0, 1.0), "temperature": (0.6, 0, 1.0), "top_k 20, top_p 0.95": (0.6, 20, 0.95), "top_p 0.95": (1.0, 0, 0.95),
+            "top_k 2000": (1.0, 2000, 1.0)}    # temperature, top_k, top_p
+
+
+PICKS = ((8, 16), (16, 16), (8, 8), (8, 4), (16, 8))    # elements a thread of the first kernel, warps of the second
+
+
+def bench_sample(sweep: bool) -> None:
+    for num_seqs in (1, 8, 64, 256):
+        layout = StateLayout(num_seqs, 16)
+        table, rows, out = layout.table(zeros(layout.size)), torch.arange(num_seqs, dtype=torch.int32, device=DEVICE), zeros(num_seqs)
+        for scale, kind in ((3.0, "peaked"), (0.5, "flat")):
+            run = partial(triton_ops.sample, randn(num_seqs, 151936) * scale, rows, rows, table, out)
+            for name, (temperature, top_k, top_p) in SAMPLING.items():
+                if kind == "flat" and name in ("greedy", "temperature"):
+                    continue
+                table[:, Field.TOP_K] = top_k
+                table.view(torch.float32)[:, Field.TEMPERATURE], table.view(torch.float32)[:, Field.TOP_P] = temperature, top_p
+                others = []
+                for tile in (1024, 2048, 4096, 8192) if sweep and kind == "peaked" else ():
+                    for elements, warps in PICKS:
+                        with mock.patch.multiple(sample, tile_size=mock.Mock(return_value=tile), PICK_WARPS=warps,
+                                                 TILE_ELEMENTS_PER_THREAD=elements):
+                            others.append((microseconds(run), f"tiles of {tile}, {elements} a thread, pick with {warps} warps"))
+                show("sample", f"{num_seqs} x 151936 {kind}, {name}", microseconds(run), num_seqs * 151936 * 2, others)
+
+
+MOE_BLOCKS = [moe.Blocks(*cut) for cut in (
+    (16, 32, 128, 4, 4), (16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 64, 64, 4, 5), (16, 128, 64, 4, 4), (16, 64, 256, 4, 2),
+    (32, 64, 128, 4, 3), (32, 128, 64, 4, 3), (64, 64, 64, 4, 3), (64, 64, 64, 4, 4), (64, 128, 64, 8, 3), (64, 128, 64, 4, 3),
+    (128, 64, 64, 4, 3), (128, 64, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 8, 4))]
+
+
+def bench_moe(sweep: bool) -> None:
+    """qwen3-30b-a3b's layer: 128 experts of 768, 8 a token. Bytes: the weights of the experts that are hit."""
+    experts, top_k, hidden, size = 128, 8, 2048, 768
+    w13, w2 = randn(experts, 2 * size, hidden) / 50, randn(experts, hidden, size) / 30
+    for tokens in (1, 4, 16, 64, 256, 1024, 8192):
+        x, router = randn(tokens, hidden), torch.randn(tokens, experts, device=DEVICE)
+        hit = len(reference.route(router, top_k, True)[1].unique())
+        others = []
+        for blocks in MOE_BLOCKS if sweep else ():
+            others.append((microseconds(partial(moe.moe_with, blocks, x, router, w13, w2, top_k, True)), f"{astuple(blocks)}"))
+        us = microseconds(partial(triton_ops.moe, x, router, w13, w2, top_k, True))
+        flops = tokens * top_k * 6 * hidden * size
+        show("moe", f"{tokens} tokens, {hit} experts, {flops / us / 1e6:.0f} TFLOP/s", us, hit * 3 * hidden * size * 2, others)
+
+
+def bench_batch(sweep: bool) -> None:
+    layout = StateLayout(512, 288)
+    state = zeros(layout.size)
+    rows, out = torch.arange(256, dtype=torch.int32, device=DEVICE), [zeros(256) for _ in range(3)]
+    addresses = torch.randperm(layout.size, device=DEVICE)[:256].int()
+    show("begin_decode", "256 rows", microseconds(lambda: triton_ops.begin_decode(rows, layout.table(state), *out)), 256 * (32 * 2 + 16))
+    show("apply_updates", "256 values", microseconds(lambda: triton_ops.apply_updates(state, addresses, rows)), 256 * 40)
+    ids, weight = torch.randint(0, 151936, (16384,), dtype=torch.int32, device=DEVICE), randn(151936, 1024)
+    show("embed", "16384 x 1024", microseconds(lambda: triton_ops.embed(ids, weight)), 16384 * 1024 * 4)
+
+
+def bench_launch(sweep: bool) -> None:
+    """Host time of a call, which eager steps wait for."""
+    x, weight, qkv, cos_sin = randn(8, 1024), randn(1024), randn(8, 4096), torch.randn(64, 128, device=DEVICE)
+    kv, tables = torch.zeros(8, 2, 8, 16, 128, dtype=BF16, device=DEVICE), zeros(8, FIELDS)
+    at = torch.arange(8, dtype=torch.int32, device=DEVICE)
+    head_weight = randn(128)
+    calls: dict[str, Callable[[], object]] = {
+        "add_rms_norm": lambda: triton_ops.add_rms_norm(x, x, weight, 1e-6),
+        "silu_mul": lambda: triton_ops.silu_mul(qkv),
+        "qk_norm_rope": lambda: triton_ops.qk_norm_rope_store(qkv, head_weight, head_weight, 1e-6, cos_sin, at, at, tables, kv, 16, 8),
+    }
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(500):
+            call()
+        print(f"{name:14s} {(time.perf_counter() - start) * 2000:.1f} us of host time a call", flush=True)
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parts = {"norm": bench_norm, "silu": bench_silu, "rope": bench_rope, "sample": bench_sample, "moe": bench_moe, "batch": bench_batch,
+             "launch": bench_launch}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="the defaults only")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(parts):
+        parser.error(f"unknown parts {sorted(unknown)}; choose of {', '.join(parts)}")
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for part in arguments.parts or parts:
+        parts[part](not arguments.quick)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
