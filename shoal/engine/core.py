@@ -56,12 +56,12 @@ class EngineCore:
 
     def _start(self, files: CheckpointFiles, keep_quantized: bool) -> None:
         config = self.config
+        prepare_process(config, 0)
         self.tp = tp = TensorParallel.single()
         if config.tensor_parallel_size > 1:
             rendezvous = Rendezvous()
             init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "keep_quantized": keep_quantized}
             self.group = WorkerGroup(config.tensor_parallel_size, "shoal.engine.runner:serve_rank", init)
-            prepare_process(config, 0)
             self.tp = tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
         self.runner = ModelRunner(config, files, tp, keep_quantized)
         num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))

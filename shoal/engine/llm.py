@@ -35,7 +35,8 @@ class LLM:
         files = resolve(config.model, config.revision, config.download_dir)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, config.tokenizer, config.chat_template)
         self.generation_config = files.generation_config if config.generation_config == "auto" else {}
-        self.eos_token_ids = tuple(files.eos_token_ids)
+        own = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        self.eos_token_ids = tuple(dict.fromkeys((*files.eos_token_ids, *own)))    # Llama 3 has several
         self.core = EngineCore(config, files)
         self.config = self.core.config
         self._seeds = random.Random(config.seed)

@@ -7,6 +7,7 @@ fixes each token. A decode step is one CUDA graph from the state rows to the sam
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -295,6 +296,10 @@ class ModelRunner:
 
     # Other commands
 
+    def state_digest(self) -> str:
+        """A hash of the batch state: equal on all ranks between steps."""
+        return hashlib.sha256(self.state.cpu().numpy().tobytes()).hexdigest()
+
     def exit(self) -> None:
         """Frees the device's memory. The runner is of no use afterwards."""
         self.graphs = None
@@ -318,5 +323,6 @@ def prepare_process(config: EngineConfig, rank: int) -> None:
     """Device and threads of one rank's process."""
     if config.device == "cuda":
         torch.cuda.set_device(rank)
+        torch.cuda.init()
     elif config.tensor_parallel_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tensor_parallel_size))

@@ -6,6 +6,7 @@ Weights arrive one tensor at a time under their Hugging Face names; each layer t
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from shoal.models.rope import rope_frequencies
 # Checkpoint tensors that share one product here: name in the checkpoint -> (layer, part).
 MERGED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
           "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-EXPERT = re.compile(r"(.*\.mlp\.experts)\.(?:(\d+)\.)?(\w+)\.weight$")
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight$")
 
 
 def check_parallel(config: ModelConfig, size: int) -> None:
@@ -99,22 +100,19 @@ class Decoder(nn.Module):
 
     def load_weight(self, name: str, tensor: Loaded) -> None:
         """Takes one whole checkpoint tensor. Raises CheckpointError for an unknown name or a wrong shape."""
-        if name not in self._expected and not EXPERT.match(name):
+        if name not in self._expected:
             raise CheckpointError(f"the checkpoint holds {name}, which this {self.config.architecture} model does not have")
+        self._expected.remove(name)
         path, _, parameter = name.removeprefix("model.").rpartition(".")
         if expert := EXPERT.match(name):
-            module = self._module(expert[1].removeprefix("model."), name)
-            assert isinstance(module, Experts)
-            numbered = [int(expert[2])] if expert[2] else range(module.num_experts)
-            for i in numbered:
-                piece = tensor if expert[2] else tensor[i]    # type: ignore[index]
-                module.load_expert(expert[3], i, piece, name)
-                self._expected.discard(f"{expert[1]}.{i}.{expert[3]}.weight")
+            experts = self.get_submodule(expert[1].removeprefix("model."))
+            assert isinstance(experts, Experts)
+            experts.load_expert(expert[3], int(expert[2]), tensor, name)
             return
         parent, _, last = path.rpartition(".")
         merged, part = MERGED.get(last, (last, 0))
-        self._module(f"{parent}.{merged}" if parent else merged, name).load(parameter, tensor, part, name)    # type: ignore[operator]
-        self._expected.discard(name)
+        module: Any = self.get_submodule(f"{parent}.{merged}" if parent else merged)
+        module.load(parameter, tensor, part, name)
 
     def finish_loading(self) -> None:
         """Packs what stays quantized. Raises CheckpointError if a tensor never came."""
@@ -136,12 +134,6 @@ class Decoder(nn.Module):
             else:
                 parameter.uniform_(-0.02, 0.02, generator=generator)
         self._expected.clear()
-
-    def _module(self, path: str, name: str) -> nn.Module:
-        try:
-            return self.get_submodule(path)
-        except AttributeError:
-            raise CheckpointError(f"the checkpoint holds {name}, which this {self.config.architecture} model does not have") from None
 
     def _checkpoint_names(self) -> set[str]:
         """The names of all tensors a checkpoint of this model holds."""
@@ -171,6 +163,6 @@ class Decoder(nn.Module):
 
 def rope_table(config: ModelConfig, max_position: int) -> torch.Tensor:
     """[max_position, head_dim] float32: cosines, then sines, of each position's angles; yarn's attention factor multiplied in."""
-    inverse, factor = rope_frequencies(config.rope, config.head_dim, max_position)
+    inverse, factor = rope_frequencies(config.rope, config.head_dim)
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32), torch.as_tensor(inverse, dtype=torch.float32))
     return torch.cat((angles.cos(), angles.sin()), dim=1) * factor

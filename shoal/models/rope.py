@@ -12,8 +12,8 @@ import numpy as np
 from shoal.models.config import RopeConfig
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> tuple[np.ndarray, float]:
-    """(float32 [head_dim / 2] angles a position, the factor on cosines and sines). No kind there is depends on `max_position`."""
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """(float32 [head_dim / 2] angles a position, the factor on cosines and sines)."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = np.float32(rope.theta) ** exponents    # in units of 2 pi positions
     plain = np.float32(1.0) / wavelengths

@@ -125,7 +125,7 @@ def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> 
 
 def assert_same_rope(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> None:
     rotary = LlamaRotaryEmbedding(oracle)
-    inverse, factor = rope_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    inverse, factor = rope_frequencies(config.rope, config.head_dim)
     assert inverse.dtype == np.float32
     np.testing.assert_allclose(inverse, rotary.inv_freq.numpy(), rtol=4e-7)    # a few roundings: numpy's power is not torch's
     assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
@@ -174,8 +174,8 @@ def test_rope_frequencies_equal_those_of_transformers(name, head_dim):
 
 
 def test_rope_factors_divide_the_frequencies():
-    plain, _ = rope_frequencies(RopeConfig(500000.0), 8, 100)
-    scaled, factor = rope_frequencies(RopeConfig(500000.0, "factors", factors=(1.0, 2.0, 4.0, 8.0)), 8, 100)
+    plain, _ = rope_frequencies(RopeConfig(500000.0), 8)
+    scaled, factor = rope_frequencies(RopeConfig(500000.0, "factors", factors=(1.0, 2.0, 4.0, 8.0)), 8)
     assert np.array_equal(scaled, plain / np.array([1, 2, 4, 8], dtype=np.float32)) and factor == 1.0
 
 
@@ -241,7 +241,7 @@ def test_gguf_rope_factors_are_llama3_scaling():
     plain = 500000.0 ** (-np.arange(0, 16, 2) / 16)
     factors = tuple((plain / oracle.inv_freq.numpy().astype(np.float64)).tolist())
     config = ModelConfig.from_gguf(LLAMA_METADATA, SHAPES, "m.gguf", factors)
-    np.testing.assert_allclose(rope_frequencies(config.rope, 16, 8192)[0], oracle.inv_freq.numpy(), rtol=4e-7)
+    np.testing.assert_allclose(rope_frequencies(config.rope, 16)[0], oracle.inv_freq.numpy(), rtol=4e-7)
 
 
 def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():

@@ -1,0 +1,51 @@
+"""The `shoal` command as a user meets it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHOAL = [sys.executable, "-m", "shoal.cli"]
+
+
+def run(*arguments, stdin=None):
+    return subprocess.run([*SHOAL, *arguments], capture_output=True, text=True, timeout=120, input=stdin, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+
+
+def test_generate_continues_the_text():
+    done = run("generate", "The capital of France is", "--max-tokens", "8", "--temperature", "0", "--max-model-len", "256")
+    assert done.returncode == 0 and done.stdout.startswith("The capital of France is Paris"), done
+
+
+def test_generate_reads_standard_input():
+    done = run("generate", "-", "--max-tokens", "4", "--temperature", "0", "--max-model-len", "256", stdin="One two three")
+    assert done.returncode == 0 and done.stdout.startswith("One two three"), done
+
+
+def test_chat_keeps_the_conversation_and_shows_the_speed():
+    done = run("chat", "--temperature", "0", "--max-tokens", "24", "--max-model-len", "512", stdin="My name is Ada.\nWhat is my name?\n")
+    assert done.returncode == 0 and "Ada" in done.stdout and done.stderr.count("tokens/s") == 2, done
+
+
+@pytest.mark.parametrize("kind", [("throughput", "--num-prompts", "3"), ("latency", "--batch-size", "2")], ids=lambda k: k[0])
+def test_bench_prints_and_writes_its_figures(kind, tmp_path):
+    path = tmp_path / "figures.json"
+    done = run("bench", *kind, "--input-len", "16", "--output-len", "4", "--num-iters", "1", "--max-model-len", "64", "--output-json", str(path))
+    assert done.returncode == 0 and "output tokens/s" in done.stdout, done
+    assert json.loads(path.read_text())["output_tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("arguments, hint", [
+    (("--model", "/nowhere/at/all"), "/nowhere/at/all"), (("--max-model-len", "0"), "max_model_len"), (("--top-p", "7"), "top_p"),
+])
+def test_a_mistake_is_one_line_on_stderr(arguments, hint):
+    done = run("generate", "x", *arguments)
+    assert done.returncode == 1 and hint in done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_help_explains_every_command():
+    for command in ((), ("generate",), ("chat",), ("bench",), ("bench", "latency")):
+        done = run(*command, "--help")
+        assert done.returncode == 0 and "usage: shoal" in done.stdout

@@ -1,0 +1,71 @@
+"""Two ranks on the CPU (Gloo): one rank's tokens, greedy and seeded; errors and deaths reach the caller; nothing stays behind."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from shoal import LLM, SamplingParams
+from shoal.errors import EngineDeadError
+from tests import tiny
+
+PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 7, 33, 80))]
+
+
+def params(**options):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | options)
+
+
+def ids_of(outputs):
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def build(folder, **options):
+    return LLM(str(folder), **{"dtype": "float32", "max_model_len": 256, "device": "cpu", "tensor_parallel_size": 2} | options)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-yarn", "llama-one-kv-head", "mistral-window", "qwen3-moe"])
+def test_two_ranks_give_the_oracles_tokens(name, root):
+    folder = tiny.write_model(root, name)
+    with build(folder) as llm:
+        assert ids_of(llm.generate(PROMPTS, params())) == [tiny.greedy(folder, p, 12) for p in PROMPTS]
+
+
+def test_no_rank_ever_differs_in_what_was_drawn(root):
+    """Sampled runs with penalties, logprobs and a cache so small that sequences are preempted: every rank's state rows agree with rank 0's."""
+    folder = tiny.write_model(root, "qwen3")
+    seeded = [params(temperature=1.3, seed=i, top_p=0.9, repetition_penalty=1.2 if i % 2 else 1.0, prompt_logprobs=1 if i == 2 else None)
+              for i in range(len(PROMPTS))]
+    with build(folder, tensor_parallel_size=1) as llm:
+        alone = ids_of(llm.generate(PROMPTS, seeded))
+    with build(folder, num_gpu_blocks_override=8, max_model_len=112, async_scheduling=True) as llm:
+        assert ids_of(llm.generate(PROMPTS, seeded)) == alone
+        first, second = llm.collective_rpc("state_digest")
+        assert first == second
+
+
+def test_a_rank_that_dies_ends_the_engine_with_its_name(root, capfd):
+    llm = build(tiny.write_model(root, "qwen3"))
+    try:
+        victim = llm.core.group._monitor.ranks[0].process.pid
+        llm.generate(PROMPTS, params())
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError, match="rank 1.*SIGKILL"):
+            while time.monotonic() - start < 10:
+                llm.generate(PROMPTS, params())
+        assert time.monotonic() - start < 5
+    finally:
+        llm.exit()
+
+
+def test_a_size_that_does_not_divide_the_heads_is_refused_before_any_rank_starts(root):
+    with pytest.raises(ValueError, match="tensor_parallel_size 4"):
+        build(tiny.write_model(root, "qwen3"), tensor_parallel_size=4)
