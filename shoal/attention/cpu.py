@@ -6,22 +6,12 @@ Other dtypes, and machines without a compiler: PyTorch, one padded call for all 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 import torch.nn.functional as F
 
 from shoal.attention.step import StepInput
 from shoal.kernels import cpu_build
-
-
-class AttentionCall(ctypes.Structure):
-    """`Attention` of cpu_attention.c."""
-
-    _fields_ = (*((name, c_void_p) for name in ("q", "cache", "out", "tables", "rows", "query_starts", "kv_lens")),
-                *((name, c_int64) for name in ("q_stride", "table_stride", "block_stride", "kv_stride", "head_stride")),
-                *((name, c_int32) for name in ("block_size", "num_heads", "num_kv_heads", "head_dim", "num_seqs", "max_kv_len", "window")),
-                ("scale", c_float))
 
 
 class CpuBackend:
@@ -31,17 +21,11 @@ class CpuBackend:
         self.scale = head_dim ** -0.5
         self._library = cpu_build.load()
         self._step: StepInput | None = None
-        self._call = AttentionCall()
+        self._sequences = cpu_build.Sequences()
 
     def begin(self, step: StepInput) -> None:
-        """Fills in what all layers of the step share. Holding the step keeps alive what the call points to."""
-        tables = step.block_tables_RM
-        for tensor in (tables, step.rows_S, step.query_starts_S, step.kv_lens_S):
-            assert tensor.dtype == torch.int32 and tensor.stride(-1) == 1
-        self._step = step
-        self._call = AttentionCall(tables=tables.data_ptr(), rows=step.rows_S.data_ptr(), query_starts=step.query_starts_S.data_ptr(),
-                                   kv_lens=step.kv_lens_S.data_ptr(), table_stride=tables.stride(0), num_seqs=step.num_seqs,
-                                   max_kv_len=step.max_kv_len, scale=self.scale)
+        """Fills in what all layers of the step share. Holding the step keeps alive what the struct points to."""
+        self._step, self._sequences = step, cpu_build.describe_sequences(step)
 
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, step: StepInput,
                window: int | None) -> torch.Tensor:
@@ -49,16 +33,13 @@ class CpuBackend:
             return attend_torch(q_THN, k_TGN, v_TGN, kv_layer, step, window, self.scale)
         if step is not self._step:
             self.begin(step)
-        call, (tokens, heads, head_dim) = self._call, q_THN.shape
-        q_strides, strides = q_THN.stride(), kv_layer.stride()
-        assert q_strides[1:] == (head_dim, 1) and strides[3:] == (head_dim, 1)
-        out_THN = torch.empty((tokens, heads, head_dim), dtype=torch.float32)
-        call.q, call.out, call.cache, call.q_stride = q_THN.data_ptr(), out_THN.data_ptr(), kv_layer.data_ptr(), q_strides[0]
-        call.block_stride, call.kv_stride, call.head_stride = strides[:3]
-        call.block_size, call.num_kv_heads, call.num_heads, call.head_dim = kv_layer.shape[3], kv_layer.shape[2], heads, head_dim
-        call.window = window or 0
-        if self._library.shoal_attention(ctypes.addressof(call)):
-            raise MemoryError(f"no memory for the attention of {tokens} tokens")
+        token_stride, *head_strides = q_THN.stride()
+        assert head_strides == [q_THN.shape[2], 1]
+        out_THN = torch.empty(q_THN.shape, dtype=torch.float32)
+        cache = cpu_build.describe_cache(kv_layer, step.block_tables_RM, q_THN.shape[1])
+        if self._library.shoal_attention(ctypes.addressof(cache), ctypes.addressof(self._sequences), q_THN.data_ptr(), token_stride,
+                                         window or 0, self.scale, out_THN.data_ptr()):
+            raise MemoryError(f"no memory for the attention of {step.num_tokens} tokens")
         return out_THN
 
 

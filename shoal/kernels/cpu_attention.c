@@ -3,27 +3,20 @@
 // (decode) takes the cache's rows as they lie; one of many copies keys, transposed, and values, for a register-blocked product.
 // Where items are too few for the threads (long decodes), the keys are split as well and the parts are combined after.
 
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "cpu_exp.h"
+#include "cpu.h"
 
-int omp_get_max_threads(void);
-int omp_get_thread_num(void);
-
-enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256 };    // a row: a query token's head
+enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256, PARALLEL_KEYS = 512 };    // a row: a query token's head
 
 static const float LOWEST = -1e30f;    // below every score, and finite: its differences stay numbers
 
-// Strides in elements; heads of q lie head_dim apart, out is contiguous.
 typedef struct {
-    const float *q, *cache;
-    float *out;
-    const int32_t *tables, *rows, *query_starts, *kv_lens;
-    int64_t q_stride, table_stride, block_stride, kv_stride, head_stride;
-    int32_t block_size, num_heads, num_kv_heads, head_dim, num_seqs, max_kv_len, window;    // window 0: none
+    const Cache *cache;
+    const Sequences *seqs;
+    const float *q;
+    int64_t q_stride;    // between tokens; heads lie head_dim apart
+    int window, heads, ratio, n;
     float scale;
 } Attention;
 
@@ -69,13 +62,6 @@ static void attend_keys(const float *restrict q, const float *restrict k, const 
 
 typedef float Vector __attribute__((vector_size(32), may_alias));
 
-// Pins a value to a register: else gcc reads it from memory at each use, and the loads are what limits the loop.
-#ifdef __AVX2__
-#define KEEP(x) asm("" : "+x"(x))
-#else
-#define KEEP(x)
-#endif
-
 // c[4, 16] = a[4, depth] b[depth, 16], added to c if `add`.
 static void product_4x16(const float *a, int a_stride, const float *b, int b_stride, int depth, float *c, int c_stride, int add) {
     Vector sum[4][2];
@@ -110,7 +96,7 @@ static int64_t room_floats(int rows, int n) { return (int64_t)(rows + CHUNK) * (
 
 static Room make_room(float *base, int rows, int n) {
     memset(base, 0, sizeof(float) * (size_t)room_floats(rows, n));
-    Room room = {(n + 15) / 16 * 16, rows};
+    Room room = {.n_padded = (n + 15) / 16 * 16, .rows = rows};
     room.v = (float *)(((uintptr_t)base + 63) & ~(uintptr_t)63);    // on a cache line: loads across two cost double
     room.acc = room.v + CHUNK * room.n_padded, room.k = room.acc + rows * room.n_padded, room.p = room.k + n * CHUNK, room.q = room.p + rows * CHUNK;
     return room;
@@ -137,7 +123,7 @@ static void softmax_row(float *restrict p, int from, int to, float *restrict acc
 // The tile's rows, heads within tokens: row r is token first + r / ratio, head g * ratio + r % ratio. Keys [low, high) of its sequence.
 static void attend_many(const Attention *a, Tile tile, int g, const int32_t *table, int offset, int64_t low, int64_t high, const Room *room,
                         float *acc, float *most, float *total) {
-    const int n = a->head_dim, ratio = a->num_heads / a->num_kv_heads, rows = (tile.last - tile.first) * ratio, wide = room->n_padded;
+    const int n = a->n, ratio = a->ratio, rows = (tile.last - tile.first) * ratio, wide = room->n_padded;
     for (int r = 0; r < rows; r++) {
         const float *q = a->q + (tile.first + r / ratio) * a->q_stride + (g * ratio + r % ratio) * n;
         for (int i = 0; i < n; i++) room->q[r * n + i] = q[i] * a->scale;
@@ -146,16 +132,16 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
     for (int64_t start = low; start < high; start += CHUNK) {
         const int keys = high - start < CHUNK ? (int)(high - start) : CHUNK;
         for (int j = 0; j < keys; j++) {
-            const float *k = a->cache + table[(start + j) / a->block_size] * a->block_stride + g * a->head_stride + (start + j) % a->block_size * n;
+            const float *k = a->cache->data + table[(start + j) / a->cache->block_size] * a->cache->block_stride + g * a->cache->head_stride + (start + j) % a->cache->block_size * n;
             for (int i = 0; i < n; i++) room->k[i * CHUNK + j] = k[i];
-            memcpy(room->v + j * wide, k + a->kv_stride, sizeof(float) * n);
+            memcpy(room->v + j * wide, k + a->cache->kv_stride, sizeof(float) * n);
         }
         for (int r = 0; r < rows; r += 4)
             for (int j = 0; j < keys; j += 16) product_4x16(room->q + r * n, n, room->k + j, CHUNK, n, room->p + r * CHUNK + j, CHUNK, 0);
         for (int r = 0; r < rows; r++) {
             int64_t position = tile.first + r / ratio + offset, first = a->window && position >= a->window ? position - a->window + 1 : 0;
             int from = first > start ? (int)(first - start) : 0, to = position < start + keys ? (int)(position - start + 1) : keys;
-            int64_t row = (int64_t)(tile.first + r / ratio) * a->num_heads + g * ratio + r % ratio;
+            int64_t row = (int64_t)(tile.first + r / ratio) * a->heads + g * ratio + r % ratio;
             if (from < to) softmax_row(room->p + r * CHUNK, from, to, room->acc + r * wide, n, most + row, total + row);
             else memset(room->p + r * CHUNK, 0, sizeof(float) * CHUNK);
         }
@@ -163,22 +149,22 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
             for (int i = 0; i < n; i += 16) product_4x16(room->p + r * CHUNK, CHUNK, room->v + i, wide, keys, room->acc + r * wide + i, wide, 1);
     }
     for (int r = 0; r < rows; r++)
-        memcpy(acc + ((int64_t)(tile.first + r / ratio) * a->num_heads + g * ratio + r % ratio) * n, room->acc + r * wide, sizeof(float) * n);
+        memcpy(acc + ((int64_t)(tile.first + r / ratio) * a->heads + g * ratio + r % ratio) * n, room->acc + r * wide, sizeof(float) * n);
 }
 
 // The same for few rows, block by block where they lie.
 static void attend_few(const Attention *a, Tile tile, int g, const int32_t *table, int offset, int64_t low, int64_t high, float *acc, float *most,
                        float *total) {
-    const int n = a->head_dim, ratio = a->num_heads / a->num_kv_heads, size = a->block_size;
+    const int n = a->n, ratio = a->ratio, size = a->cache->block_size;
     for (int64_t start = low, end; start < high; start = end) {
         end = (start / size + 1) * size < high ? (start / size + 1) * size : high;
-        const float *keys = a->cache + table[start / size] * a->block_stride + g * a->head_stride + start % size * n;
+        const float *keys = a->cache->data + table[start / size] * a->cache->block_stride + g * a->cache->head_stride + start % size * n;
         for (int t = tile.first; t < tile.last; t++) {
             int64_t position = t + offset, first = a->window && position >= a->window ? position - a->window + 1 : 0;
             int from = first > start ? (int)(first - start) : 0, to = position < end ? (int)(position - start + 1) : (int)(end - start);
             for (int h = g * ratio; h < (g + 1) * ratio && from < to; h++) {
-                int64_t row = (int64_t)t * a->num_heads + h;
-                attend_keys(a->q + t * a->q_stride + h * n, keys + (int64_t)from * n, keys + a->kv_stride + (int64_t)from * n, to - from, n,
+                int64_t row = (int64_t)t * a->heads + h;
+                attend_keys(a->q + t * a->q_stride + h * n, keys + (int64_t)from * n, keys + a->cache->kv_stride + (int64_t)from * n, to - from, n,
                             a->scale, acc + row * n, most + row, total + row);
             }
         }
@@ -187,16 +173,16 @@ static void attend_few(const Attention *a, Tile tile, int g, const int32_t *tabl
 
 // All rows of a tile for kv head g over split `split` of its keys. acc [tokens, H, N], most and total [tokens, H] are this split's.
 static void attend_tile(const Attention *a, Tile tile, int g, int split, int num_splits, const Room *room, float *acc, float *most, float *total) {
-    const int n = a->head_dim, ratio = a->num_heads / a->num_kv_heads;
-    const int offset = a->kv_lens[tile.seq] - a->query_starts[tile.seq + 1];    // a token's position is its index plus this
+    const int n = a->n, ratio = a->ratio;
+    const int offset = a->seqs->kv_lens[tile.seq] - a->seqs->query_starts[tile.seq + 1];    // a token's position is its index plus this
     for (int t = tile.first; t < tile.last; t++)
         for (int h = g * ratio; h < (g + 1) * ratio; h++) {
-            int64_t row = (int64_t)t * a->num_heads + h;
+            int64_t row = (int64_t)t * a->heads + h;
             most[row] = LOWEST, total[row] = 0;
             memset(acc + row * n, 0, sizeof(float) * n);
         }
-    if (a->rows[tile.seq] < 0) return;
-    const int32_t *table = a->tables + a->rows[tile.seq] * a->table_stride;
+    if (a->seqs->rows[tile.seq] < 0) return;
+    const int32_t *table = a->cache->tables + a->seqs->rows[tile.seq] * a->cache->table_stride;
     const int64_t first = a->window && tile.first + offset >= a->window ? tile.first + offset - a->window + 1 : 0, keys = tile.last + offset - first;
     const int64_t low = first + keys * split / num_splits, high = first + keys * (split + 1) / num_splits;
     if ((tile.last - tile.first) * ratio <= FEW_ROWS) attend_few(a, tile, g, table, offset, low, high, acc, most, total);
@@ -217,37 +203,38 @@ static void combine(const float *acc, const float *most, const float *total, int
     memcpy(out + row * n, y, sizeof y);
 }
 
-// Every token of the step. Returns -1 when there is no memory for the scratch.
-int shoal_attention(const Attention *a) {
-    const int ratio = a->num_heads / a->num_kv_heads, n = a->head_dim, tokens = a->query_starts[a->num_seqs];
-    const int tile_len = ratio < TILE_ROWS ? TILE_ROWS / ratio : 1, max_tiles = a->num_seqs + tokens / tile_len;
-    const int64_t rows = (int64_t)tokens * a->num_heads;
+// Every token of the step: out [tokens, H, N]. q: heads N apart, tokens q_stride apart. window 0: none. Returns -1 when there is no memory.
+int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64_t q_stride, int window, float scale, float *out) {
+    const Attention a = {c, seqs, q, q_stride, window, c->num_heads, c->num_heads / c->num_kv_heads, c->head_dim, scale};
+    const int *starts = seqs->query_starts, tokens = starts[seqs->num_seqs];
+    const int tile_len = a.ratio < TILE_ROWS ? TILE_ROWS / a.ratio : 1, max_tiles = seqs->num_seqs + tokens / tile_len;
+    const int64_t rows = (int64_t)tokens * a.heads;
     Tile *tiles = malloc(sizeof(Tile) * (size_t)max_tiles);
     if (!tiles) return -1;
     int num_tiles = 0;
-    for (int s = 0; s < a->num_seqs; s++)
-        for (int t = a->query_starts[s]; t < a->query_starts[s + 1]; t += tile_len)
-            tiles[num_tiles++] = (Tile){s, t, t + tile_len < a->query_starts[s + 1] ? t + tile_len : a->query_starts[s + 1]};
-    const int items = num_tiles * a->num_kv_heads, wanted = 2 * omp_get_max_threads() / (items ? items : 1) + 1;
-    const int possible = a->max_kv_len / SPLIT_KEYS + 1, num_splits = wanted < possible ? wanted : possible;
-    const int64_t acc_rows = num_splits > 1 ? rows * num_splits : 0;    // one split accumulates in out
-    const int tile_rows = (tile_len * ratio + 3) / 4 * 4;
-    const int64_t each = tokens > a->num_seqs || ratio > FEW_ROWS ? room_floats(tile_rows, n) : 0;
-    float *scratch = malloc(sizeof(float) * (size_t)(acc_rows * n + 2 * rows * num_splits + each * omp_get_max_threads()));
+    for (int s = 0; s < seqs->num_seqs; s++)
+        for (int t = starts[s]; t < starts[s + 1]; t += tile_len)
+            tiles[num_tiles++] = (Tile){s, t, t + tile_len < starts[s + 1] ? t + tile_len : starts[s + 1]};
+    const int items = num_tiles * c->num_kv_heads, wanted = 2 * omp_get_max_threads() / (items ? items : 1) + 1;
+    const int possible = seqs->max_kv_len / SPLIT_KEYS + 1, num_splits = wanted < possible ? wanted : possible;
+    const int64_t acc_floats = num_splits > 1 ? rows * num_splits * a.n : 0;    // one split accumulates in out
+    const int tile_rows = (tile_len * a.ratio + 3) / 4 * 4;
+    const int64_t room_each = tokens > seqs->num_seqs || a.ratio > FEW_ROWS ? room_floats(tile_rows, a.n) : 0;
+    float *scratch = malloc(sizeof(float) * (size_t)(acc_floats + 2 * rows * num_splits + room_each * omp_get_max_threads()));
     if (!scratch) return free(tiles), -1;
-    float *acc = num_splits > 1 ? scratch : a->out, *most = scratch + acc_rows * n, *total = most + rows * num_splits;
-#pragma omp parallel if (items * (int64_t)a->max_kv_len * ratio > 512)
+    float *acc = num_splits > 1 ? scratch : out, *most = scratch + acc_floats, *total = most + rows * num_splits;
+#pragma omp parallel if (items * (int64_t)seqs->max_kv_len * a.ratio > PARALLEL_KEYS)
     {
         Room room = {0};
-        if (each) room = make_room(total + rows * num_splits + each * omp_get_thread_num(), tile_rows, n);
+        if (room_each) room = make_room(total + rows * num_splits + room_each * omp_get_thread_num(), tile_rows, a.n);
 #pragma omp for schedule(dynamic)
         for (int i = items * num_splits - 1; i >= 0; i--) {    // late tiles have most keys: they go first
-            int split = i % num_splits, g = i / num_splits % a->num_kv_heads;
-            attend_tile(a, tiles[i / num_splits / a->num_kv_heads], g, split, num_splits, &room, acc + split * rows * n * (num_splits > 1),
+            int split = i % num_splits, g = i / num_splits % c->num_kv_heads;
+            attend_tile(&a, tiles[i / num_splits / c->num_kv_heads], g, split, num_splits, &room, acc + (num_splits > 1) * split * rows * a.n,
                         most + split * rows, total + split * rows);
         }
 #pragma omp for
-        for (int64_t row = 0; row < rows; row++) combine(acc, most, total, num_splits, rows, row, n, a->out);
+        for (int64_t row = 0; row < rows; row++) combine(acc, most, total, num_splits, rows, row, a.n, out);
     }
     free(scratch);
     free(tiles);

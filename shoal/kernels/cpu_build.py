@@ -1,4 +1,4 @@
-"""The C kernels (cpu_*.c) as a library: compiled for this very processor on first use, kept in the user's cache folder.
+"""The C kernels (cpu_*.c) as a library, with its structs: compiled for this very processor on first use, kept in the user's cache folder.
 
 A prebuilt library would need dispatch over instruction sets at run time; the compiler at hand does better in two seconds. Without one,
 `load` returns None after a warning, and its callers take their PyTorch paths.
@@ -15,16 +15,18 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
+from shoal.attention.step import StepInput
+
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_linear.c", "cpu_ops.c", "cpu_attention.c")
-HEADERS = ("cpu_exp.h",)
+SOURCES = ("cpu_linear.c", "cpu_ops.c", "cpu_attention.c", "cpu_layers.c")
+HEADERS = ("cpu.h",)
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -35,8 +37,62 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p)),
     "shoal_silu_mul": (None, (c_void_p, c_int, c_int, c_void_p)),
     "shoal_qk_norm_rope_store": (None, (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float)),
-    "shoal_attention": (c_int, (c_void_p,)),
+    "shoal_attention": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_float, c_void_p)),
+    "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
+
+
+def _fields(kinds: dict[type, str]) -> tuple[tuple[str, type], ...]:
+    return tuple((name, kind) for kind, names in kinds.items() for name in names.split())
+
+
+class Packed(ctypes.Structure):
+    """Of cpu.h, as the next two."""
+
+    _fields_ = _fields({c_void_p: "data", c_int32: "outs cols bits"})
+
+
+class Cache(ctypes.Structure):
+    _fields_ = _fields({c_void_p: "data tables", c_int64: "table_stride block_stride kv_stride head_stride",
+                        c_int32: "block_size num_heads num_kv_heads head_dim"})
+
+
+class Sequences(ctypes.Structure):
+    _fields_ = _fields({c_void_p: "rows query_starts kv_lens", c_int32: "num_seqs max_kv_len"})
+
+
+class Layer(ctypes.Structure):
+    """Of cpu_layers.c, as the next one."""
+
+    _fields_ = _fields({c_void_p: "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm k_norm",
+                        c_int64: "window"})
+
+
+class Tokens(ctypes.Structure):
+    _fields_ = _fields({c_void_p: "positions rows cos_sin", c_int32: "tokens", c_float: "eps scale"})
+
+
+@functools.lru_cache(maxsize=4096)
+def cache_struct(data: int, strides: tuple[int, ...], block_size: int, tables: int, table_stride: int, num_heads: int, num_kv_heads: int,
+                 head_dim: int) -> Cache:
+    """Filling the struct costs as much as a call does, and a layer's is the same every step."""
+    return Cache(data, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim)
+
+
+def describe_cache(kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, num_heads: int) -> Cache:
+    """The struct of a view [blocks, 2, G, block_size, N] and the tables."""
+    strides, (_, _, num_kv_heads, block_size, head_dim) = kv_layer.stride(), kv_layer.shape
+    assert strides[3:] == (head_dim, 1) and kv_layer.dtype == torch.float32
+    assert block_tables_RM.dtype == torch.int32 and block_tables_RM.stride(1) == 1
+    return cache_struct(kv_layer.data_ptr(), strides, block_size, block_tables_RM.data_ptr(), block_tables_RM.stride(0), num_heads,
+                        num_kv_heads, head_dim)
+
+
+def describe_sequences(step: StepInput) -> Sequences:
+    """Holds addresses only: the step must outlive it."""
+    for tensor in (step.rows_S, step.query_starts_S, step.kv_lens_S):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+    return Sequences(step.rows_S.data_ptr(), step.query_starts_S.data_ptr(), step.kv_lens_S.data_ptr(), step.num_seqs, step.max_kv_len)
 
 
 class BuildError(Exception):

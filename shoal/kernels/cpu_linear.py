@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
-from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,18 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from shoal.kernels import cpu_build
+from shoal.kernels.cpu_build import Packed
 from shoal.weights.quantized import QuantizedTensor
 
 GROUP = 32
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 CHUNK = 1 << 22    # weights converted at a time: 16 MiB of float32
 LIBRARY = cpu_build.load()
-
-
-class Packed(ctypes.Structure):
-    """`Packed` of cpu_linear.c."""
-
-    _fields_ = (("data", c_void_p), ("outs", c_int32), ("cols", c_int32), ("bits", c_int32))
 
 
 @dataclass(frozen=True, slots=True)

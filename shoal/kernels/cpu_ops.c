@@ -1,11 +1,7 @@
 // The small float32 ops between two products, each one pass. Written as plain loops: the compiler vectorises them for the machine it
 // runs on. Threads join only where the work outweighs waking them.
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#include "cpu_exp.h"
+#include "cpu.h"
 
 enum { PARALLEL_ELEMENTS = 1 << 15 };    // about 10 us of one core
 
@@ -38,14 +34,6 @@ void shoal_silu_mul(const float *x, int rows, int n, float *out) {
     }
 }
 
-// One layer's cache and the block tables. Strides in elements.
-typedef struct {
-    float *cache;
-    const int32_t *tables;
-    int64_t table_stride, block_stride, kv_stride, head_stride;
-    int32_t block_size, num_heads, num_kv_heads, head_dim;
-} Slots;
-
 static void norm_rope(float *restrict x, int n, const float *weight, float eps, const float *restrict cos_sin) {
     float *restrict second = x + n / 2;
     const float *restrict sine = cos_sin + n / 2;
@@ -61,9 +49,9 @@ static void norm_rope(float *restrict x, int n, const float *weight, float eps, 
 }
 
 // qkv [tokens, (H + 2G) * N], in place; k and v also into the cache. Padding (a row or position below 0) is left alone.
-void shoal_qk_norm_rope_store(const Slots *s, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
+void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
                               const float *q_weight, const float *k_weight, float eps) {
-    const int n = s->head_dim, heads = s->num_heads, kv_heads = s->num_kv_heads, width = (heads + 2 * kv_heads) * n;
+    const int n = c->head_dim, heads = c->num_heads, kv_heads = c->num_kv_heads, width = (heads + 2 * kv_heads) * n;
 #pragma omp parallel for if ((int64_t)tokens * width > PARALLEL_ELEMENTS)
     for (int t = 0; t < tokens; t++) {
         const int64_t position = positions[t], row = rows[t];
@@ -71,11 +59,11 @@ void shoal_qk_norm_rope_store(const Slots *s, float *qkv, int tokens, const int3
         float *x = qkv + (int64_t)t * width;
         for (int h = 0; h < heads + kv_heads; h++) norm_rope(x + h * n, n, h < heads ? q_weight : k_weight, eps, cos_sin + position * n);
         if (row < 0) continue;
-        const int64_t block = s->tables[row * s->table_stride + position / s->block_size];
-        float *slot = s->cache + block * s->block_stride + position % s->block_size * n;
+        const int64_t block = c->tables[row * c->table_stride + position / c->block_size];
+        float *slot = c->data + block * c->block_stride + position % c->block_size * n;
         for (int g = 0; g < kv_heads; g++) {
-            memcpy(slot + g * s->head_stride, x + (heads + g) * n, (size_t)n * 4);
-            memcpy(slot + s->kv_stride + g * s->head_stride, x + (heads + kv_heads + g) * n, (size_t)n * 4);
+            memcpy(slot + g * c->head_stride, x + (heads + g) * n, (size_t)n * 4);
+            memcpy(slot + c->kv_stride + g * c->head_stride, x + (heads + kv_heads + g) * n, (size_t)n * 4);
         }
     }
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from ctypes import c_int32, c_int64, c_void_p
 
 import torch
 
@@ -54,24 +52,8 @@ def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weigh
                                      num_kv_heads)
         return
     assert qkv.is_contiguous() and cos_sin.is_contiguous() and positions_T.is_contiguous() and rows_T.is_contiguous()
-    assert kv_layer.stride()[3:] == (cos_sin.shape[1], 1) and kv_layer.dtype == cos_sin.dtype == torch.float32
-    assert positions_T.dtype == rows_T.dtype == block_tables_RM.dtype == torch.int32
-    slots = _slots(kv_layer.data_ptr(), kv_layer.stride(), kv_layer.shape[3], block_tables_RM.data_ptr(), block_tables_RM.stride(0),
-                   num_heads, num_kv_heads, cos_sin.shape[1])
+    assert positions_T.dtype == rows_T.dtype == torch.int32 and cos_sin.dtype == torch.float32 and kv_layer.shape[2] == num_kv_heads
+    cache = cpu_build.describe_cache(kv_layer, block_tables_RM, num_heads)
     LIBRARY.shoal_qk_norm_rope_store(
-        ctypes.addressof(slots), qkv.data_ptr(), qkv.shape[0], positions_T.data_ptr(), rows_T.data_ptr(), cos_sin.data_ptr(),
+        ctypes.addressof(cache), qkv.data_ptr(), qkv.shape[0], positions_T.data_ptr(), rows_T.data_ptr(), cos_sin.data_ptr(),
         None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(), eps)
-
-
-class Slots(ctypes.Structure):
-    """`Slots` of cpu_ops.c."""
-
-    _fields_ = (("cache", c_void_p), ("tables", c_void_p), ("table_stride", c_int64), ("block_stride", c_int64), ("kv_stride", c_int64),
-                ("head_stride", c_int64), ("block_size", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32))
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots(cache: int, strides: tuple[int, ...], block_size: int, tables: int, table_stride: int, num_heads: int, num_kv_heads: int,
-           head_dim: int) -> Slots:
-    """Filling the struct costs as much as the call, and a layer's is the same every step."""
-    return Slots(cache, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim)

@@ -10,8 +10,8 @@ from shoal.kernels import cpu_build, cpu_linear
 from shoal.weights.quantized import GROUPS, QuantizedTensor
 
 needs_library = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
-# Activations are rounded to 8 bits a group of 32: for normal ones to steps of about 2.2 / 127, an error of 0.5 % of each term.
-TOLERANCE = 0.01
+TOLERANCE = 1e-4      # activations rounded to 16 bits a group of 32: steps of about 2.2 / 32767, an error of 2e-5 of each term
+REQUANTIZED = 1e-2    # weights rounded to 8 bits a group: likewise 5e-3
 
 
 def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedTensor:
@@ -53,10 +53,6 @@ def test_a_packed_product_is_that_of_the_dequantized_matrix(threads, kind, outs,
     tensor = random_tensor(kind, outs, cols)
     x, bias = torch.randn(tokens, cols), torch.randn(outs)
     weight = cpu_linear.pack([tensor])
-    # whole numbers up to 127, one of them in each group, are their own 8-bit rounding: what is left is float32's error
-    exact = torch.randint(-126, 127, (tokens, cols)).float()
-    exact[:, ::32] = 127
-    assert error(cpu_linear.packed_linear(exact, weight, None), exact, tensor.dequantize()) < 1e-5
     assert error(cpu_linear.packed_linear(x, weight, bias), x, tensor.dequantize(), bias) < TOLERANCE
 
 
@@ -81,8 +77,10 @@ def test_rows_of_several_tensors_and_kinds_are_one_weight(kinds):
     tensors = [random_tensor(kind, 13 + 8 * i, 512, seed=i) for i, kind in enumerate(kinds)]
     weight = cpu_linear.pack(tensors)
     x = torch.randn(5, 512)
-    assert weight.header.bits == (4 if all(kind.startswith("Q4") for kind in kinds) else 8)
-    assert error(cpu_linear.packed_linear(x, weight, None), x, torch.cat([t.dequantize() for t in tensors])) < TOLERANCE
+    four = all(kind.startswith("Q4") for kind in kinds)
+    assert weight.header.bits == (4 if four else 8)
+    tolerance = REQUANTIZED if not four else 1e-3 if "Q4_K" in kinds else TOLERANCE    # Q4_K's scales become fp16
+    assert error(cpu_linear.packed_linear(x, weight, None), x, torch.cat([t.dequantize() for t in tensors])) < tolerance
 
 
 @needs_library
@@ -119,7 +117,7 @@ def test_activations_may_be_strided_unaligned_zero_or_of_another_dtype():
     assert error(cpu_linear.packed_linear(strided, weight, None), strided, matrix) < TOLERANCE
     half = torch.randn(3, 64, dtype=torch.bfloat16)
     got = cpu_linear.packed_linear(half, weight, None)
-    assert got.dtype == torch.bfloat16 and error(got, half, matrix) < TOLERANCE
+    assert got.dtype == torch.bfloat16 and error(got, half, matrix) < 4e-3    # its rounding
     assert not cpu_linear.packed_linear(torch.zeros(2, 64), weight, None).any()
     assert cpu_linear.packed_linear(torch.zeros(0, 64), weight, None).shape == (0, 30)
 
@@ -131,7 +129,7 @@ def test_without_a_library_torch_does_it(monkeypatch, kinds):
     weight = cpu_linear.pack(tensors)
     x, bias = torch.randn(4, 256), torch.randn(32 * len(kinds))
     matrix = torch.cat([t.dequantize() for t in tensors])
-    assert error(cpu_linear.packed_linear(x, weight, bias), x, matrix, bias) < TOLERANCE
+    assert error(cpu_linear.packed_linear(x, weight, bias), x, matrix, bias) < 1e-2    # bf16 activations and scales
     ids = torch.tensor([3, 31])
     assert torch.equal(cpu_linear.packed_embed(ids, weight), tensors[0].dequantize()[ids])
 

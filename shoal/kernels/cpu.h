@@ -1,0 +1,61 @@
+// What the C kernels share with each other, and (structs) with ctypes.
+
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+// Keeps a SIMD value in a register at this point. Left to itself, gcc reorders the inner loops until sums spill and loads repeat: half the speed.
+#ifdef __AVX2__
+#define KEEP(x) asm("" : "+x"(x))
+#else
+#define KEEP(x)
+#endif
+
+int omp_get_thread_num(void);    // declared here: clang comes without omp.h
+int omp_get_num_threads(void);
+int omp_get_max_threads(void);
+
+// [outs, cols] weights in the layout of cpu_linear.c.
+typedef struct {
+    uint8_t *data;
+    int32_t outs, cols, bits;
+} Packed;
+
+// One layer's paged cache. Strides in elements.
+typedef struct {
+    float *data;
+    const int32_t *tables;
+    int64_t table_stride, block_stride, kv_stride, head_stride;
+    int32_t block_size, num_heads, num_kv_heads, head_dim;
+} Cache;
+
+// A step's sequences: state row (-1: padding), first query token (one entry more than sequences), keys, this step's included.
+typedef struct {
+    const int32_t *rows, *query_starts, *kv_lens;
+    int32_t num_seqs, max_kv_len;
+} Sequences;
+
+int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, float *y);
+void shoal_rms_norm(const float *x, float *residual, const float *weight, float eps, int rows, int n, float *out);
+void shoal_silu_mul(const float *x, int rows, int n, float *out);
+void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
+                              const float *q_weight, const float *k_weight, float eps);
+int shoal_attention(const Cache *c, const Sequences *s, const float *q, int64_t q_stride, int window, float scale, float *out);
+
+// e^x to 2e-7 relative for x <= 88: 2^n times a polynomial on [-ln2 / 2, ln2 / 2] (Cephes' coefficients); below -87 it stays at e^-87.
+static inline float fast_exp(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
