@@ -11,11 +11,12 @@ import math
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field
+from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field, signed
 
 # Shifts and multipliers of a 32-bit finalizer with very little bias, from Wellons' hash prospector; the salts only tell words apart.
-MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
-SALT_0, SALT_1 = 0x9E3779B9 - (1 << 32), 0x3C6EF372
+MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
+SALT_0, SALT_1 = 0x9E3779B9, 0x3C6EF372
+WORD = 0xFFFFFFFF
 MAX_UNIFORM = 1.0 - 2.0 ** -24
 MAX_GUMBEL = 32 * math.log(2.0)    # -log of the smallest exponential draw, 2**-32
 
@@ -86,36 +87,38 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
     it is the argmax of logits / temperature + Gumbel noise (a draw from the softmax, see Maddison et al. 2014) over the tokens that
     min_p, top_k and top_p leave, the noise a hash of (seed, position of the drawn token, token). Greedy: the first of the largest.
     """
-    active = (rows_S >= 0).nonzero().squeeze(1)
-    rows = rows_S[active].long()
+    active = [s for s, row in enumerate(rows_S.tolist()) if row >= 0]
+    if len(active) < len(rows_S):
+        logits_BV, rows_S, positions_S = logits_BV[active], rows_S[active], positions_S[active]
+    rows, drawn_positions, logits_SV = rows_S.long(), positions_S + 1, logits_BV.float()
+    tokens = logits_SV.argmax(dim=-1)
     fields = table[rows, :FIELDS]
-    logits_SV = (logits_BV[active] if len(active) < len(logits_BV) else logits_BV).float()
-    drawn_positions = positions_S[active] + 1
-    tokens = logits_SV.argmax(dim=-1).to(torch.int32)
-    temperatures, top_ps, min_ps = fields.view(torch.float32)[:, [Field.TEMPERATURE, Field.TOP_P, Field.MIN_P]].T.tolist()
-    top_ks = fields[:, Field.TOP_K].tolist()
-    key_0, key_1 = noise_keys(fields[:, Field.SEED_LOW], fields[:, Field.SEED_HIGH], drawn_positions)
-    for s, temperature in enumerate(temperatures):
+    words, floats = fields.tolist(), fields.view(torch.float32).tolist()
+    for s, position in enumerate(drawn_positions.tolist()):
+        temperature = floats[s][Field.TEMPERATURE]
         if temperature >= MIN_TEMPERATURE:
-            tokens[s] = _draw(logits_SV[s], tokens[s:s + 1], temperature, top_ks[s], top_ps[s], min_ps[s], key_0[s], key_1[s])
-    out_tokens_S[active] = tokens
+            keys = noise_keys(words[s][Field.SEED_LOW], words[s][Field.SEED_HIGH], position)
+            filters = words[s][Field.TOP_K], floats[s][Field.TOP_P], floats[s][Field.MIN_P]
+            tokens[s] = _draw(logits_SV[s], tokens[s:s + 1], temperature, filters, keys)
+    out_tokens_S[active] = tokens = tokens.to(torch.int32)
     table[rows, Field.TOKEN] = tokens
     table[rows, Field.POSITION] = drawn_positions
 
 
-def _draw(logits_V: torch.Tensor, best_1: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, key_0: torch.Tensor,
-          key_1: torch.Tensor) -> torch.Tensor:
+def _draw(logits_V: torch.Tensor, best_1: torch.Tensor, temperature: float, filters: tuple[int, float, float],
+          keys: tuple[int, int]) -> torch.Tensor:
     """One token of one row. Noise is made only for tokens that can win: those within its range of the best token's own score."""
-    floor = logits_V[best_1] + temperature * (gumbel(key_0, key_1, best_1) - MAX_GUMBEL)
-    if top_k > 0 or top_p < 1.0 or min_p > 0.0:
-        floor = torch.maximum(floor, threshold(logits_V, temperature, top_k, top_p, min_p))
-    ids = (logits_V >= floor).nonzero().squeeze(1)
-    scores = gumbel(key_0, key_1, ids.to(torch.int32)).add_(logits_V.index_select(0, ids), alpha=1.0 / temperature)
+    if filters == (0, 1.0, 0.0):
+        floor = logits_V[best_1] + temperature * (gumbel(*keys, best_1.to(torch.int32)) - MAX_GUMBEL)
+        ids = (logits_V >= floor).nonzero().squeeze(1)
+    else:
+        ids = survivors(logits_V, temperature, *filters)
+    scores = gumbel(*keys, ids.to(torch.int32)).add_(logits_V.index_select(0, ids), alpha=1.0 / temperature)
     return ids[scores.argmax()]
 
 
-def threshold(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The smallest logit that min_p, then top_k, then top_p keep; what ties with it is kept too.
+def survivors(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The ids that min_p, then top_k, then top_p keep. What ties with the last one kept is kept too.
 
     min_p: at least min_p times as probable as the best. top_k: at least as probable as the k-th. top_p: the mass of what is strictly more
     probable, of all that the first two left, is below top_p.
@@ -124,38 +127,40 @@ def threshold(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: flo
     floor = largest + temperature * math.log(min_p) if min_p > 0.0 else torch.full_like(largest, -math.inf)
     if 0 < top_k < len(logits_V):
         floor = torch.maximum(floor, logits_V.topk(top_k).values[-1])
+    ids = (logits_V >= floor).nonzero().squeeze(1)
     if top_p >= 1.0:
-        return floor
-    kept = logits_V[logits_V >= floor]
-    mass = ((kept - largest) / temperature).exp_()
-    total = mass.sum(dtype=torch.float64)
-    # Tokens of at most (1 - top_p) / n of the mass hold at most 1 - top_p together, so the n tokens' answer is among the others.
-    kept = kept[mass >= total * ((1.0 - top_p) / len(kept))].sort(descending=True).values
-    above = ((kept - largest) / temperature).exp_().double().cumsum(0).roll(1)
-    above[0] = 0.0
-    return kept[(above < total * top_p).sum() - 1]
+        return ids
+    kept = logits_V.index_select(0, ids)
+    target = ((kept - largest) / temperature).exp_().sum(dtype=torch.float64) * top_p
+    for size in (64, 1024, 8192, len(kept)):    # few tokens hold most of the mass, and a sort of all takes milliseconds
+        best = kept.topk(min(size, len(kept))).values
+        mass = ((best - largest) / temperature).exp_().double().cumsum(0)
+        if mass[-1] >= target:
+            break
+    return ids[kept >= best[(mass[:-1] < target).sum()]]
 
 
-def noise_keys(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def noise_keys(seed_low: int, seed_high: int, position: int) -> tuple[int, int]:
     """Two int32 words that name a draw: they mix the same three words in two orders, so that together they keep 64 bits."""
     key_0 = _mix(position ^ _mix(seed_high ^ _mix(seed_low ^ SALT_0)))
     key_1 = _mix(seed_low + _mix(seed_high + _mix(position + SALT_1)))
-    return key_0, key_1
+    return signed(key_0), signed(key_1)
 
 
-def gumbel(key_0: torch.Tensor, key_1: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise of a token: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits, finest near 0, the large noise."""
-    h = (token ^ key_0).mul_(MIX_1)    # as `_mix`, but a token has no high bits to mix down first, and the second key goes in halfway
-    h = _xor_shift(h, 15).bitwise_xor_(key_1).mul_(MIX_2)
+def _mix(x: int) -> int:
+    x &= WORD
+    x = (x ^ x >> 16) * MIX_1 & WORD
+    x = (x ^ x >> 15) * MIX_2 & WORD
+    return x ^ x >> 15
+
+
+def gumbel(key_0: int, key_1: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise of int32 tokens: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits, finest near 0: large noise."""
+    h = (tokens ^ key_0).mul_(signed(MIX_1))    # as `_mix`, but tokens have no high bits to mix down first, and key_1 comes in halfway
+    h = _xor_shift(h, 15).bitwise_xor_(key_1).mul_(signed(MIX_2))
     h = _shift(_xor_shift(h, 15), 1)
-    u = h.float().mul_(2.0 ** -31).add_(2.0 ** -32).clamp_(max=MAX_UNIFORM)
-    return u.neg_().log1p_().neg_().log_().neg_()
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = _xor_shift(x, 16) * MIX_1
-    x = _xor_shift(x, 15) * MIX_2
-    return _xor_shift(x, 15)
+    minus_u = h.float().mul_(-2.0 ** -31).sub_(2.0 ** -32).clamp_(min=-MAX_UNIFORM)
+    return minus_u.log1p_().neg_().log_().neg_()
 
 
 def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -68,10 +68,11 @@ class StateLayout:
 
 def seed_words(seed: int) -> tuple[int, int]:
     """A seed's low and high 32 bits as int32. Seeds that are equal modulo 2**64 are one seed."""
-    return _int32(seed), _int32(seed >> 32)
+    return signed(seed), signed(seed >> 32)
 
 
-def _int32(value: int) -> int:
+def signed(value: int) -> int:
+    """The int32 with the low 32 bits of `value`."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value
 

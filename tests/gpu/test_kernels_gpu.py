@@ -122,14 +122,15 @@ def test_sample_draws_the_reference_tokens(count: int, vocab_size: int, scale: f
 
 @pytest.mark.parametrize("params", [(1.0, 0, 1.0, 0.0), (0.7, 20, 0.9, 0.0), (1.0, 0, 0.8, 0.01)])
 def test_sample_follows_the_exact_distribution(params: tuple[float, int, float, float]) -> None:
-    """60,000 positions of one row; the exact distribution from the reference's threshold, in float64."""
+    """60,000 positions of one row; the exact distribution is over what the reference's filters keep, in float64."""
     count, (temperature, top_k, top_p, min_p) = 60_000, params
     logits = (torch.randn(1000) * 2).to(BF16)
     out = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     positions = torch.arange(count, dtype=torch.int32, device=DEVICE)
     triton_ops.sample(logits.to(DEVICE).expand(count, -1), torch.zeros_like(positions), positions, make_table([params], [11]), out)
-    floor = reference.threshold(logits.float(), temperature, top_k, top_p, min_p)
-    probs = torch.where(logits.float() >= floor, logits.double() / temperature, -math.inf).softmax(0)
+    kept = reference.survivors(logits.float(), temperature, top_k, top_p, min_p)
+    probs = torch.zeros(1000, dtype=torch.float64)
+    probs[kept] = (logits[kept].double() / temperature).softmax(0)
     expected, observed = probs * count, torch.bincount(out.cpu(), minlength=1000)
     assert not observed[probs == 0].any()
     common = expected >= 5
