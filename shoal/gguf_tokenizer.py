@@ -99,8 +99,8 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
     backend.add_special_tokens([AddedToken(t, normalized=False) for t, of in added.items() if of is not TokenType.USER_DEFINED])
     backend.add_tokens([AddedToken(t, normalized=False) for t, of in added.items() if of is TokenType.USER_DEFINED])
     names = special_tokens(metadata)
-    set_ends(backend, names.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
-             names.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None)
+    _set_ends(backend, names.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
+              names.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None)
     return backend
 
 
@@ -119,18 +119,18 @@ def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
     return list(dict.fromkeys(int(i) for i in (*named, *known) if i is not None))
 
 
-def set_ends(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """What encode adds before and after a text. A token that the vocabulary lacks is not added."""
-    ends = {t: i for t in (bos, eos) if t is not None and (i := backend.token_to_id(t)) is not None}
-    single = [*([bos] if bos in ends else []), "$A", *([eos] if eos in ends else [])]
-    backend.post_processor = TemplateProcessing(single=single, special_tokens=list(ends.items()))
-
-
 def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if values is None:
         raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{name}; {WAY_OUT}")
     return values if isinstance(values, list) else values.tolist()
+
+
+def _set_ends(backend: Backend, bos: str | None, eos: str | None) -> None:
+    """What encode adds before and after a text. A token that the vocabulary lacks is not added."""
+    ends = {t: i for t in (bos, eos) if t is not None and (i := backend.token_to_id(t)) is not None}
+    single = [*([bos] if bos in ends else []), "$A", *([eos] if eos in ends else [])]
+    backend.post_processor = TemplateProcessing(single=single, special_tokens=list(ends.items()))
 
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:

@@ -79,7 +79,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Raises CheckpointError where tokenizer.json is missing, damaged, or of a kind that cannot be decoded token by token."""
+        """Raises CheckpointError where tokenizer.json is missing, damaged, or of a kind that cannot be decoded token by token.
+
+        What encode adds around a text, tokenizer.json itself says. add_bos_token in tokenizer_config.json is not read, as in transformers.
+        """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -97,9 +100,6 @@ class Tokenizer:
         for role, ids in (("bos_token", _ids(config.get("bos_token_id"))), ("eos_token", ends)):
             if role not in special and ids and (text := backend.id_to_token(ids[0])) is not None:
                 special[role] = text
-        if "add_bos_token" in settings or "add_eos_token" in settings:    # else tokenizer.json itself says what to add
-            gguf_tokenizer.set_ends(backend, special.get("bos_token") if settings.get("add_bos_token") else None,
-                                    special.get("eos_token") if settings.get("add_eos_token") else None)
         return cls(backend, special, ends, _chat_templates(folder, settings))
 
     @classmethod

@@ -1,0 +1,195 @@
+"""Chat templates: the text of transformers for the templates of well-known models, and clear answers to what cannot be rendered."""
+
+import json
+
+import pytest
+import transformers
+
+from shoal.errors import RequestError
+from shoal.tokenizer import Tokenizer
+from tests import texts
+
+CHATML = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+          "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+          "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+LLAMA3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = "26 Jul 2024" %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
+{%- if tools is not none %}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\\n\\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- "}<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+QWEN3 = """{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n' }}
+    {%- for tool in tools %}
+        {{- "\\n" }}{{- tool | tojson }}
+    {%- endfor %}
+    {{- "<|im_end|>\\n" }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if message.role == "assistant" and '</think>' in content and loop.index0 <= ns.last_query_index %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content }}
+    {%- if message.tool_calls %}
+        {%- for tool_call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n' + tool_call.function.name + ' ' }}{{- tool_call.function.arguments | tojson }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+MISTRAL = ("{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+           "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+           "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+           "{% elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token}}{% endgeneration %}"
+           "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}")
+PARTS = ("{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}"
+         "{% else %}{% for part in message.content %}{% if part.type != 'text' %}{% continue %}{% endif %}<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}")
+TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA3, "qwen 3": QWEN3, "mistral": MISTRAL, "parts": PARTS}
+
+USER, ASSISTANT = {"role": "user", "content": " Hi <b>&</b> 'you'! "}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello. "}
+SYSTEM = {"role": "system", "content": "Be brief.\n"}
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": "é<"}}}]}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "does <é>", "parameters": {"type": "object"}}}]
+
+
+def write(folder, template, **files):
+    backend = texts.byte_level_backend(("<s>", "</s>"))
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content)
+    return Tokenizer.from_folder(folder)
+
+
+def render(tmp_path, template, messages, **options):
+    return write(tmp_path, template).apply_chat_template(messages, tokenize=False, **options)
+
+
+@pytest.mark.parametrize("name, messages, options", [
+    *((name, messages, {}) for name in TEMPLATES for messages in ([USER], [USER, ASSISTANT, USER], [USER, ASSISTANT])),
+    *((name, [USER, ASSISTANT], {"continue_final_message": True, "add_generation_prompt": False}) for name in TEMPLATES),
+    *((name, [SYSTEM, USER], {"add_generation_prompt": False}) for name in ("chatml", "llama 3", "qwen 3")),
+    *((name, [USER, CALL, {"role": "tool", "content": "4"}], {"tools": TOOLS}) for name in ("llama 3", "qwen 3")),
+    ("qwen 3", [USER], {"enable_thinking": False}),
+    ("llama 3", [USER], {"date_string": "1 Jan 2027"}),
+    ("parts", [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}),
+])
+def test_the_text_is_that_of_transformers(name, messages, options, tmp_path):
+    tokenizer = write(tmp_path, TEMPLATES[name])
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    options = {"add_generation_prompt": True, **options}
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    assert text == oracle.apply_chat_template(messages, tokenize=False, **options)
+    assert tokenizer.apply_chat_template(messages, **options) == oracle.apply_chat_template(messages, return_dict=False, **options)
+
+
+def test_text_parts_are_joined_for_a_template_that_expects_text(tmp_path):
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]
+    assert "user\na\nb\nc<|im_end|>" in render(tmp_path, CHATML, [{"role": "user", "content": parts}])
+
+
+def test_arguments_of_tool_calls_may_be_json_text(tmp_path):
+    call = json.loads(json.dumps(CALL))
+    call["tool_calls"][0]["function"]["arguments"] = '{"x": "é<"}'
+    assert render(tmp_path, QWEN3, [USER, call]) == render(tmp_path, QWEN3, [USER, CALL])
+    assert call["tool_calls"][0]["function"]["arguments"] == '{"x": "é<"}', "the caller's messages stay as they were"
+
+
+def test_a_message_without_content_is_empty(tmp_path):
+    assert render(tmp_path, QWEN3, [{**CALL, "content": None}]) == render(tmp_path, QWEN3, [CALL])
+
+
+def test_the_time_of_day_can_be_asked_for(tmp_path):
+    assert render(tmp_path, "{{ strftime_now('%Y') }}", [USER]).isdigit()
+
+
+def test_a_file_of_its_own_wins_and_named_templates_are_found(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "docs"}]
+    tokenizer = write(tmp_path, named)
+    for options, text in (({}, "plain"), ({"tools": TOOLS}, "tools"), ({"chat_template": "rag"}, "docs")):
+        assert tokenizer.apply_chat_template([USER], tokenize=False, **options) == text
+    assert tokenizer.apply_chat_template([USER], chat_template="{{ bos_token }}", tokenize=False) == "<s>"
+    assert write(tmp_path, "settings", chat_template__json=json.dumps({"chat_template": "json"})).chat_template == "json"
+    assert write(tmp_path, "settings", chat_template__jinja="jinja").chat_template == "jinja"
+
+
+def test_without_a_template_the_error_says_how_to_give_one(tmp_path):
+    with pytest.raises(RequestError, match="chat_template"):
+        render(tmp_path, None, [USER])
+
+
+@pytest.mark.parametrize("messages, said", [
+    ([], "no list of messages"), ("hi", "no list of messages"), ({"role": "user"}, "no list of messages"), ([["x"]], "role"),
+    ([{"content": "x"}], "role"), ([{"role": 5, "content": "x"}], "role"), ([{"role": "user", "content": 5}], "content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
+    ([{"role": "user", "content": object()}], "message 0"),
+    ([USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
+])
+def test_malformed_messages_are_refused(messages, said, tmp_path):
+    with pytest.raises(RequestError, match=said):
+        render(tmp_path, CHATML, messages)
+
+
+@pytest.mark.parametrize("template, said", [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{{ messages[7]['role'] }}", "does not take"),
+    ("{{ 'a' + 1 }}", "does not take"), ("{{ 1 / 0 }}", "does not take"), ("{% if %}", "not valid Jinja"),
+    ("{{ messages.append('x') }}", "does not take"), ("{{ ''.__class__.__mro__ }}", "does not take"),
+    ("{{ range(10**9) | list }}", "does not take"),
+])
+def test_a_template_that_fails_is_the_requests_error(template, said, tmp_path):
+    with pytest.raises(RequestError, match=said):
+        render(tmp_path, template, [USER])
+
+
+def test_what_cannot_be_continued_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="exclude each other"):
+        render(tmp_path, CHATML, [USER], continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(RequestError, match="does not write the final message"):
+        render(tmp_path, "fixed text", [USER], continue_final_message=True, add_generation_prompt=False)
+    with pytest.raises(RequestError, match="variables"):
+        render(tmp_path, CHATML, [USER], thing=object())
