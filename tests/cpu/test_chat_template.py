@@ -87,7 +87,8 @@ MISTRAL = ("{{ bos_token }}{% for message in messages %}{% if (message['role'] =
            "{% elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token}}{% endgeneration %}"
            "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}")
 PARTS = ("{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}"
-         "{% else %}{% for part in message.content %}{% if part.type != 'text' %}{% continue %}{% endif %}<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}")
+         "{% else %}{% for part in message.content %}{% if part.type != 'text' %}{% continue %}{% endif %}"
+         "<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}")
 TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA3, "qwen 3": QWEN3, "mistral": MISTRAL, "parts": PARTS}
 
 USER, ASSISTANT = {"role": "user", "content": " Hi <b>&</b> 'you'! "}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello. "}
