@@ -56,6 +56,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool = False     # compute every prompt token, even if its KV is cached
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -19,13 +19,19 @@ logger = logging.getLogger(__name__)
 DEFAULT_MODEL = "smollm2"
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
-# Options of vLLM's LLM() that Shoal has no use for: accepted so that its examples run.
+# Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
 IGNORED_OPTIONS = frozenset({
-    "tokenizer_mode", "trust_remote_code", "swap_space", "cpu_offload_gb", "disable_log_stats", "disable_custom_all_reduce",
-    "enable_chunked_prefill", "compilation_config", "distributed_executor_backend", "max_seq_len_to_capture", "use_tqdm_on_load",
-    "allowed_local_media_path", "limit_mm_per_prompt", "mm_processor_kwargs", "disable_cascade_attn", "num_scheduler_steps",
-    "use_v2_block_manager", "preemption_mode", "worker_cls", "optimization_level", "pipeline_parallel_size", "runner", "task",
+    "tokenizer_mode", "trust_remote_code", "swap_space", "disable_log_stats", "disable_custom_all_reduce", "enable_chunked_prefill",
+    "compilation_config", "distributed_executor_backend", "max_seq_len_to_capture", "use_tqdm_on_load", "allowed_local_media_path",
+    "limit_mm_per_prompt", "mm_processor_kwargs", "disable_cascade_attn", "num_scheduler_steps", "use_v2_block_manager", "worker_cls",
+    "optimization_level", "served_model_name", "disable_log_requests",
 })
+# Options of vLLM that ask for something Shoal does not do, with the values that ask for nothing.
+UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "enable_expert_parallel": (False,), "quantization": (None,),
+    "kv_cache_dtype": ("auto",), "cpu_offload_gb": (0,), "enable_lora": (False,), "speculative_config": (None,), "hf_overrides": (None, {}),
+    "enable_sleep_mode": (False,), "task": (None, "auto", "generate"), "runner": (None, "auto", "generate"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,11 @@ class EngineConfig:
                 continue
             if name in IGNORED_OPTIONS:
                 logger.warning("option %s=%r has no meaning in Shoal and is ignored", name, options.pop(name))
+                continue
+            if name in UNSUPPORTED_OPTIONS:
+                value, neutral = options.pop(name), UNSUPPORTED_OPTIONS[name]
+                if value not in neutral:
+                    raise ConfigError(f"option {name}={value!r} is not supported; leave it out (only {neutral[0]!r} is accepted)")
                 continue
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else "see `shoal generate --help` for the options there are"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -27,7 +28,8 @@ def select_backend(config: EngineConfig, device: torch.device, dtype: torch.dtyp
         return CpuBackend(head_dim)
     if name == "triton":
         from shoal.attention.triton import TritonBackend
-        return TritonBackend(num_heads, num_kv_heads, head_dim, config.block_size, config.max_num_seqs or 0, config.max_model_len or 0, device, dtype)
-    from shoal.attention import flash
-    build = flash.FlashInferBackend if name == "flashinfer" else flash.FlashAttentionBackend
-    return build(num_heads, num_kv_heads, head_dim, config.block_size, config.max_num_seqs or 0, config.max_model_len or 0, device, dtype)
+        build: Callable[..., AttentionBackend] = TritonBackend
+    else:
+        from shoal.attention import flash
+        build = flash.FlashInferBackend if name == "flashinfer" else flash.FlashAttentionBackend
+    return build(num_heads, num_kv_heads, head_dim, config.block_size, config.max_num_seqs, config.max_model_len, device, dtype)

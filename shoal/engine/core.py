@@ -131,6 +131,22 @@ class EngineCore:
         except (RuntimeError, ShoalError) as error:
             self.error = self._cause_of_death(error)
             raise self.error from error
+        except KeyboardInterrupt:
+            self._forget_everything()
+            raise
+
+    def _forget_everything(self) -> None:
+        """After an interrupt in the middle of a step nobody knows what of it reached the device: every request is aborted, and no block
+        that the step should have filled may be found later. Other ranks cannot be brought back in line, so with them the engine ends."""
+        if self.group is not None:
+            self.error = EngineDeadError("interrupted in the middle of a tensor-parallel step; build a new engine")
+            return
+        assert self.runner is not None
+        self.scheduler.abort_all()
+        self.scheduler.reset_prefix_cache()
+        self.in_flight.clear()
+        self.builder = BatchBuilder(self.runner.layout, self.config.block_size)
+        self.runner.reset_state()
 
     def _cause_of_death(self, error: Exception) -> EngineDeadError:
         """A rank's death, if there was one, rather than the broken collective it left behind."""
@@ -152,9 +168,9 @@ class EngineCore:
 
     def _complete(self, step: InFlight) -> list[Output]:
         tokens = step.result.wait(self.group.check if self.group is not None else None)
-        logprobs = step.result.logprobs.to_host() if step.result.logprobs is not None else None
+        logprobs = step.result.logprobs
         if step.result.prompt_logprobs is not None:
-            self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs.to_host())
+            self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs)
         outputs = []
         for result in self.scheduler.update(step.plan, tokens):
             seq = result.seq

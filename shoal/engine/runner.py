@@ -40,10 +40,10 @@ RING = 4                     # buffers of steps in flight, each guarded by an ev
 class StepResult:
     """A launched step. `wait` is the one host sync of a step; it raises if a rank died meanwhile."""
 
-    tokens: torch.Tensor                 # int32 [S] on the host, filled once `done` has passed
+    tokens: torch.Tensor                 # int32 [S] on the host, as the others; filled once `done` has passed
     done: torch.cuda.Event | None
-    logprobs: LogprobTensors | None = None
-    prompt_logprobs: LogprobTensors | None = None
+    logprobs: LogprobTensors | None
+    prompt_logprobs: LogprobTensors | None
 
     def wait(self, check: Callable[[], None] | None = None) -> list[int]:
         if self.done is not None:
@@ -135,7 +135,7 @@ class ModelRunner:
     def _largest_step(self) -> None:
         num_seqs = min(self.max_num_seqs, self.max_num_tokens)
         self._rehearse(num_seqs, min(self.max_num_tokens // num_seqs, self.max_model_len), fresh=True)
-        self._reset_state()
+        self.reset_state()
 
     def _rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> None:
         """A prefill step of made-up tokens, sampling included. Token rows of -1: no cache slot is written."""
@@ -155,7 +155,8 @@ class ModelRunner:
         logits_SV = self.model.logits(self.model(step, self.kv, last_S))
         self._sample(logits_SV, rows_S, positions_T[last_S], None)
 
-    def _reset_state(self) -> None:
+    def reset_state(self) -> None:
+        """An empty batch: no row is active."""
         self.state.zero_()
         self.active_B.fill_(-1)
 
@@ -163,14 +164,14 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Makes the cache and captures the decode graphs; every rank is called with the same number."""
         self.kv = self._new_cache(num_blocks)
-        self._reset_state()
+        self.reset_state()
         if self.device.type == "cuda":
             if not self.config.enforce_eager:
                 self.graphs = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len)
                 self.graphs.capture()
             for fresh in (True, False):    # compiles, or loads, the kernels of mixed steps before a request waits for them
                 self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
-            self._reset_state()
+            self.reset_state()
             torch.cuda.synchronize(self.device)
 
     def graph_sizes(self) -> list[int]:
@@ -194,14 +195,12 @@ class ModelRunner:
             logits_SV, prompt = self._decode_step(header, extras), None
         else:
             logits_SV, prompt = self._mixed_step(packed, sections, extras)
-        num_samples = int(header[Header.NUM_SAMPLES])
-        result = self._collect(num_samples)
-        if extras is not None and self.tp.rank == 0:
+        num_samples, chosen = int(header[Header.NUM_SAMPLES]), None
+        if extras is not None:
             self.shaper.count(self.out_B, extras)
             if extras.num_logprobs is not None:
-                result.logprobs = logprobs(logits_SV[:num_samples], self.out_B[:num_samples], extras.num_logprobs)
-            result.prompt_logprobs = prompt
-        return result
+                chosen = logprobs(logits_SV[:num_samples], self.out_B[:num_samples], extras.num_logprobs).to_host()
+        return self._collect(num_samples, chosen, prompt.to_host() if prompt is not None else None)
 
     def _upload(self, packed: np.ndarray) -> dict[str, torch.Tensor]:
         spans = section_spans(packed[:HEADER_SIZE])
@@ -283,16 +282,16 @@ class ModelRunner:
                 self.table[at_S, Field.TOKEN] = out_S
                 self.table[at_S, Field.POSITION] = positions_S + 1
 
-    def _collect(self, num_samples: int) -> StepResult:
-        """Starts the copy of the step's tokens to the host."""
+    def _collect(self, num_samples: int, chosen: LogprobTensors | None, prompt: LogprobTensors | None) -> StepResult:
+        """Starts the copy of the step's tokens to the host, after those of its log-probabilities."""
         tokens = self.results[self.num_steps % RING][:num_samples]
         self.num_steps += 1
         tokens.copy_(self.out_B[:num_samples], non_blocking=True)
         if self.device.type == "cpu":
-            return StepResult(tokens, None)
+            return StepResult(tokens, None, chosen, prompt)
         done = torch.cuda.Event()
         done.record()
-        return StepResult(tokens, done)
+        return StepResult(tokens, done, chosen, prompt)
 
     # Other commands
 

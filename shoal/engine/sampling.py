@@ -14,12 +14,12 @@ import torch
 from shoal.engine.batch import Extras
 from shoal.kernels import logits as shaping
 
-MAX_LOGPROB_ELEMENTS = 1 << 26    # of one [rows, V] float32 piece of prompt log-probabilities: 256 MiB
+MAX_LOGPROB_ELEMENTS = 1 << 24    # of one [rows, V] float32 piece of prompt log-probabilities: 64 MiB
 
 
 @dataclass(slots=True)
 class LogprobTensors:
-    """On the device until asked for: log-probability and rank of each chosen token, then the k best ids and their log-probabilities."""
+    """Log-probability and rank of each chosen token, then the k best ids and their log-probabilities."""
 
     chosen: torch.Tensor         # [S] float32
     ranks: torch.Tensor          # [S] int64
@@ -27,7 +27,14 @@ class LogprobTensors:
     top: torch.Tensor            # [S, k] float32
 
     def to_host(self) -> LogprobTensors:
-        return LogprobTensors(self.chosen.cpu(), self.ranks.cpu(), self.top_ids.cpu(), self.top.cpu())
+        """Starts the copies; they are complete when an event recorded after this call has passed."""
+        return LogprobTensors(*(_start_copy(x) for x in (self.chosen, self.ranks, self.top_ids, self.top)))
+
+
+def _start_copy(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 class LogitShaper:

@@ -104,6 +104,10 @@ class Scheduler:
     def abort(self, request_id: str) -> Sequence | None:
         return self.finish(request_id, FinishReason.ABORT)
 
+    def abort_all(self) -> None:
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Sequence | None:
         """Ends a request from outside, wherever it is; tokens still in flight are dropped. None if it has ended already or never was."""
         seq = self._sequences.get(request_id)
@@ -281,7 +285,9 @@ class Scheduler:
             self._prefix_cache_hits += seq.num_computed
 
     def _looks_up(self, seq: Sequence) -> bool:
-        return self.pool.enable_caching and seq.request.params.prompt_logprobs is None    # those need every token computed
+        """Prompt logprobs need every prompt token computed."""
+        params = seq.request.params
+        return self.pool.enable_caching and params.prompt_logprobs is None and not params.skip_reading_prefix_cache
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
         """Cached blocks of its longest prefix, short of the last token: its logits are needed, so it is always computed."""

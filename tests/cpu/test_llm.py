@@ -193,3 +193,34 @@ def test_a_prompt_larger_than_the_whole_cache_is_refused(build):
     with pytest.raises(ValueError, match="whole KV cache"):
         engine.generate([[1] * 40], greedy())
     assert len(ids_of(engine.generate([[1] * 8], greedy()))[0]) == COUNT
+
+
+def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypatch):
+    """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it never ran."""
+    engine = build("qwen3", async_scheduling=True)
+    launch, steps = engine.core.runner.step, iter(range(100))
+
+    def interrupted(packed, extras):
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return launch(packed, extras)
+
+    monkeypatch.setattr(engine.core.runner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[:4], greedy())
+    monkeypatch.undo()
+    engine.core.scheduler.check()
+    assert engine.stats().num_running == 0 and ids_of(engine.generate(PROMPTS, greedy())) == expected
+
+
+def test_a_request_may_skip_the_prefix_cache(build, expected):
+    engine = build("qwen3")
+    engine.generate(PROMPTS, greedy())
+    outputs = engine.generate(PROMPTS, greedy(skip_reading_prefix_cache=True))
+    assert ids_of(outputs) == expected and not any(o.num_cached_tokens for o in outputs)
+
+
+def test_an_option_of_vllm_that_is_not_supported_is_refused_unless_it_asks_for_nothing(build):
+    build("llama", quantization=None, kv_cache_dtype="auto", pipeline_parallel_size=1)
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        build("llama", kv_cache_dtype="fp8")

@@ -11,7 +11,8 @@ SHOAL = [sys.executable, "-m", "shoal.cli"]
 
 
 def run(*arguments, stdin=None):
-    return subprocess.run([*SHOAL, *arguments], capture_output=True, text=True, timeout=120, input=stdin, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    return subprocess.run([*SHOAL, *arguments], capture_output=True, text=True, timeout=120, input=stdin, env=environment)
 
 
 def test_generate_continues_the_text():
@@ -32,7 +33,8 @@ def test_chat_keeps_the_conversation_and_shows_the_speed():
 @pytest.mark.parametrize("kind", [("throughput", "--num-prompts", "3"), ("latency", "--batch-size", "2")], ids=lambda k: k[0])
 def test_bench_prints_and_writes_its_figures(kind, tmp_path):
     path = tmp_path / "figures.json"
-    done = run("bench", *kind, "--input-len", "16", "--output-len", "4", "--num-iters", "1", "--max-model-len", "64", "--output-json", str(path))
+    lengths = ("--input-len", "16", "--output-len", "4", "--num-iters", "1", "--max-model-len", "64")
+    done = run("bench", *kind, *lengths, "--output-json", str(path))
     assert done.returncode == 0 and "output tokens/s" in done.stdout, done
     assert json.loads(path.read_text())["output_tokens_per_s"] > 0
 

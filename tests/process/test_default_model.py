@@ -8,7 +8,8 @@ from shoal import LLM, SamplingParams
 from shoal.weights.source import resolve
 
 TEXT = ("Water is a chemical compound of hydrogen and oxygen. At sea level it boils at one hundred degrees Celsius, and ice floats on it, "
-        "because ice is less dense. Without water no form of life that we know of would be possible, and rivers have drawn people to their banks.")
+        "because ice is less dense. Without water no form of life that we know of would be possible, and rivers have drawn people to "
+        "their banks.")
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
@@ -35,8 +36,8 @@ def test_float32_gives_the_oracles_tokens_and_numbers(oracle):
         assert (prompt_logprobs(llm, ids) - oracle_logprobs(oracle, ids)).abs().max() < 2e-3
         prompts = [ids[:n] for n in (1, 5, 17, 40, len(ids))]
         for prompt, output in zip(prompts, llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)):
-            want = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, repetition_penalty=1.0)[0, len(prompt):].tolist()
-            assert output.outputs[0].token_ids == want
+            want = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, repetition_penalty=1.0)
+            assert output.outputs[0].token_ids == want[0, len(prompt):].tolist()
 
 
 def test_packed_weights_stay_close_to_the_oracle(oracle):

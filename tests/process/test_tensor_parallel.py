@@ -39,7 +39,7 @@ def test_two_ranks_give_the_oracles_tokens(name, root):
 
 
 def test_no_rank_ever_differs_in_what_was_drawn(root):
-    """Sampled runs with penalties, logprobs and a cache so small that sequences are preempted: every rank's state rows agree with rank 0's."""
+    """Sampled runs with penalties and a cache so small that sequences are preempted: every rank's state rows equal rank 0's."""
     folder = tiny.write_model(root, "qwen3")
     seeded = [params(temperature=1.3, seed=i, top_p=0.9, repetition_penalty=1.2 if i % 2 else 1.0, prompt_logprobs=1 if i == 2 else None)
               for i in range(len(PROMPTS))]
@@ -58,7 +58,7 @@ def test_a_rank_that_dies_ends_the_engine_with_its_name(root, capfd):
         llm.generate(PROMPTS, params())
         os.kill(victim, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(EngineDeadError, match="rank 1.*SIGKILL"):
+        with pytest.raises(EngineDeadError, match=r"rank 1.*SIGKILL"):
             while time.monotonic() - start < 10:
                 llm.generate(PROMPTS, params())
         assert time.monotonic() - start < 5
