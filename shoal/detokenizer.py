@@ -61,7 +61,7 @@ class Detokenizer:
         return text
 
     def _find_stop(self, text: str, checked: int) -> tuple[int, int, str] | None:
-        """(end, start, stop string) of the one that is complete first, the longest of those: so tokens may be grouped into steps at will."""
+        """(end, start, stop string) of the one that is complete first, the longest of those: steps may group tokens at will."""
         found = [(start + len(stop), start, stop) for stop in self._stops
                  if (start := text.find(stop, max(0, checked - len(stop) + 1))) >= 0]
         return min(found, default=None)
