@@ -25,7 +25,7 @@ from shoal.attention.step import StepInput
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_linear.c", "cpu_ops.c", "cpu_attention.c", "cpu_layers.c")
+SOURCES = ("cpu_linear.c", "cpu_ops.c", "cpu_attention.c", "cpu_layers.c", "cpu_sample.c")
 HEADERS = ("cpu.h",)
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
@@ -38,6 +38,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_silu_mul": (None, (c_void_p, c_int, c_int, c_void_p)),
     "shoal_qk_norm_rope_store": (None, (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float)),
     "shoal_attention": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_float, c_void_p)),
+    "shoal_sample": (c_int, (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p)),
+    "shoal_begin_decode": (None, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
     "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 

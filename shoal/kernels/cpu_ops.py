@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from shoal.kernels import cpu_build, reference
-from shoal.kernels.reference import apply_updates, begin_decode, embed, moe, sample
+from shoal.kernels.reference import apply_updates, embed, moe
 
 __all__ = ["add_rms_norm", "apply_updates", "begin_decode", "embed", "moe", "qk_norm_rope_store", "rms_norm", "sample", "silu_mul"]
 
@@ -57,3 +57,31 @@ def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weigh
     LIBRARY.shoal_qk_norm_rope_store(
         ctypes.addressof(cache), qkv.data_ptr(), qkv.shape[0], positions_T.data_ptr(), rows_T.data_ptr(), cos_sin.data_ptr(),
         None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(), eps)
+
+
+def begin_decode(rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tensor, positions_B: torch.Tensor,
+                 kv_lens_B: torch.Tensor) -> None:
+    if LIBRARY is None:
+        reference.begin_decode(rows_B, table, tokens_B, positions_B, kv_lens_B)
+        return
+    _check_ints(rows_B, tokens_B, positions_B, kv_lens_B, table)
+    LIBRARY.shoal_begin_decode(rows_B.data_ptr(), rows_B.shape[0], table.data_ptr(), table.stride(0), tokens_B.data_ptr(),
+                               positions_B.data_ptr(), kv_lens_B.data_ptr())
+
+
+def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,
+           out_tokens_S: torch.Tensor) -> None:
+    if LIBRARY is None:
+        reference.sample(logits_BV, rows_S, positions_S, table, out_tokens_S)
+        return
+    logits = logits_BV if logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1 else logits_BV.float().contiguous()
+    _check_ints(rows_S, positions_S, out_tokens_S, table)
+    count, vocab_size = rows_S.shape[0], logits.shape[1]
+    if LIBRARY.shoal_sample(logits.data_ptr(), logits.stride(0), vocab_size, rows_S.data_ptr(), positions_S.data_ptr(), count,
+                            table.data_ptr(), table.stride(0), out_tokens_S.data_ptr()):
+        raise MemoryError(f"no memory to sample {count} tokens")
+
+
+def _check_ints(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == torch.int32 and tensor.stride(-1) == 1

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shoal.kernels import cpu_build, cpu_ops, reference
+from shoal.kernels.state import Field
 
 pytestmark = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
 CLOSE = dict(rtol=2e-6, atol=2e-6)    # float32 sums in another order
@@ -62,3 +63,53 @@ def test_other_dtypes_go_to_the_reference():
     x, weight = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
     assert torch.equal(cpu_ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     assert torch.equal(cpu_ops.silu_mul(x), reference.silu_mul(x))
+
+
+SIZE, WIDTH = 1003, 32    # of the vocabulary, of a state row
+FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (40, 1.0, 0.0), (5000, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.05, 0.0), (0, 1.0, 0.1), (50, 0.8, 0.02)]
+
+
+def state_rows(count: int, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    table = torch.zeros(count, WIDTH, dtype=torch.int32)
+    table[:, Field.SEED_LOW], table[:, Field.SEED_HIGH] = torch.randint(-1 << 31, 1 << 31, (2, count), dtype=torch.int32)
+    table[:, Field.TOP_K] = top_k
+    floats = table.view(torch.float32)
+    floats[:, Field.TEMPERATURE], floats[:, Field.TOP_P], floats[:, Field.MIN_P] = temperature, top_p, min_p
+    return table
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.1, 0.8, 3.0])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 3.0, 40.0])
+def test_samples_are_the_references(filters, temperature, spread):
+    count = 24
+    logits = torch.randn(count, SIZE + 5)[:, :SIZE] * spread    # strided, as after a padded vocabulary
+    logits[0, 10:] = -torch.inf
+    logits[1, 500] = logits[1, 700] = logits[1].max() + 1    # ties at the top
+    rows = torch.randperm(count + 2)[:count].int()
+    rows[5] = -1
+    positions = torch.randint(0, 5000, (count,), dtype=torch.int32)
+    table = state_rows(count + 2, temperature, *filters)
+    want_table, tokens, want = table.clone(), torch.full((count,), -9, dtype=torch.int32), torch.full((count,), -9, dtype=torch.int32)
+    cpu_ops.sample(logits, rows, positions, table, tokens)
+    reference.sample(logits, rows, positions, want_table, want)
+    assert torch.equal(tokens, want) and torch.equal(table, want_table)
+
+
+def test_drawn_tokens_have_the_softmax_distribution():
+    count = 40_000
+    logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf, 3.0]).expand(count, 5)
+    table, tokens = state_rows(count, 0.7, 0, 1.0, 0.0), torch.zeros(count, dtype=torch.int32)
+    cpu_ops.sample(logits, torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32), table, tokens)
+    shares = torch.bincount(tokens.long(), minlength=5) / count
+    want = (logits[0] / 0.7).softmax(0)
+    assert ((shares - want).abs() < 5 * (want * (1 - want) / count).sqrt() + 1e-9).all()    # five standard deviations
+
+
+def test_a_decode_step_begins_from_the_state_rows():
+    table = torch.randint(0, 1000, (9, WIDTH), dtype=torch.int32)
+    rows = torch.tensor([4, -1, 0, 8], dtype=torch.int32)
+    got, want = ([torch.zeros(4, dtype=torch.int32) for _ in range(3)] for _ in range(2))
+    cpu_ops.begin_decode(rows, table, *got)
+    reference.begin_decode(rows, table, *want)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -1,0 +1,141 @@
+// Sampling and the start of a decode step, on the rows of the batch state. What is drawn is said in reference.py; here it is a few passes
+// over a row's logits: the best, a histogram where top_k or top_p cut, and the noise, whose logarithms only tokens that may win pay for.
+
+#include <stdlib.h>
+
+#include "cpu.h"
+
+enum { TOKEN, POSITION, SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P };    // Field of state.py
+enum { NUM_BINS = 4096, BINS_PER_LOGIT = 64, SPAN = 64 };
+static const float MIN_TEMPERATURE = 1e-5f;
+
+static uint32_t mix(uint32_t x) {
+    x = (x ^ x >> 16) * 0x21F0AAADu;
+    x = (x ^ x >> 15) * 0xD35A2D97u;
+    return x ^ x >> 15;
+}
+
+// A token's uniform number, and from it its noise.
+static inline float uniform(uint32_t key_0, uint32_t key_1, uint32_t token) {
+    uint32_t h = (token ^ key_0) * 0x21F0AAADu;
+    h = (h ^ h >> 15 ^ key_1) * 0xD35A2D97u;
+    h = (h ^ h >> 15) >> 1;
+    float u = (float)(int32_t)h * 0x1p-31f + 0x1p-32f;
+    return u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
+}
+
+static float gumbel(float u) { return -logf(-log1pf(-u)); }
+
+static float largest(const float *logits, int n) {
+    float top = logits[0];
+#pragma omp simd reduction(max : top)
+    for (int i = 0; i < n; i++) top = logits[i] > top ? logits[i] : top;
+    return top;
+}
+
+static int descending(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+// How top_k and top_p cut: from the most probable token down, that at which the summed weights reach the target is the last one kept. Bins
+// by distance from the largest logit find where; only the tokens of that bin are sorted.
+typedef struct {
+    int count[NUM_BINS];
+    double weight[NUM_BINS];
+    float sorted[];
+} Histogram;
+
+static inline int bin_of(float below_top) { return below_top < NUM_BINS / BINS_PER_LOGIT - 1 ? (int)(below_top * BINS_PER_LOGIT) : NUM_BINS - 1; }
+
+// The logit of that last token, of those >= floor. The target is a number of tokens, or for temperature > 0 a share of all weights.
+static float cut(const float *logits, int n, float top, float floor, float temperature, double target, Histogram *h) {
+    memset(h->count, 0, sizeof h->count);
+    memset(h->weight, 0, sizeof h->weight);
+    float weights[SPAN];
+    for (int start = 0; start < n; start += SPAN) {
+        int span = n - start < SPAN ? n - start : SPAN;
+        for (int i = 0; i < span; i++) weights[i] = temperature > 0 ? fast_exp((logits[start + i] - top) / temperature) : 1;
+        for (int i = 0; i < span; i++)
+            if (logits[start + i] >= floor) {
+                int bin = bin_of(top - logits[start + i]);
+                h->count[bin]++;
+                h->weight[bin] += weights[i];
+            }
+    }
+    double above = 0, total = 0;
+    for (int b = 0; b < NUM_BINS; b++) total += h->weight[b];
+    if (temperature > 0) target *= total;
+    int bin = 0, found = 0;
+    while (bin < NUM_BINS - 1 && above + h->weight[bin] < target) above += h->weight[bin++];
+    for (int i = 0; i < n; i++)
+        if (logits[i] >= floor && bin_of(top - logits[i]) == bin) h->sorted[found++] = logits[i];
+    qsort(h->sorted, (size_t)found, sizeof(float), descending);
+    int last = 0;
+    for (; last + 1 < found; last++) {
+        above += temperature > 0 ? fast_exp((h->sorted[last] - top) / temperature) : 1;
+        if (above >= target) break;
+    }
+    return found ? h->sorted[last] : floor;
+}
+
+// The token >= floor with the largest logit / temperature + noise, the first of equals.
+static int draw(const float *logits, int n, int best, float floor, float inverse, uint32_t key_0, uint32_t key_1) {
+    float most = gumbel(uniform(key_0, key_1, (uint32_t)best)) + logits[best] * inverse, u[SPAN];
+    for (int start = 0; start < n; start += SPAN) {
+        int span = n - start < SPAN ? n - start : SPAN, any = 0;
+        // Noise above x needs u < e^-x; a little more, for fast_exp's error.
+        for (int i = 0; i < span; i++) u[i] = uniform(key_0, key_1, (uint32_t)(start + i));
+        for (int i = 0; i < span; i++) any |= (u[i] <= fast_exp(logits[start + i] * inverse - most) * 1.0001f + 1e-9f) & (logits[start + i] >= floor);
+        for (int i = 0; i < span && any; i++) {
+            if (logits[start + i] < floor) continue;
+            float score = gumbel(u[i]) + logits[start + i] * inverse;
+            if (score > most || (score == most && start + i < best)) most = score, best = start + i;
+        }
+    }
+    return best;
+}
+
+static int sample_row(const float *logits, int n, const int32_t *fields, int32_t position, Histogram *h) {
+    float temperature, top_p, min_p, top = largest(logits, n);
+    memcpy(&temperature, fields + TEMPERATURE, 4);
+    memcpy(&top_p, fields + TOP_P, 4);
+    memcpy(&min_p, fields + MIN_P, 4);
+    int best = 0;
+    while (best < n - 1 && logits[best] != top) best++;
+    if (temperature < MIN_TEMPERATURE) return best;
+    float floor = min_p > 0 ? top + (float)(temperature * log(min_p)) : -INFINITY;
+    if (fields[TOP_K] > 0 && fields[TOP_K] < n) floor = fmaxf(floor, cut(logits, n, top, -INFINITY, 0, fields[TOP_K], h));
+    if (top_p < 1) floor = cut(logits, n, top, floor, temperature, top_p, h);
+    uint32_t low = (uint32_t)fields[SEED_LOW], high = (uint32_t)fields[SEED_HIGH], at = (uint32_t)position;
+    uint32_t key_0 = mix(at ^ mix(high ^ mix(low ^ 0x9E3779B9u))), key_1 = mix(low + mix(high + mix(at + 0x3C6EF372u)));
+    return draw(logits, n, best, floor, (float)(1.0 / temperature), key_0, key_1);
+}
+
+// For each of the rows that is not padding (-1): a token into `tokens` and the state row, and the position after positions[s] into the row.
+// Returns -1 when there is no memory.
+int shoal_sample(const float *logits, int64_t logits_stride, int n, const int32_t *rows, const int32_t *positions, int count, int32_t *table,
+                 int64_t table_stride, int32_t *tokens) {
+    const int64_t room = (int64_t)sizeof(Histogram) + (int64_t)sizeof(float) * ((n + 15) / 16 * 16);
+    char *scratch = malloc((size_t)(room * omp_get_max_threads()));
+    if (!scratch) return -1;
+#pragma omp parallel for schedule(dynamic) if (count > 1)
+    for (int s = 0; s < count; s++) {
+        if (rows[s] < 0) continue;
+        int32_t *fields = table + rows[s] * table_stride;
+        fields[TOKEN] = tokens[s] = sample_row(logits + s * logits_stride, n, fields, positions[s] + 1, (Histogram *)(scratch + room * omp_get_thread_num()));
+        fields[POSITION] = positions[s] + 1;
+    }
+    free(scratch);
+    return 0;
+}
+
+void shoal_begin_decode(const int32_t *rows, int count, const int32_t *table, int64_t table_stride, int32_t *tokens, int32_t *positions,
+                        int32_t *kv_lens) {
+    for (int s = 0; s < count; s++) {
+        const int32_t *fields = table + rows[s] * table_stride;
+        tokens[s] = rows[s] < 0 ? 0 : fields[TOKEN];
+        positions[s] = rows[s] < 0 ? -1 : fields[POSITION];
+        kv_lens[s] = positions[s] + 1;
+    }
+}
