@@ -6,6 +6,7 @@ Weights arrive one tensor at a time under their Hugging Face names; each layer t
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.ops import Ops
 from shoal.layers.attention import Attention
 from shoal.layers.embedding import Vocabulary
-from shoal.layers.linear import Loaded
+from shoal.layers.linear import Linear, Loaded
 from shoal.layers.mlp import MLP, Experts, MoE
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
@@ -72,7 +73,8 @@ class Decoder(nn.Module):
                  keep_quantized: bool = False) -> None:
         super().__init__()
         check_parallel(config, tp.size)
-        self.config = config
+        self.config, self.backend, self.keep_quantized = config, backend, keep_quantized
+        self.fused: Callable[..., torch.Tensor] | None = None    # the layers as one call, on a CPU with packed weights
         self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized)
         self.layers = nn.ModuleList(DecoderLayer(config, i, tp, ops, backend, keep_quantized) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -85,13 +87,20 @@ class Decoder(nn.Module):
     def forward(self, step: StepInput, kv: torch.Tensor, select_S: torch.Tensor | None = None) -> torch.Tensor:
         """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64)."""
         residual_TD = self.embed_tokens.embed(step.token_ids_T)
+        x_TD = self._layers(residual_TD, step, kv)
+        if select_S is not None:
+            x_TD, residual_TD = x_TD[select_S], residual_TD[select_S]
+        return self.norm.add(x_TD, residual_TD)
+
+    def _layers(self, residual_TD: torch.Tensor, step: StepInput, kv: torch.Tensor) -> torch.Tensor:
+        """All layers; returns what is left to add to the residual."""
+        if self.fused is not None:
+            return self.fused(residual_TD, step, kv, self.cos_sin)
         x_TD: torch.Tensor | None = None
         for i, layer in enumerate(self.layers):
             x_TD = layer(x_TD, residual_TD, step, kv[:, i], self.cos_sin)
         assert x_TD is not None
-        if select_S is not None:
-            x_TD, residual_TD = x_TD[select_S], residual_TD[select_S]
-        return self.norm.add(x_TD, residual_TD)
+        return x_TD
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         return self.lm_head.logits(hidden_SD)
@@ -120,8 +129,11 @@ class Decoder(nn.Module):
             missing = sorted(self._expected)
             raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]}; is a shard missing?")
         for module in self.modules():
-            if hasattr(module, "finish"):
+            if isinstance(module, (Linear, Vocabulary)):
                 module.finish()
+        if self.keep_quantized:
+            from shoal.models.fused import fuse_layers
+            self.fused = fuse_layers(self.layers, self.config, self.backend)
 
     @torch.no_grad()
     def load_dummy_weights(self, seed: int = 0) -> None:
