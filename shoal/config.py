@@ -39,7 +39,7 @@ class EngineConfig:
     """Raises ConfigError naming the option, its value and the limit."""
 
     model: str = DEFAULT_MODEL                 # folder, .gguf file, hub id, or "smollm2"
-    tokenizer: str | None = None               # folder or file; default: the model's own
+    tokenizer: str | None = None               # folder or tokenizer.json; default: the model's own
     skip_tokenizer_init: bool = False          # token ids only
     revision: str | None = None                # of a hub id
     download_dir: str | None = None

@@ -210,7 +210,7 @@ class _Answer:
         params = request.params
         self.completion = CompletionOutput(index, "", [], cumulative_logprob=0.0 if params.logprobs is not None else None,
                                            logprobs=[] if params.logprobs is not None else None)
-        self.detokenizer = Detokenizer(tokenizer, params) if tokenizer is not None else None
+        self.detokenizer = Detokenizer(tokenizer, params, request.prompt_token_ids) if tokenizer is not None else None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_cached_tokens = 0
 
