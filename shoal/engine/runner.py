@@ -107,7 +107,11 @@ class ModelRunner:
         self.num_steps = 0
 
     def _new_cache(self, num_blocks: int) -> torch.Tensor:
-        return torch.zeros(self.cache_shape(num_blocks), dtype=self.dtype, device=self.device)
+        shape = self.cache_shape(num_blocks)
+        if self.device.type == "cuda":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # numpy's zeros are the kernel's: memory is taken when it is written. torch's would touch a GiB at every start.
+        return torch.from_numpy(np.zeros(num_blocks * self.block_bytes, np.uint8)).view(self.dtype).view(shape)
 
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """[blocks, layers, 2, kv heads, block_size, head_dim]: one block is one contiguous piece over all layers."""
