@@ -26,6 +26,8 @@ class CpuBackend:
     def begin(self, step: StepInput) -> None:
         """Fills in what all layers of the step share. Holding the step keeps alive what the struct points to."""
         self._step, self._sequences = step, cpu_build.describe_sequences(step)
+        if self._library is not None:
+            self._library.shoal_set_threads(torch.get_num_threads())
 
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, step: StepInput,
                window: int | None) -> torch.Tensor:

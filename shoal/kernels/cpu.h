@@ -12,9 +12,10 @@
 #define KEEP(x)
 #endif
 
-int omp_get_thread_num(void);    // declared here: clang comes without omp.h
-int omp_get_num_threads(void);
-int omp_get_max_threads(void);
+// Does every unit once, on the caller and on the threads that come to help; `thread` is below max_threads() and names one of them.
+typedef void (*Work)(void *shared, int unit, int thread);
+void parallel(Work work, void *shared, int units);
+int max_threads(void);
 
 // [outs, cols] weights in the layout of cpu_linear.c.
 typedef struct {

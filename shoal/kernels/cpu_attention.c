@@ -7,7 +7,7 @@
 
 #include "cpu.h"
 
-enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256, PARALLEL_KEYS = 512 };    // a row: a query token's head
+enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256 };    // a row: a query token's head
 
 static const float LOWEST = -1e30f;    // below every score, and finite: its differences stay numbers
 
@@ -95,7 +95,6 @@ typedef struct {
 static int64_t room_floats(int rows, int n) { return (int64_t)(rows + CHUNK) * ((n + 15) / 16 * 16 + n) + rows * CHUNK + 16; }
 
 static Room make_room(float *base, int rows, int n) {
-    memset(base, 0, sizeof(float) * (size_t)room_floats(rows, n));
     Room room = {.n_padded = (n + 15) / 16 * 16, .rows = rows};
     room.v = (float *)(((uintptr_t)base + 63) & ~(uintptr_t)63);    // on a cache line: loads across two cost double
     room.acc = room.v + CHUNK * room.n_padded, room.k = room.acc + rows * room.n_padded, room.p = room.k + n * CHUNK, room.q = room.p + rows * CHUNK;
@@ -203,39 +202,46 @@ static void combine(const float *acc, const float *most, const float *total, int
     memcpy(out + row * n, y, sizeof y);
 }
 
+typedef struct {
+    Attention a;
+    const Tile *tiles;
+    int num_splits, tile_rows;
+    int64_t rows, room_each;
+    float *acc, *most, *total, *rooms;
+} Job;
+
+static void attention_unit(void *shared, int unit, int thread) {
+    const Job *job = shared;
+    const int kv_heads = job->a.heads / job->a.ratio, split = unit % job->num_splits, item = unit / job->num_splits;
+    Room room = {0};
+    if (job->room_each) room = make_room(job->rooms + job->room_each * thread, job->tile_rows, job->a.n);
+    attend_tile(&job->a, job->tiles[item / kv_heads], item % kv_heads, split, job->num_splits, &room,
+                job->acc + (job->num_splits > 1) * split * job->rows * job->a.n, job->most + split * job->rows, job->total + split * job->rows);
+}
+
 // Every token of the step: out [tokens, H, N]. q: heads N apart, tokens q_stride apart. window 0: none. Returns -1 when there is no memory.
 int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64_t q_stride, int window, float scale, float *out) {
-    const Attention a = {c, seqs, q, q_stride, window, c->num_heads, c->num_heads / c->num_kv_heads, c->head_dim, scale};
-    const int *starts = seqs->query_starts, tokens = starts[seqs->num_seqs];
-    const int tile_len = a.ratio < TILE_ROWS ? TILE_ROWS / a.ratio : 1, max_tiles = seqs->num_seqs + tokens / tile_len;
-    const int64_t rows = (int64_t)tokens * a.heads;
+    const int *starts = seqs->query_starts, tokens = starts[seqs->num_seqs], ratio = c->num_heads / c->num_kv_heads;
+    const int tile_len = ratio < TILE_ROWS ? TILE_ROWS / ratio : 1, max_tiles = seqs->num_seqs + tokens / tile_len;
+    Job job = {{c, seqs, q, q_stride, window, c->num_heads, ratio, c->head_dim, scale}, .tile_rows = (tile_len * ratio + 3) / 4 * 4,
+               .rows = (int64_t)tokens * c->num_heads};
     Tile *tiles = malloc(sizeof(Tile) * (size_t)max_tiles);
     if (!tiles) return -1;
     int num_tiles = 0;
-    for (int s = 0; s < seqs->num_seqs; s++)
-        for (int t = starts[s]; t < starts[s + 1]; t += tile_len)
-            tiles[num_tiles++] = (Tile){s, t, t + tile_len < starts[s + 1] ? t + tile_len : starts[s + 1]};
-    const int items = num_tiles * c->num_kv_heads, wanted = 2 * omp_get_max_threads() / (items ? items : 1) + 1;
-    const int possible = seqs->max_kv_len / SPLIT_KEYS + 1, num_splits = wanted < possible ? wanted : possible;
-    const int64_t acc_floats = num_splits > 1 ? rows * num_splits * a.n : 0;    // one split accumulates in out
-    const int tile_rows = (tile_len * a.ratio + 3) / 4 * 4;
-    const int64_t room_each = tokens > seqs->num_seqs || a.ratio > FEW_ROWS ? room_floats(tile_rows, a.n) : 0;
-    float *scratch = malloc(sizeof(float) * (size_t)(acc_floats + 2 * rows * num_splits + room_each * omp_get_max_threads()));
+    for (int s = seqs->num_seqs - 1; s >= 0; s--)
+        for (int t = starts[s + 1]; t > starts[s]; t -= tile_len)    // from the end: the tiles with most keys are begun first
+            tiles[num_tiles++] = (Tile){s, t - tile_len > starts[s] ? t - tile_len : starts[s], t};
+    const int items = num_tiles * c->num_kv_heads, wanted = 2 * max_threads() / (items ? items : 1) + 1, possible = seqs->max_kv_len / SPLIT_KEYS + 1;
+    job.num_splits = wanted < possible ? wanted : possible;
+    job.room_each = tokens > seqs->num_seqs || ratio > FEW_ROWS ? room_floats(job.tile_rows, c->head_dim) : 0;
+    const int64_t acc_floats = job.num_splits > 1 ? job.rows * job.num_splits * c->head_dim : 0;    // one split accumulates in out
+    float *scratch = malloc(sizeof(float) * (size_t)(acc_floats + 2 * job.rows * job.num_splits + job.room_each * max_threads()));
     if (!scratch) return free(tiles), -1;
-    float *acc = num_splits > 1 ? scratch : out, *most = scratch + acc_floats, *total = most + rows * num_splits;
-#pragma omp parallel if (items * (int64_t)seqs->max_kv_len * a.ratio > PARALLEL_KEYS)
-    {
-        Room room = {0};
-        if (room_each) room = make_room(total + rows * num_splits + room_each * omp_get_thread_num(), tile_rows, a.n);
-#pragma omp for schedule(dynamic)
-        for (int i = items * num_splits - 1; i >= 0; i--) {    // late tiles have most keys: they go first
-            int split = i % num_splits, g = i / num_splits % c->num_kv_heads;
-            attend_tile(&a, tiles[i / num_splits / c->num_kv_heads], g, split, num_splits, &room, acc + (num_splits > 1) * split * rows * a.n,
-                        most + split * rows, total + split * rows);
-        }
-#pragma omp for
-        for (int64_t row = 0; row < rows; row++) combine(acc, most, total, num_splits, rows, row, a.n, out);
-    }
+    job.tiles = tiles, job.acc = job.num_splits > 1 ? scratch : out, job.most = scratch + acc_floats;
+    job.total = job.most + job.rows * job.num_splits, job.rooms = job.total + job.rows * job.num_splits;
+    memset(job.rooms, 0, sizeof(float) * (size_t)(job.room_each * max_threads()));
+    parallel(attention_unit, &job, items * job.num_splits);
+    for (int64_t row = 0; row < job.rows; row++) combine(job.acc, job.most, job.total, job.num_splits, job.rows, row, c->head_dim, out);
     free(scratch);
     free(tiles);
     return 0;

@@ -25,9 +25,9 @@ from shoal.attention.step import StepInput
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_linear.c", "cpu_ops.c", "cpu_attention.c", "cpu_layers.c", "cpu_sample.c")
+SOURCES = ("cpu_linear.c", "cpu_ops.c", "cpu_attention.c", "cpu_layers.c", "cpu_sample.c", "cpu_threads.c")
 HEADERS = ("cpu.h",)
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_packed_bytes": (c_int64, (c_int, c_int, c_int)),
@@ -40,6 +40,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_attention": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_float, c_void_p)),
     "shoal_sample": (c_int, (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p)),
     "shoal_begin_decode": (None, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
+    "shoal_set_threads": (None, (c_int,)),
     "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 
@@ -113,12 +114,11 @@ def load() -> ctypes.CDLL | None:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Opens it on torch's own OpenMP: a second run-time would fight torch's for the cores by spinning."""
-    ctypes.CDLL(_torch_openmp(), ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    library.shoal_set_threads(torch.get_num_threads())
     return library
 
 
@@ -147,15 +147,16 @@ def cache_folder() -> Path:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], work: Path) -> Path:
-    """One object a source, at once, then a library that leaves OpenMP's symbols to whoever is loaded."""
+    """One object a source, at once, then the library."""
     objects = [str(work / f"{name}.o") for name in SOURCES]
     jobs = [subprocess.Popen([compiler, *flags, "-c", str(FOLDER / name), "-o", target], stderr=subprocess.PIPE, text=True)
             for name, target in zip(SOURCES, objects)]
     errors = [(job.communicate()[1], job.returncode) for job in jobs]
     library = work / "kernels.so"
     if not any(code for _, code in errors):
-        job = subprocess.run([compiler, "-shared", *objects, "-o", str(library), "-lm"], stderr=subprocess.PIPE, text=True, check=False)
-        errors = [(job.stderr, job.returncode)]
+        link = [compiler, "-shared", "-pthread", *objects, "-o", str(library), "-lm"]
+        linked = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
+        errors = [(linked.stderr, linked.returncode)]
     for text, code in errors:
         if code:
             raise BuildError(f"{compiler} failed with exit code {code}: {text.strip()[-500:]}")
@@ -169,15 +170,3 @@ def _processor() -> str:
         return platform.processor()
     first = info.read_text().split("\n\n")[0].splitlines()
     return "\n".join(line for line in first if line.startswith(("model name", "flags", "Features", "CPU")))
-
-
-def _torch_openmp() -> str:
-    """The path of the OpenMP run-time that torch has loaded, as this process's memory map names it."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        raise BuildError(f"OpenMP is found only on Linux so far, and this is {platform.system()}")
-    paths = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "/" in line}
-    found = [path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
-    if not found:
-        raise BuildError("torch has loaded no OpenMP run-time")
-    return min(found, key=lambda path: str(Path(torch.__file__).parent.parent / "torch") not in path)    # transformers may bring others

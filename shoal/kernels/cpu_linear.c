@@ -13,7 +13,7 @@
 #include "cpu.h"
 
 #define INLINE static inline __attribute__((always_inline))
-enum { GROUP = 32, PANEL_BYTES = 192 << 10 };    // activations worked on at once: what stays in a core's L2 beside the weights
+enum { GROUP = 32, PANEL_BYTES = 192 << 10, UNITS_PER_THREAD = 4 };    // a panel: activations that stay in a core's L2 beside the weights
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -118,7 +118,7 @@ static void quantize_row(const float *restrict x, int16_t *restrict q, float *sc
 // y[r, lane] for `rows` (at most TILE) activation rows from `row` on and the LANES outputs of one block of weights.
 #ifdef PLAIN_C
 INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activations *a, int row, float y[][LANES]) {
-    memset(y, 0, sizeof(float) * LANES);
+    memset(y, 0, sizeof(float) * LANES * (size_t)rows);    // TILE is 1
     for (int g = 0; g < a->groups; g++, w += group_bytes(bits)) {
         const int16_t *q = a->q + (int64_t)row * a->cols + g * GROUP;
         int64_t at = (int64_t)row * a->groups + g;
@@ -217,20 +217,12 @@ static void product(const Packed *w, int first, int last, const Activations *a, 
     }
 }
 
-// This thread's share of `count` units, as [*first, *last).
-INLINE void share(int count, int *first, int *last) {
-    int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    *first = (int)((int64_t)count * thread / threads);
-    *last = (int)((int64_t)count * (thread + 1) / threads);
-}
-
 int64_t shoal_packed_bytes(int outs, int cols, int bits) { return num_blocks(outs) * (int64_t)(cols / GROUP) * group_bytes(bits); }
 
 // Packs GGUF rows (Q8_0 for 8 bits, Q4_1 or else Q4_0 for 4), row_bytes apart, as rows first_row.. of `to`, whose data the caller zeroed.
 // Q4_0 becomes Q4_1 with minimum -8 * scale.
 void shoal_pack(const Packed *to, const uint8_t *source, int64_t row_bytes, int rows, int first_row, int has_minimum) {
     const int bits = to->bits, groups = to->cols / GROUP, words = bits == 4 ? 4 : 8;
-#pragma omp parallel for
     for (int row = 0; row < rows; row++) {
         int block = (first_row + row) / LANES, lane = (first_row + row) % LANES;
         const uint8_t *from = source + row * row_bytes;
@@ -250,29 +242,43 @@ void shoal_pack(const Packed *to, const uint8_t *source, int64_t row_bytes, int 
     }
 }
 
+// One product. A unit of it: `rows_each` activation rows to quantize, or `blocks_each` blocks of outputs for a panel of rows.
+typedef struct {
+    const Packed *w;
+    const float *x, *bias;
+    float *y;
+    Activations a;
+    int rows, rows_each, panel, blocks, blocks_each, units_per_panel;
+} Linear;
+
+static void quantize_unit(void *shared, int unit, int thread) {
+    const Linear *l = shared;
+    const int cols = l->a.cols, groups = l->a.groups, first = unit * l->rows_each, last = first + l->rows_each;
+    (void)thread;
+    for (int64_t r = first; r < (last < l->rows ? last : l->rows); r++)
+        quantize_row(l->x + r * cols, l->a.q + r * cols, l->a.scale + r * groups, l->a.sum + r * groups, groups);
+}
+
+static void product_unit(void *shared, int unit, int thread) {
+    const Linear *l = shared;
+    const int row = unit / l->units_per_panel * l->panel, first = unit % l->units_per_panel * l->blocks_each, last = first + l->blocks_each;
+    (void)thread;
+    product(l->w, first, last < l->blocks ? last : l->blocks, &l->a, row, row + l->panel < l->rows ? row + l->panel : l->rows, l->bias, l->y);
+}
+
 // y[rows, outs] = x[rows, cols] W^T + bias, contiguous. Returns -1 when there is no memory for the scratch.
 int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, float *y) {
-    const int cols = w->cols, groups = cols / GROUP, panel = PANEL_BYTES / (2 * cols) / TILE * TILE + TILE;
+    const int cols = w->cols, groups = cols / GROUP;
     const int64_t scale_bytes = (int64_t)rows * groups * (int64_t)sizeof(float);
     char *scratch = malloc(2 * scale_bytes + (int64_t)rows * cols * (int64_t)sizeof(int16_t));
     if (!scratch) return -1;
-    Activations a = {cols, groups, (int16_t *)(scratch + 2 * scale_bytes), (float *)scratch, (float *)(scratch + scale_bytes)};
-    const int alone = rows < 4;    // quantizing them is cheaper than a barrier
-    if (alone)
-        for (int64_t r = 0; r < rows; r++) quantize_row(x + r * cols, a.q + r * cols, a.scale + r * groups, a.sum + r * groups, groups);
-#pragma omp parallel
-    {
-        int first, last;
-        if (!alone) {
-            share(rows, &first, &last);
-            for (int64_t r = first; r < last; r++)
-                quantize_row(x + r * cols, a.q + r * cols, a.scale + r * groups, a.sum + r * groups, groups);
-#pragma omp barrier
-        }
-        share(num_blocks(w->outs), &first, &last);
-        for (int r = 0; r < rows; r += panel)
-            product(w, first, last, &a, r, r + panel < rows ? r + panel : rows, bias, y);
-    }
+    Linear l = {.w = w, .x = x, .bias = bias, .y = y, .rows = rows, .blocks = num_blocks(w->outs), .rows_each = 8192 / cols + 1};
+    l.a = (Activations){cols, groups, (int16_t *)(scratch + 2 * scale_bytes), (float *)scratch, (float *)(scratch + scale_bytes)};
+    l.panel = PANEL_BYTES / (2 * cols) / TILE * TILE + TILE;
+    l.blocks_each = l.blocks / (UNITS_PER_THREAD * max_threads()) + 1;
+    l.units_per_panel = (l.blocks + l.blocks_each - 1) / l.blocks_each;
+    parallel(quantize_unit, &l, (rows + l.rows_each - 1) / l.rows_each);
+    parallel(product_unit, &l, (rows + l.panel - 1) / l.panel * l.units_per_panel);
     free(scratch);
     return 0;
 }

@@ -1,9 +1,9 @@
 // The small float32 ops between two products, each one pass. Written as plain loops: the compiler vectorises them for the machine it
-// runs on. Threads join only where the work outweighs waking them.
+// runs on. Threads join where there is more than a unit of work.
 
 #include "cpu.h"
 
-enum { PARALLEL_ELEMENTS = 1 << 15 };    // about 10 us of one core
+enum { UNIT_ELEMENTS = 1 << 14 };    // some 5 us of one core
 
 static float rms_scale(const float *x, int n, float eps) {
     float squares = 0;
@@ -12,27 +12,51 @@ static float rms_scale(const float *x, int n, float eps) {
     return 1 / sqrtf(squares / (float)n + eps);
 }
 
-// residual += x (unless x is null), out = residual / rms(residual) * weight; [rows, n] each, contiguous.
+// Rows of one op, and how they come in units.
+typedef struct {
+    const float *x, *weight, *cos_sin, *q_weight, *k_weight;
+    const int32_t *positions, *state_rows;
+    const Cache *cache;
+    float *residual, *out;
+    float eps;
+    int rows, n;
+    void (*row)(const void *rows, int64_t r);
+} Rows;
+
+static void rows_unit(void *shared, int unit, int thread) {
+    const Rows *op = shared;
+    const int each = UNIT_ELEMENTS / op->n + 1, last = (unit + 1) * each;
+    (void)thread;
+    for (int64_t r = unit * each; r < (last < op->rows ? last : op->rows); r++) op->row(op, r);
+}
+
+static void each_row(Rows op) { parallel(rows_unit, &op, (op.rows + UNIT_ELEMENTS / op.n) / (UNIT_ELEMENTS / op.n + 1)); }
+
+static void rms_norm_row(const void *shared, int64_t r) {
+    const Rows *op = shared;
+    const int n = op->n;
+    float *sum = op->residual + r * n, *y = op->out + r * n;
+    if (op->x)
+        for (int i = 0; i < n; i++) sum[i] += op->x[r * n + i];
+    float scale = rms_scale(sum, n, op->eps);
+    for (int i = 0; i < n; i++) y[i] = sum[i] * scale * op->weight[i];
+}
+
+// residual += x (unless x is null), out = residual / rms(residual) * weight; [rows, n] each, contiguous. out may be x.
 void shoal_rms_norm(const float *x, float *residual, const float *weight, float eps, int rows, int n, float *out) {
-#pragma omp parallel for if ((int64_t)rows * n > PARALLEL_ELEMENTS)
-    for (int r = 0; r < rows; r++) {
-        float *sum = residual + (int64_t)r * n, *y = out + (int64_t)r * n;
-        if (x)
-            for (int i = 0; i < n; i++) sum[i] += x[(int64_t)r * n + i];
-        float scale = rms_scale(sum, n, eps);
-        for (int i = 0; i < n; i++) y[i] = sum[i] * scale * weight[i];
-    }
+    each_row((Rows){.x = x, .residual = residual, .weight = weight, .eps = eps, .rows = rows, .n = n, .out = out, .row = rms_norm_row});
+}
+
+static void silu_mul_row(const void *shared, int64_t r) {
+    const Rows *op = shared;
+    const int n = op->n;
+    const float *restrict gate = op->x + r * 2 * n, *restrict up = gate + n;
+    float *restrict y = op->out + r * n;
+    for (int i = 0; i < n; i++) y[i] = gate[i] / (1 + fast_exp(gate[i] > -80 ? -gate[i] : 80)) * up[i];
 }
 
 // out[r, i] = silu(x[r, i]) * x[r, n + i].
-void shoal_silu_mul(const float *x, int rows, int n, float *out) {
-#pragma omp parallel for if ((int64_t)rows * n > PARALLEL_ELEMENTS)
-    for (int r = 0; r < rows; r++) {
-        const float *restrict gate = x + (int64_t)r * 2 * n, *restrict up = gate + n;
-        float *restrict y = out + (int64_t)r * n;
-        for (int i = 0; i < n; i++) y[i] = gate[i] / (1 + fast_exp(gate[i] > -80 ? -gate[i] : 80)) * up[i];
-    }
-}
+void shoal_silu_mul(const float *x, int rows, int n, float *out) { each_row((Rows){.x = x, .rows = rows, .n = n, .out = out, .row = silu_mul_row}); }
 
 static void norm_rope(float *restrict x, int n, const float *weight, float eps, const float *restrict cos_sin) {
     float *restrict second = x + n / 2;
@@ -48,22 +72,26 @@ static void norm_rope(float *restrict x, int n, const float *weight, float eps, 
     }
 }
 
+static void rope_row(const void *shared, int64_t t) {
+    const Rows *op = shared;
+    const Cache *c = op->cache;
+    const int n = c->head_dim, heads = c->num_heads, kv_heads = c->num_kv_heads;
+    const int64_t position = op->positions[t], row = op->state_rows[t];
+    if (position < 0) return;
+    float *x = op->out + t * op->n;
+    for (int h = 0; h < heads + kv_heads; h++) norm_rope(x + h * n, n, h < heads ? op->q_weight : op->k_weight, op->eps, op->cos_sin + position * n);
+    if (row < 0) return;
+    const int64_t block = c->tables[row * c->table_stride + position / c->block_size];
+    float *slot = c->data + block * c->block_stride + position % c->block_size * n;
+    for (int g = 0; g < kv_heads; g++) {
+        memcpy(slot + g * c->head_stride, x + (heads + g) * n, (size_t)n * 4);
+        memcpy(slot + c->kv_stride + g * c->head_stride, x + (heads + kv_heads + g) * n, (size_t)n * 4);
+    }
+}
+
 // qkv [tokens, (H + 2G) * N], in place; k and v also into the cache. Padding (a row or position below 0) is left alone.
 void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
                               const float *q_weight, const float *k_weight, float eps) {
-    const int n = c->head_dim, heads = c->num_heads, kv_heads = c->num_kv_heads, width = (heads + 2 * kv_heads) * n;
-#pragma omp parallel for if ((int64_t)tokens * width > PARALLEL_ELEMENTS)
-    for (int t = 0; t < tokens; t++) {
-        const int64_t position = positions[t], row = rows[t];
-        if (position < 0) continue;
-        float *x = qkv + (int64_t)t * width;
-        for (int h = 0; h < heads + kv_heads; h++) norm_rope(x + h * n, n, h < heads ? q_weight : k_weight, eps, cos_sin + position * n);
-        if (row < 0) continue;
-        const int64_t block = c->tables[row * c->table_stride + position / c->block_size];
-        float *slot = c->data + block * c->block_stride + position % c->block_size * n;
-        for (int g = 0; g < kv_heads; g++) {
-            memcpy(slot + g * c->head_stride, x + (heads + g) * n, (size_t)n * 4);
-            memcpy(slot + c->kv_stride + g * c->head_stride, x + (heads + kv_heads + g) * n, (size_t)n * 4);
-        }
-    }
+    each_row((Rows){.cache = c, .out = qkv, .rows = tokens, .n = (c->num_heads + 2 * c->num_kv_heads) * c->head_dim, .positions = positions,
+                    .state_rows = rows, .cos_sin = cos_sin, .q_weight = q_weight, .k_weight = k_weight, .eps = eps, .row = rope_row});
 }

@@ -112,21 +112,33 @@ static int sample_row(const float *logits, int n, const int32_t *fields, int32_t
     return draw(logits, n, best, floor, (float)(1.0 / temperature), key_0, key_1);
 }
 
+typedef struct {
+    const float *logits;
+    const int32_t *rows, *positions;
+    int32_t *table, *tokens;
+    int64_t logits_stride, table_stride, room;
+    int n;
+    char *rooms;
+} Sampling;
+
+static void sample_unit(void *shared, int s, int thread) {
+    const Sampling *job = shared;
+    if (job->rows[s] < 0) return;
+    int32_t *fields = job->table + job->rows[s] * job->table_stride;
+    Histogram *histogram = (Histogram *)(job->rooms + job->room * thread);
+    job->tokens[s] = fields[TOKEN] = sample_row(job->logits + s * job->logits_stride, job->n, fields, job->positions[s] + 1, histogram);
+    fields[POSITION] = job->positions[s] + 1;
+}
+
 // For each of the rows that is not padding (-1): a token into `tokens` and the state row, and the position after positions[s] into the row.
 // Returns -1 when there is no memory.
 int shoal_sample(const float *logits, int64_t logits_stride, int n, const int32_t *rows, const int32_t *positions, int count, int32_t *table,
                  int64_t table_stride, int32_t *tokens) {
     const int64_t room = (int64_t)sizeof(Histogram) + (int64_t)sizeof(float) * ((n + 15) / 16 * 16);
-    char *scratch = malloc((size_t)(room * omp_get_max_threads()));
-    if (!scratch) return -1;
-#pragma omp parallel for schedule(dynamic) if (count > 1)
-    for (int s = 0; s < count; s++) {
-        if (rows[s] < 0) continue;
-        int32_t *fields = table + rows[s] * table_stride;
-        fields[TOKEN] = tokens[s] = sample_row(logits + s * logits_stride, n, fields, positions[s] + 1, (Histogram *)(scratch + room * omp_get_thread_num()));
-        fields[POSITION] = positions[s] + 1;
-    }
-    free(scratch);
+    char *rooms = malloc((size_t)(room * max_threads()));
+    if (!rooms) return -1;
+    parallel(sample_unit, &(Sampling){logits, rows, positions, table, tokens, logits_stride, table_stride, room, n, rooms}, count);
+    free(rooms);
     return 0;
 }
 

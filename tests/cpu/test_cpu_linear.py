@@ -1,6 +1,7 @@
 """Products with weights that stay quantized, against the matrix they stand for."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -37,12 +38,11 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, 2, 5])
 def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    cpu_build.load().shoal_set_threads(request.param)
     yield
-    torch.set_num_threads(before)
+    cpu_build.load().shoal_set_threads(torch.get_num_threads())
 
 
 @needs_library
@@ -54,6 +54,18 @@ def test_a_packed_product_is_that_of_the_dequantized_matrix(threads, kind, outs,
     x, bias = torch.randn(tokens, cols), torch.randn(outs)
     weight = cpu_linear.pack([tensor])
     assert error(cpu_linear.packed_linear(x, weight, bias), x, tensor.dequantize(), bias) < TOLERANCE
+
+
+@needs_library
+def test_engines_in_two_threads_share_the_helpers(threads):
+    weight, x = cpu_linear.pack([random_tensor("Q4_1", 100, 576)]), torch.randn(40, 576)
+    want = cpu_linear.packed_linear(x, weight, None)
+
+    def work(_: int) -> bool:
+        return all(torch.equal(cpu_linear.packed_linear(x, weight, None), want) for _ in range(500))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(3)))
 
 
 @needs_library
@@ -144,7 +156,6 @@ def test_without_a_compiler_the_warning_says_what_to_install(monkeypatch, caplog
 
 @needs_library
 def test_processes_that_build_at_once_get_one_library(monkeypatch, tmp_path):
-    from concurrent.futures import ThreadPoolExecutor
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     with ThreadPoolExecutor(2) as pool:
         paths = list(pool.map(cpu_build.build, [(*cpu_build.FLAGS, "-O0")] * 2))
