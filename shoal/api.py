@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.errors import RequestError
 
@@ -57,12 +57,17 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_reading_prefix_cache: bool = False     # compute every prompt token, even if its KV is cached
-    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.bad_words = list(self.bad_words or [])
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is None and name != "allowed_token_ids":
+                setattr(self, name, [])
+            elif value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+                raise RequestError(f"{name} {value!r} is not a list; put it in one")
+            elif value is not None:
+                setattr(self, name, list(value))
         if self.logprobs is True:
             self.logprobs = 1
         if self.prompt_logprobs is True:
@@ -108,12 +113,9 @@ class SamplingParams:
             except (TypeError, ValueError, AttributeError):
                 raise RequestError(f"logit_bias {self.logit_bias!r} is not a map from token id to number") from None
             for token_id, bias in self.logit_bias.items():
-                if token_id < 0 or not abs(bias) <= MAX_LOGIT_BIAS:
-                    raise RequestError(f"logit_bias {{{token_id}: {bias}}} is outside ids >= 0 and +-{MAX_LOGIT_BIAS:g}; clip it")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < 1e-5
+                if token_id < 0 or math.isnan(bias):
+                    raise RequestError(f"logit_bias {{{token_id}: {bias}}} is not a token id from 0 up and a number; mend or drop it")
+            self.logit_bias = {i: min(max(b, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for i, b in self.logit_bias.items()}    # as vLLM
 
     @property
     def has_penalties(self) -> bool:
@@ -212,7 +214,6 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -228,4 +229,3 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)

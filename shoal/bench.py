@@ -8,6 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from shoal.api import SamplingParams
+from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
@@ -22,6 +23,10 @@ def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_it
     """Runs `batch` requests at once, `num_iters` times after a warm-up, each time on new prompts (no prefix is cached). Prints the best."""
     vocab_size = llm.core.model_config.vocab_size
     output_len = params.max_tokens or 0
+    limit = llm.config.max_model_len or 0
+    if num_iters < 1 or batch < 1 or input_len < 1 or input_len + output_len > limit:
+        raise RequestError(f"{num_iters} runs of {batch} requests of {input_len} + {output_len} tokens: each number must be at least 1, "
+                           f"and input and output together at most max_model_len {limit}")
     seconds = []
     for i in range(num_iters + 1):
         prompts = random_prompts(batch, input_len, vocab_size, seed=i)

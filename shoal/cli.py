@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.api import RequestOutput, SamplingParams
 from shoal.config import EngineConfig
-from shoal.errors import ShoalError
+from shoal.errors import RequestError, ShoalError
 from shoal.version import __version__
 
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
@@ -113,6 +113,7 @@ def _build_llm(arguments: argparse.Namespace) -> Any:
 
 def run_generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    _sampling_params(arguments, SamplingParams())    # a mistake in the flags is told before a model is loaded
     with _build_llm(arguments) as llm:
         params = _sampling_params(arguments, llm.get_default_sampling_params(), max_tokens=128)
         print(prompt, end="", flush=True)
@@ -128,7 +129,12 @@ def run_chat(arguments: argparse.Namespace) -> int:
         while text := _ask():
             messages.append({"role": "user", "content": text})
             start = time.perf_counter()
-            answer, first = _stream(llm, llm.chat_prompt(messages), params)
+            try:
+                answer, first = _stream(llm, llm.chat_prompt(messages), params)
+            except (RequestError, KeyboardInterrupt) as error:    # the conversation goes on without this turn
+                print(f"\nshoal: {error or 'interrupted'}", file=sys.stderr)
+                messages.pop()
+                continue
             seconds = time.perf_counter() - first
             count = len(answer.outputs[0].token_ids)
             rate = f"{(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else "one token"

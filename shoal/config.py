@@ -1,7 +1,7 @@
 """EngineConfig: every option of the engine, validated when it is built, never written again.
 
 Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest; vLLM options that mean nothing
-here are accepted with a warning. What depends on the model or the device is resolved in engine/core.py, which `replace`s the config.
+here are accepted with a warning. What depends on the model or the device is filled in by engine/resolve.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ IGNORED_OPTIONS = frozenset({
     "compilation_config", "distributed_executor_backend", "max_seq_len_to_capture", "use_tqdm_on_load", "allowed_local_media_path",
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_cascade_attn", "num_scheduler_steps", "use_v2_block_manager", "worker_cls",
     "optimization_level", "served_model_name", "disable_log_requests",
+    "tokenizer_revision",
 })
 # Options of vLLM that ask for something Shoal does not do, with the values that ask for nothing.
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "enable_expert_parallel": (False,), "quantization": (None,),
     "kv_cache_dtype": ("auto",), "cpu_offload_gb": (0,), "enable_lora": (False,), "speculative_config": (None,), "hf_overrides": (None, {}),
-    "enable_sleep_mode": (False,), "task": (None, "auto", "generate"), "runner": (None, "auto", "generate"),
+    "enable_sleep_mode": (False,), "override_generation_config": (None, {}), "task": (None, "auto", "generate"),
+    "runner": (None, "auto", "generate"),
 }
 
 
@@ -44,7 +46,7 @@ class EngineConfig:
     revision: str | None = None                # of a hub id
     download_dir: str | None = None
     load_format: str = "auto"                  # or "dummy": random weights
-    dtype: str = "auto"                        # "auto": the checkpoint's on a GPU; on the CPU what the processor does well
+    dtype: str = "auto"                        # "auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it
     device: str = "auto"                       # "cuda" if there is one, else "cpu"
     max_model_len: int | None = None           # default: what the model was trained for
     max_num_seqs: int | None = None            # default: 256 on a GPU, 64 on the CPU
@@ -100,7 +102,7 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization {share!r} is outside (0, 1]; it is this engine's share of the card's memory")
-        for name, choices in (("dtype", DTYPES), ("load_format", ("auto", "dummy")), ("device", ("auto", "cpu", "cuda")),
+        for name, choices in (("dtype", DTYPES), ("load_format", ("auto", "safetensors", "dummy")), ("device", ("auto", "cpu", "cuda")),
                               ("attention_backend", ("auto", "triton", "cpu", "flashinfer", "flash_attn")),
                               ("scheduling_policy", ("fcfs", "priority")), ("generation_config", ("auto", "vllm"))):
             if getattr(self, name) not in choices:

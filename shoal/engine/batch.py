@@ -16,6 +16,7 @@ from shoal.engine.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.sequence import Sequence
 from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
 
+INT32_MAX = 2**31 - 1
 ALIGNMENT = 4    # int32s: sections start on 16 bytes, so that Triton sees one alignment and compiles one variant
 
 
@@ -164,7 +165,7 @@ class BatchBuilder:
             params = seq.request.params
             low, high = seed_words(params.seed or 0)
             fields = {Field.TOKEN: seq.token_ids[entry.start], Field.POSITION: entry.start, Field.SEED_LOW: low, Field.SEED_HIGH: high,
-                      Field.TEMPERATURE: float_bits(params.temperature), Field.TOP_K: max(params.top_k, 0),
+                      Field.TEMPERATURE: float_bits(params.temperature), Field.TOP_K: min(max(params.top_k, 0), INT32_MAX),
                       Field.TOP_P: float_bits(params.top_p), Field.MIN_P: float_bits(params.min_p)}
             addresses.extend(base + f for f in fields)
             values.extend(fields.values())
@@ -228,7 +229,9 @@ class BatchBuilder:
             stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
             extras.banned.extend((sample, token_id) for token_id in stops)
         for word in request.bad_word_ids:
-            if len(word) == 1 or tuple(entry.seq.output_token_ids[1 - len(word):]) == word[:-1]:
+            before = len(word) - 1    # of an answer's tokens; never reaching into the prompt
+            at = len(entry.seq.token_ids) - before
+            if at >= entry.seq.num_prompt_tokens and tuple(entry.seq.token_ids[at:]) == word[:-1]:
                 extras.banned.append((sample, word[-1]))
         if params.has_penalties:
             extras.penalties.append((sample, entry.row, params.repetition_penalty, params.presence_penalty, params.frequency_penalty))

@@ -12,12 +12,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shoal.api import FinishReason, Logprob, Output, Request, Stats, TokenLogprobs
 from shoal.config import EngineConfig
 from shoal.engine.batch import BatchBuilder, num_prompt_targets
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import ModelRunner, StepResult, prepare_process
-from shoal.engine.sampling import LogprobTensors
+from shoal.engine.sampling import LogprobLists
 from shoal.engine.scheduler import Scheduler, StepPlan
 from shoal.engine.workers import WorkerGroup
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError
@@ -63,12 +65,17 @@ class EngineCore:
             init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "keep_quantized": keep_quantized}
             self.group = WorkerGroup(config.tensor_parallel_size, "shoal.engine.runner:serve_rank", init)
             self.tp = tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
+            self.group.when_failed(tp.abort)    # so that nobody waits on the device for a rank that is gone
         self.runner = ModelRunner(config, files, tp, keep_quantized)
         num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
         if num_blocks < 1:
             raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves no room "
                               f"for a single KV block of {self.runner.block_bytes} bytes; raise it or lower max_num_batched_tokens")
-        self.collective_rpc("allocate", num_blocks)
+        try:
+            self.collective_rpc("allocate", num_blocks)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise ConfigError(f"{num_blocks} KV blocks of {self.runner.block_bytes} bytes don't fit in memory; lower "
+                              "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization") from None
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(
             num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs or 0,
@@ -113,7 +120,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.in_flight)
+        return self.scheduler.has_work or bool(self.in_flight or self.scheduler.ended)
 
     # Steps
 
@@ -121,23 +128,25 @@ class EngineCore:
         """Schedules and launches one step, then returns the outputs of the oldest that is due. EngineDeadError if the device fails."""
         if self.error is not None:
             raise self.error
+        outputs = [Output(seq.request.request_id, [], finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
+                   for seq in self.scheduler.take_ended()]
         try:
             plan = self.scheduler.schedule()
             if plan is not None:
                 self.in_flight.append(self._launch(plan))
-            if not self.in_flight or (plan is not None and len(self.in_flight) <= self.depth):
-                return []
-            return self._complete(self.in_flight.popleft())
+            if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+                outputs += self._complete(self.in_flight.popleft())
         except (RuntimeError, ShoalError) as error:
             self.error = self._cause_of_death(error)
             raise self.error from error
-        except KeyboardInterrupt:
+        except BaseException:
             self._forget_everything()
             raise
+        return outputs
 
     def _forget_everything(self) -> None:
-        """After an interrupt in the middle of a step nobody knows what of it reached the device: every request is aborted, and no block
-        that the step should have filled may be found later. Other ranks cannot be brought back in line, so with them the engine ends."""
+        """After an interrupt, or no memory, in the middle of a step nobody knows what of it reached the device: every request is aborted,
+        and no block that the step should have filled may be found later. Other ranks cannot be brought back in line: the engine ends."""
         if self.group is not None:
             self.error = EngineDeadError("interrupted in the middle of a tensor-parallel step; build a new engine")
             return
@@ -168,9 +177,9 @@ class EngineCore:
 
     def _complete(self, step: InFlight) -> list[Output]:
         tokens = step.result.wait(self.group.check if self.group is not None else None)
-        logprobs = step.result.logprobs
+        logprobs = step.result.logprobs.to_lists() if step.result.logprobs is not None else None
         if step.result.prompt_logprobs is not None:
-            self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs)
+            self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs.to_lists())
         outputs = []
         for result in self.scheduler.update(step.plan, tokens):
             seq = result.seq
@@ -178,14 +187,17 @@ class EngineCore:
             figures = None
             if logprobs is not None and params.logprobs is not None:
                 figures = [token_logprobs(logprobs, result.sample, result.token_id, params.logprobs)]
+            prompt_logprobs = None
+            if params.prompt_logprobs is not None and len(seq.token_ids) == seq.num_prompt_tokens + 1:
+                prompt_logprobs = seq.prompt_logprobs or [None]
             outputs.append(Output(
                 seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason,
-                logprobs=figures, prompt_logprobs=seq.prompt_logprobs if len(seq.token_ids) == seq.num_prompt_tokens + 1 else None,
+                logprobs=figures, prompt_logprobs=prompt_logprobs,
                 num_cached_tokens=seq.num_cached_tokens))
         return outputs
 
     @staticmethod
-    def _keep_prompt_logprobs(plan: StepPlan, found: LogprobTensors) -> None:
+    def _keep_prompt_logprobs(plan: StepPlan, found: LogprobLists) -> None:
         at = 0
         for entry in plan.scheduled:
             seq, k = entry.seq, entry.seq.request.params.prompt_logprobs
@@ -202,6 +214,8 @@ class EngineCore:
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every rank's runner; returns the results in rank order."""
+        if self.error is not None:
+            raise self.error
         if self.group is None:
             return [getattr(self.runner, method)(*args)]
         pending = self.group.submit(method, *args)
@@ -219,17 +233,17 @@ class EngineCore:
         if self.group is not None:
             self.group.close()
             self.group = None
+        if self.tp is not None:    # before the device is waited for: a collective may be running whose other half has just gone
+            self.tp.close()
+            self.tp = None
         if self.runner is not None:
             self.runner.exit()
             self.runner = None
-        if self.tp is not None:
-            self.tp.close()
-            self.tp = None
         self.error = self.error or EngineDeadError("the engine was ended by exit(); build a new one")
 
 
-def token_logprobs(found: LogprobTensors, i: int, token_id: int, k: int) -> TokenLogprobs:
+def token_logprobs(found: LogprobLists, i: int, token_id: int, k: int) -> TokenLogprobs:
     """vLLM's map for one token: itself with its rank, and the k best (all of them for k = -1)."""
-    k = found.top_ids.shape[1] if k < 0 else k
-    best = {int(t): Logprob(float(p), rank) for rank, (t, p) in enumerate(zip(found.top_ids[i, :k], found.top[i, :k]), start=1)}
-    return {token_id: Logprob(float(found.chosen[i]), int(found.ranks[i]))} | best
+    best_ids, best = (found.top_ids[i], found.top[i]) if k < 0 else (found.top_ids[i][:k], found.top[i][:k])
+    ranked = {token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(zip(best_ids, best), start=1)}
+    return {token_id: Logprob(found.chosen[i], found.ranks[i])} | ranked

@@ -21,6 +21,7 @@ from shoal.weights.source import resolve
 
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -31,12 +32,16 @@ class LLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        for name in ("tokenizer", "dtype"):    # a path, a torch.dtype
+            if options.get(name) is not None:
+                options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, config.tokenizer, config.chat_template)
         self.generation_config = files.generation_config if config.generation_config == "auto" else {}
         own = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
-        self.eos_token_ids = tuple(dict.fromkeys((*files.eos_token_ids, *own)))    # Llama 3 has several
+        ids = dict.fromkeys((*files.eos_token_ids, *own))    # Llama 3 has several; some configs name ids that the model has not
+        self.eos_token_ids = tuple(i for i in ids if i < files.config.vocab_size)
         self.core = EngineCore(config, files)
         self.config = self.core.config
         self._seeds = random.Random(config.seed)
@@ -51,8 +56,8 @@ class LLM:
         carry a "cache_salt"."""
         prompts = _as_list(prompts)
         params = self._params_for(len(prompts), sampling_params)
-        if priority is not None and len(priority) != len(prompts):
-            raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts; give one each")
+        if priority is not None and (len(priority) != len(prompts) or not all(isinstance(p, int) for p in priority)):
+            raise RequestError(f"priority {priority!r:.80} is not one integer for each of {len(prompts)} prompts; lower runs first")
         groups = self._add([self._group(p, s, (priority or [0] * len(prompts))[i]) for i, (p, s) in enumerate(zip(prompts, params))])
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
@@ -72,7 +77,9 @@ class LLM:
              chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
              tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
         """Renders one conversation, or a list of them, through the model's chat template, and generates the answers."""
-        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
+        if not isinstance(messages, Sequence) or not messages:
+            raise RequestError(f"messages {messages!r:.80} is no conversation; give a list of {{'role': ..., 'content': ...}}")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts = [self.chat_prompt(m, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools,    # type: ignore[arg-type]
                                     continue_final_message=continue_final_message, **(chat_template_kwargs or {})) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -80,16 +87,20 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
         """The prompt of a conversation. The template writes the special tokens, so none are added."""
         tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        text = tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True} | options, tokenize=False)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yields the growing RequestOutput of one prompt after every step that adds to it. Closing the iterator aborts the request."""
         [params] = self._params_for(1, sampling_params)
         [group] = groups = self._add([self._group(prompt, params, 0)])
+        shown = group.progress
         try:
-            while not group.finished:
-                if self._step():
+            while not group.finished or group.progress != shown:    # another call's steps may have moved it on
+                if group.progress == shown:
+                    self._step()
+                if group.progress != shown:
+                    shown = group.progress
                     yield group.output()
         finally:
             self._drop(groups)
@@ -112,7 +123,7 @@ class LLM:
         """Forgets all cached prefixes. False if blocks were still in use (they are forgotten too)."""
         return self.core.reset_prefix_cache()
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Calls a method of every rank's ModelRunner; returns the results in rank order."""
         return self.core.collective_rpc(method, *args)
 
@@ -136,6 +147,8 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+            raise RequestError(f"sampling_params {given!r:.80} is neither SamplingParams nor a list of them; build SamplingParams(...)")
         if len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one for all or one each")
         return list(given)
@@ -146,11 +159,13 @@ class LLM:
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError("stop strings and bad_words need a tokenizer; this engine was built with skip_tokenizer_init=True")
         bad_words = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else ()
+        vocab_size = self.core.model_config.vocab_size
+        bad_words = tuple(word for word in bad_words if max(word, default=0) < vocab_size)    # others can't be drawn anyway
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         number = next(self._ids)
         answers = []
         for i in range(params.n):
-            request = Request(f"{number}-{i}", ids, replace(params, n=1, seed=seed + i), priority=priority, arrival=float(number),
+            request = Request(f"{number}-{i}", ids, replace(params, n=1, seed=(seed + i) % 2**64), priority=priority, arrival=float(number),
                               cache_salt=salt, eos_token_ids=self.eos_token_ids, bad_word_ids=bad_words)
             answers.append(_Answer(i, request, self.tokenizer if needs_text else None))
         return _Group(str(number), text, ids, answers)
@@ -159,7 +174,11 @@ class LLM:
         """(text, ids, cache salt) of one prompt."""
         salt = None
         if isinstance(prompt, dict):
+            if unknown := set(prompt) - PROMPT_KEYS:
+                raise RequestError(f"the prompt has unknown keys {sorted(unknown)}; there are {sorted(PROMPT_KEYS)}")
             salt = prompt.get("cache_salt")
+            if salt is not None and not (isinstance(salt, str) and salt):
+                raise RequestError(f"cache_salt {salt!r} is not a text of at least one character; leave it out for none")
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and ids is None:
                 raise RequestError(f"the prompt {prompt!r:.80} has neither 'prompt' nor 'prompt_token_ids'; give one of them")
@@ -169,7 +188,9 @@ class LLM:
             if not isinstance(text, str):
                 raise RequestError(f"the prompt {text!r:.80} is no text; give a string, or token ids")
             ids = self.get_tokenizer().encode(text)
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        if hasattr(ids, "tolist"):    # numpy, torch
+            ids = ids.tolist()
+        if not isinstance(ids, Sequence) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise RequestError(f"the prompt {ids!r:.80} is not a list of token ids; give text or integers")
         return text, list(ids), salt
 
@@ -180,7 +201,7 @@ class LLM:
                 for answer in group.answers:
                     self.core.add(answer.request)
                     self._answers[answer.request.request_id] = answer
-        except RequestError:
+        except BaseException:
             self._drop(groups)
             raise
         return groups
@@ -192,14 +213,13 @@ class LLM:
                 if self._answers.pop(answer.request.request_id, None) is not None and not answer.finished:
                     self.core.abort(answer.request.request_id)
 
-    def _step(self) -> bool:
-        """One engine step; whether it brought tokens."""
-        outputs = self.core.step()
-        for output in outputs:
+    def _step(self) -> None:
+        """One engine step; its outputs reach their answers, whoever waits for them."""
+        assert self.core.error is not None or self.core.has_work, "an answer is awaited that nobody works on"
+        for output in self.core.step():
             answer = self._answers.get(output.request_id)
             if answer is not None and (stop := answer.push(output)) is not None:
                 self.core.finish(output.request_id, stop)
-        return bool(outputs)
 
 
 class _Answer:
@@ -231,7 +251,7 @@ class _Answer:
             completion.logprobs.append(self._with_text(step))    # type: ignore[union-attr]
             completion.cumulative_logprob += step[token_id].logprob    # type: ignore[operator]
         stop = None
-        if self.detokenizer is not None:
+        if self.detokenizer is not None and output.token_ids:
             stop_id = output.finish_reason == "stop"
             text, stop = self.detokenizer.push(output.token_ids, last=output.finish_reason is not None, drop_last=stop_id)
             completion.text += text
@@ -258,14 +278,22 @@ class _Group:
     def finished(self) -> bool:
         return all(a.finished for a in self.answers)
 
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """Changes whenever there is something new to show."""
+        return sum(len(a.completion.token_ids) for a in self.answers), self.finished
+
     def output(self) -> RequestOutput:
         """A snapshot: later steps don't change it."""
-        completions = [replace(a.completion, token_ids=list(a.completion.token_ids)) for a in self.answers]
+        completions = [replace(c, token_ids=list(c.token_ids), logprobs=None if c.logprobs is None else list(c.logprobs))
+                       for c in (a.completion for a in self.answers)]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, completions, self.finished,
                              self.answers[0].prompt_logprobs, self.answers[0].num_cached_tokens)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]    # type: ignore[list-item]
-    return list(prompts)    # type: ignore[arg-type]
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts {prompts!r:.80} is neither a prompt nor a list of them; give text, token ids or a dict")
+    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)    # type: ignore[list-item,arg-type]

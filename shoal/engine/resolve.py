@@ -30,14 +30,21 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
         raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} > {torch.cuda.device_count()} GPUs here; lower it")
     gpu = device == "cuda"
     max_model_len = config.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
-        raise ConfigError(f"max_model_len {max_model_len} > max_position_embeddings {model.max_position_embeddings} of the model; lower it")
+    if max_model_len > (longest := _longest(model)):
+        raise ConfigError(f"max_model_len {max_model_len} > {longest}, the most positions this model's config allows; lower it")
     return replace(
         config, device=device, dtype=_dtype(config, model, gpu, quantized), max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if gpu else 1024),
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_CACHE_BYTES),
         async_scheduling=gpu if config.async_scheduling is None else config.async_scheduling)
+
+
+def _longest(model: ModelConfig) -> int:
+    """Positions the model is good for: scaled rope reaches beyond max_position_embeddings (as vLLM derives it)."""
+    rope, trained = model.rope, model.max_position_embeddings
+    scaled = {"yarn": rope.original_max_position_embeddings * rope.factor, "linear": trained * rope.factor}
+    return max(trained, int(scaled.get(rope.kind, trained)))
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, gpu: bool, quantized: bool) -> str:

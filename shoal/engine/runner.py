@@ -134,14 +134,17 @@ class ModelRunner:
         graph_bytes = 0
         if not config.enforce_eager:
             graph_bytes = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len).measure()
-        return self.memory.room(graph_bytes) // self.block_bytes
+        return (self.memory.room(graph_bytes) - self.shaper.reserved_bytes) // self.block_bytes
 
     def _largest_step(self) -> None:
         num_seqs = min(self.max_num_seqs, self.max_num_tokens)
-        self._rehearse(num_seqs, min(self.max_num_tokens // num_seqs, self.max_model_len), fresh=True)
+        logits_SV = self._rehearse(num_seqs, min(self.max_num_tokens // num_seqs, self.max_model_len), fresh=True)
+        if self.tp.rank == 0:    # the rare requests that ask for more must find room too
+            logits_SV = self.shaper.shape(logits_SV, Extras(banned=[(0, 0)]))
+            logprobs(logits_SV, self.out_B[:num_seqs], 1)
         self.reset_state()
 
-    def _rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> None:
+    def _rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> torch.Tensor:
         """A prefill step of made-up tokens, sampling included. Token rows of -1: no cache slot is written."""
         num_tokens, kv_len = num_seqs * query_len, query_len if fresh else 2 * query_len
         with torch.device(self.device):
@@ -158,6 +161,7 @@ class ModelRunner:
         last_S = (starts_S[1:] - 1).long()
         logits_SV = self.model.logits(self.model(step, self.kv, last_S))
         self._sample(logits_SV, rows_S, positions_T[last_S], None)
+        return logits_SV
 
     def reset_state(self) -> None:
         """An empty batch: no row is active."""
@@ -301,7 +305,7 @@ class ModelRunner:
 
     def state_digest(self) -> str:
         """A hash of the batch state: equal on all ranks between steps."""
-        return hashlib.sha256(self.state.cpu().numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self.table[:-1].cpu().numpy().tobytes()).hexdigest()    # the last row is nobody's
 
     def exit(self) -> None:
         """Frees the device's memory. The runner is of no use afterwards."""

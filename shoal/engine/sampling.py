@@ -18,6 +18,16 @@ MAX_LOGPROB_ELEMENTS = 1 << 24    # of one [rows, V] float32 piece of prompt log
 
 
 @dataclass(slots=True)
+class LogprobLists:
+    """LogprobTensors in Python's own numbers."""
+
+    chosen: list[float]
+    ranks: list[int]
+    top_ids: list[list[int]]
+    top: list[list[float]]
+
+
+@dataclass(slots=True)
 class LogprobTensors:
     """Log-probability and rank of each chosen token, then the k best ids and their log-probabilities."""
 
@@ -25,6 +35,9 @@ class LogprobTensors:
     ranks: torch.Tensor          # [S] int64
     top_ids: torch.Tensor        # [S, k] int64
     top: torch.Tensor            # [S, k] float32
+
+    def to_lists(self) -> LogprobLists:
+        return LogprobLists(self.chosen.tolist(), self.ranks.tolist(), self.top_ids.tolist(), self.top.tolist())
 
     def to_host(self) -> LogprobTensors:
         """Starts the copies; they are complete when an event recorded after this call has passed."""
@@ -44,6 +57,11 @@ class LogitShaper:
         self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
         self.prompt_mask: torch.Tensor | None = None      # bool: the token is in the prompt
         self.output_counts: torch.Tensor | None = None    # int32: how often it was drawn
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the counts will take when a penalty is first asked for."""
+        return self.num_rows * self.vocab_size * (torch.bool.itemsize + torch.int32.itemsize)
 
     def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
         """float32 [S, V] in vLLM's order: allowed ids, bias, penalties, then banned ids (which nothing may lift)."""

@@ -62,6 +62,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
+        self.ended: list[Sequence] = []    # from outside, and not yet told (take_ended)
         self._free_rows = list(range(max_num_seqs))    # a heap: the lowest is given first, so that the rows in use stay dense
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -97,8 +98,8 @@ class Scheduler:
         turn = (request.priority, request.arrival, order) if self._by_priority else (order,)
         limit = self._max_num_tokens
         seq = Sequence(request, turn, limit if max_tokens is None else min(limit, len(request.prompt_token_ids) + max_tokens))
-        self._sequences[request.request_id] = seq
         insort(self.waiting, seq, key=_turn)
+        self._sequences[request.request_id] = seq
         return seq
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -113,7 +114,13 @@ class Scheduler:
         seq = self._sequences.get(request_id)
         if seq is not None:
             self._finish(seq, reason, stop_reason)
+            self.ended.append(seq)
         return seq
+
+    def take_ended(self) -> list[Sequence]:
+        """Those ended from outside since the last call: no `update` tells of them."""
+        ended, self.ended = self.ended, []
+        return ended
 
     # Steps
 

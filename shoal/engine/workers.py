@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any
@@ -143,6 +144,10 @@ class WorkerGroup:
         """For loops that wait for something else; then `check()` raises."""
         return self._monitor.failure is not None
 
+    def when_failed(self, callback: Callable[[], None]) -> None:
+        """`callback` is called once, from the watching thread, when a rank has died or the group is closed."""
+        self._monitor.callbacks.append(callback)
+
     def close(self) -> None:
         """Ends all ranks, whatever they are doing, within EXIT_TIMEOUT_S, and frees what was shared. Safe to call twice."""
         self._finalizer()
@@ -181,6 +186,7 @@ class _Monitor:
         self.failure: _Failure | None = None
         self.failed_fd = os.eventfd(0)    # readable from the first failure on
         self.news = threading.Condition()
+        self.callbacks: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="shoal-monitor", daemon=True)
 
     def start(self) -> None:
@@ -258,6 +264,8 @@ class _Monitor:
             self.failure = failure
             self.news.notify_all()
         os.eventfd_write(self.failed_fd, 1)
+        for callback in self.callbacks:
+            callback()
 
     def _pass_on(self, rank: _Rank) -> bool:
         """Copies a rank's output to our stderr, line by line. False at its end."""

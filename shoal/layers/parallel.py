@@ -81,6 +81,12 @@ class TensorParallel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def abort(self) -> None:
+        """Breaks off collectives that run on a GPU, from any thread, so that nobody waits for a rank that is gone."""
+        group = self._group
+        if group is not None and self.device.type == "cuda":
+            group.abort()
+
     def close(self) -> None:
         """Ends the group without asking the others, who may be dead: collectives still running on a GPU are aborted. Safe to call twice."""
         group, self._group = self._group, None

@@ -162,7 +162,7 @@ def test_a_stream_grows_and_equals_generate(build):
     stream = engine.stream("hello", greedy())
     next(stream)
     stream.close()
-    assert not engine.core.scheduler.has_work or engine.core.step() is not None
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
     assert ids_of(engine.generate("hello", greedy())) == [whole.token_ids]
 
 
@@ -224,3 +224,67 @@ def test_an_option_of_vllm_that_is_not_supported_is_refused_unless_it_asks_for_n
     build("llama", quantization=None, kv_cache_dtype="auto", pipeline_parallel_size=1)
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         build("llama", kv_cache_dtype="fp8")
+
+
+def test_no_memory_in_a_step_ends_its_requests_and_poisons_nothing(build, expected, monkeypatch):
+    engine = build("qwen3")
+    stream = engine.stream(PROMPTS[0], greedy())
+    next(stream)
+
+    def fail(packed, extras):
+        raise MemoryError("no memory for a step")
+
+    monkeypatch.setattr(engine.core.runner, "step", fail)
+    with pytest.raises(MemoryError):
+        engine.generate(PROMPTS, greedy())
+    monkeypatch.undo()
+    assert list(stream)[-1].outputs[0].finish_reason == "abort"
+    assert ids_of(engine.generate(PROMPTS, greedy())) == expected
+
+
+def test_streams_side_by_side_miss_nothing(build, expected):
+    engine = build("qwen3")
+    first, second = engine.stream(PROMPTS[0], greedy()), engine.stream(PROMPTS[1], greedy())
+    next(first)
+    assert ids_of(engine.generate(PROMPTS[2:4], greedy())) == expected[2:4]
+    assert list(second)[-1].outputs[0].token_ids == expected[1]
+    last = list(first)[-1]
+    assert last.outputs[0].token_ids == expected[0] and last.finished
+
+
+def test_a_streams_outputs_are_snapshots(build):
+    outputs = list(build("llama").stream([5, 6, 7], greedy(logprobs=1)))
+    assert [len(o.outputs[0].logprobs) for o in outputs] == [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, COUNT + 1))
+
+
+@pytest.mark.parametrize("call", [
+    lambda e: e.generate(None), lambda e: e.generate(5), lambda e: e.generate([5.0]), lambda e: e.chat(None), lambda e: e.chat([]),
+    lambda e: e.generate("a", {"temperature": 0}), lambda e: e.generate({"prompt": "a", "images": []}),
+    lambda e: e.generate([[1, 2], {"prompt_token_ids": [1], "cache_salt": 5}]),
+    lambda e: e.generate(["a", "b"], greedy(), priority=[1, "x"]),
+    lambda e: SamplingParams(stop=5), lambda e: SamplingParams(bad_words="abc"), lambda e: SamplingParams(stop_token_ids=5),
+])
+def test_input_of_the_wrong_kind_is_a_value_error_and_leaves_nothing_behind(call, build):
+    engine = build("llama", scheduling_policy="priority")
+    with pytest.raises(ValueError):
+        call(engine)
+    engine.core.scheduler.check()
+    assert engine.stats().num_waiting == 0 and len(ids_of(engine.generate([[1, 2]], greedy()))[0]) == COUNT
+
+
+def test_a_top_k_beyond_the_vocabulary_is_no_limit(build):
+    engine = build("qwen3")
+    free = ids_of(engine.generate([PROMPTS[3]], greedy(temperature=2.0, seed=3)))
+    assert ids_of(engine.generate([PROMPTS[3]], greedy(temperature=2.0, seed=3, top_k=2**40))) == free
+
+
+def test_an_end_of_text_id_that_the_model_has_not_is_passed_over(root, build):
+    import json
+    import shutil
+    folder = root / "odd-eos"
+    shutil.copytree(tiny.write_model(root, "llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [257, 5000]}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    with LLM(str(folder), dtype="float32", device="cpu", max_model_len=64) as engine:
+        assert len(ids_of(engine.generate([[1, 2]], greedy(min_tokens=3, ignore_eos=False)))[0]) >= 3
