@@ -1,7 +1,7 @@
 """The functions a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu_ops.py has them all; an engine picks one.
 
 T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F intermediate · V vocabulary
-· E experts · R state rows · M blocks a sequence. What each does is said in reference.py.
+· I inputs · O outputs · E experts · R state rows · M blocks a sequence. What each does is said in reference.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ class Ops(Protocol):
     def add_rms_norm(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor: ...
 
     def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor: ...
+
+    def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor: ...
+
+    def linear_silu_mul(self, x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor: ...
 
     def qk_norm_rope_store(self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
                            cos_sin: torch.Tensor, positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor,

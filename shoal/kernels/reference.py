@@ -37,6 +37,15 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate_TF.float()) * up_TF.float()).to(gate_up_T2F.dtype)
 
 
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
+def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
+    """The gate (first half of the outputs) and up products, and silu(gate) * up."""
+    return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
+
+
 def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
                        positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
                        num_heads: int, num_kv_heads: int) -> None:

@@ -25,9 +25,9 @@ class Attention(nn.Module):
         replicas = max(1, tp.size // config.num_kv_heads)
         self.num_kv_heads = config.num_kv_heads * replicas // tp.size
         self.head_dim = n = config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, (config.num_heads * n, config.num_kv_heads * n, config.num_kv_heads * n), tp,
+        self.qkv_proj = Linear(config.hidden_size, (config.num_heads * n, config.num_kv_heads * n, config.num_kv_heads * n), tp, ops,
                                split="columns", bias=config.qkv_bias, replicas=(1, replicas, replicas), keep_quantized=keep_quantized)
-        self.o_proj = Linear(config.num_heads * n, (config.hidden_size,), tp, split="rows", bias=config.o_bias,
+        self.o_proj = Linear(config.num_heads * n, (config.hidden_size,), tp, ops, split="rows", bias=config.o_bias,
                              keep_quantized=keep_quantized)
         self.q_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
         self.k_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None

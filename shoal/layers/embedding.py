@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from shoal.kernels.ops import Ops
@@ -63,7 +62,7 @@ class Vocabulary(nn.Module):
             from shoal.kernels import cpu_linear
             logits_SV = cpu_linear.packed_linear(x_SD, self.packed, None)
         else:
-            logits_SV = F.linear(x_SD, self.weight)    # type: ignore[arg-type]
+            logits_SV = self.ops.linear(x_SD, self.weight, None)    # type: ignore[arg-type]
         if self.tp.size > 1:
             logits_SV = self.tp.all_gather(logits_SV, dim=-1)
         return logits_SV[:, :self.vocab_size]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from shoal.errors import CheckpointError
+from shoal.kernels.ops import Ops
 from shoal.layers.parallel import TensorParallel
 from shoal.weights.quantized import QuantizedTensor
 
@@ -49,10 +49,10 @@ class Linear(nn.Module):
     `replicas[i]` ranks share one shard of part i. split "rows": the inputs are divided, partial sums are all-reduced.
     """
 
-    def __init__(self, in_features: int, parts: tuple[int, ...], tp: TensorParallel, *, split: str | None, bias: bool = False,
+    def __init__(self, in_features: int, parts: tuple[int, ...], tp: TensorParallel, ops: Ops, *, split: str | None, bias: bool = False,
                  replicas: tuple[int, ...] | None = None, keep_quantized: bool = False) -> None:
         super().__init__()
-        self.tp, self.split, self.keep_quantized = tp, split, keep_quantized
+        self.tp, self.ops, self.split, self.keep_quantized = tp, ops, split, keep_quantized
         self.full_in, self.full_parts = in_features, parts
         self.replicas = replicas or (1,) * len(parts)
         columns = tp.size if split == "columns" else 1
@@ -97,9 +97,15 @@ class Linear(nn.Module):
             from shoal.kernels import cpu_linear
             y_TO = cpu_linear.packed_linear(x_TI, self.packed, bias)
         else:
-            y_TO = F.linear(x_TI, self.weight, bias)    # type: ignore[arg-type]
+            y_TO = self.ops.linear(x_TI, self.weight, bias)    # type: ignore[arg-type]
         if self.split == "rows":
             y_TO = self.tp.all_reduce(y_TO)
             if self.bias is not None:
                 y_TO = y_TO + self.bias
         return y_TO
+
+    def silu_mul(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Of a layer with the parts (gate, up), not split over its inputs: silu(gate) * up."""
+        if self.packed is not None:
+            return self.ops.silu_mul(self(x_TI))
+        return self.ops.linear_silu_mul(x_TI, self.weight, self.bias)    # type: ignore[arg-type]

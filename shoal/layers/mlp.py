@@ -15,14 +15,14 @@ from shoal.models.config import ModelConfig
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops, keep_quantized: bool) -> None:
         super().__init__()
-        self.ops = ops
         size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, (size, size), tp, split="columns", bias=config.mlp_bias,
+        self.gate_up_proj = Linear(config.hidden_size, (size, size), tp, ops, split="columns", bias=config.mlp_bias,
                                    keep_quantized=keep_quantized)
-        self.down_proj = Linear(size, (config.hidden_size,), tp, split="rows", bias=config.mlp_bias, keep_quantized=keep_quantized)
+        self.down_proj = Linear(size, (config.hidden_size,), tp, ops, split="rows", bias=config.mlp_bias,
+                                keep_quantized=keep_quantized)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x_TD)))
+        return self.down_proj(self.gate_up_proj.silu_mul(x_TD))
 
 
 class Experts(nn.Module):
@@ -57,7 +57,7 @@ class MoE(nn.Module):
         super().__init__()
         self.ops, self.tp = ops, tp
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = Linear(config.hidden_size, (config.num_experts,), tp, split=None)
+        self.gate = Linear(config.hidden_size, (config.num_experts,), tp, ops, split=None)
         self.experts = Experts(config, tp)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,35 @@
+"""Programmatic dependent launch (PDL): on Hopper a kernel may start while the one before it still runs, and wait for it by itself.
+
+A decode step is a chain of small kernels, each of which waits for the last; so the launch of a kernel, and whatever it can do without
+its inputs (a product loads weights), hide behind its predecessor. The rules: before `wait_for_inputs` a kernel reads constants only
+(weights) and writes nothing; every program of the grid comes there before it leaves. Then "the kernel before is done" says so of all
+kernels before it, and a kernel that knows nothing of this (cuBLAS, NCCL, a copy) may stand anywhere in the chain.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+FIRST_CAPABILITY = 90
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Lets the next kernel start; returns when all earlier ones are done and their writes are visible."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def pdl_options() -> dict[str, bool]:
+    """Arguments of a launch on the current device; the kernel passes its PDL on to `wait_for_inputs`."""
+    enabled = not triton.knobs.runtime.interpret and _has_pdl(triton.runtime.driver.active.get_current_device())
+    return {"PDL": enabled, "launch_pdl": enabled}
+
+
+@functools.cache
+def _has_pdl(device: int) -> bool:
+    return triton.runtime.driver.active.get_current_target().arch >= FIRST_CAPABILITY

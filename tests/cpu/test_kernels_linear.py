@@ -1,0 +1,84 @@
+"""Small products in Triton's interpreter against float32, odd shapes; what real models bring compiles for sm_80 and sm_90 without spills.
+
+Tolerance: weights are scaled so that results are near 1; sums of float16 products are exact to float32, one rounding is 2**-11 relative,
+a gated result has three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triton_compile import check_kernels, compile_launches
+
+from shoal.kernels import linear, reference
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LAUNCHES: dict[str, Callable[[], object]] = {}
+
+
+def operands(rows: int, outs: int, columns: int, bias: bool, gated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    print("seed", torch.manual_seed(31).initial_seed())
+    weight = torch.randn(outs * (1 + gated), columns).div(columns ** 0.5).to(FP16)
+    return torch.randn(rows, columns).to(FP16), weight, torch.randn(len(weight)).to(FP16) if bias else None
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return F.silu(y.chunk(2, dim=1)[0]) * y.chunk(2, dim=1)[1] if gated else y
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize(("outs", "columns"), [(1, 1), (7, 13), (130, 70), (48, 1024), (33, 1100), (5, 2049)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
+def test_products_equal_exact_ones(rows: int, outs: int, columns: int, bias: bool, gated: bool) -> None:
+    x, weight, b = operands(rows, outs, columns, bias, gated)
+    assert linear.choose_tiles(rows, *weight.shape, gated) is not None
+    ours = (linear.linear_silu_mul if gated else linear.linear)(x, weight, b)
+    assert ours.shape == (rows, outs) and ours.dtype == FP16
+    torch.testing.assert_close(ours.float(), exact(x, weight, b, gated), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tiles", [linear.Tiles(2, 64, 1), linear.Tiles(16, 16, 4, 2), linear.Tiles(32, 64, 4, 3)], ids=str)
+def test_any_tiles_give_the_product(tiles: linear.Tiles) -> None:
+    x, weight, bias = operands(21, 45, 100, True, True)
+    torch.testing.assert_close(linear.product(tiles, x, weight, bias, True).float(), exact(x, weight, bias, True), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(0, FP16), (65, FP16), (3, torch.float32)])
+def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (t.to(dtype) for t in operands(rows, 6, 10, True, False))
+    assert torch.equal(linear.linear(x, weight, bias), F.linear(x, weight, bias))
+    torch.testing.assert_close(linear.linear_silu_mul(x, weight, bias), reference.linear_silu_mul(x, weight, bias), rtol=2e-3, atol=1e-5)
+
+
+def test_nothing_is_written_beyond_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, _ = operands(3, 21, 50, False, False)
+    room = torch.full((5, 21), 7.0, dtype=FP16)
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, shape, **o: room[1:4] if shape == (3, 21) else new_empty(self, shape, **o))
+    linear.linear(x, weight, None)
+    assert (room[0] == 7).all() and (room[4] == 7).all() and (room[1:4] != 7).all()
+
+
+def _launch(rows: int, outs: int, columns: int, gated: bool, dtype: torch.dtype) -> None:
+    with torch.device("meta"):    # only compiled: a vocabulary's weight need not exist
+        weight, x = torch.empty(outs * (1 + gated), columns, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
+        product = linear.linear_silu_mul if gated else linear.linear
+        product(x, weight, torch.empty(len(weight), dtype=dtype) if outs == 3072 else None)
+
+
+for shape in ((4096, 1024, False), (3072, 1024, True), (1024, 3072, False), (1024, 2048, False), (12288, 4096, True), (4096, 12288, False),
+              (151936, 1024, False), (1536, 576, True)):
+    for rows in (rows for rows in (1, 2, 4, 16, 32) if linear.choose_tiles(rows, shape[0] * (1 + shape[2]), *shape[1:])):
+        LAUNCHES[f"{rows} rows {shape}"] = lambda rows=rows, shape=shape: _launch(rows, *shape, FP16 if shape[1] == 576 else BF16)
+
+compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_compiles_for_both_targets_without_spills(compiled, case: str) -> None:
+    check_kernels(compiled[case])

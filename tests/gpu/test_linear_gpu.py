@@ -1,0 +1,78 @@
+"""Small products on a GPU at real sizes, against float32 products of the same operands: one rounding to bf16 is 2**-9 relative."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoal.kernels import linear, triton_ops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DEVICE = torch.device("cuda")
+
+
+def operands(rows: int, outs: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    print("seed", torch.manual_seed(17).initial_seed())
+    x, weight = torch.randn(rows, columns, device=DEVICE), torch.randn(outs, columns, device=DEVICE) / columns ** 0.5
+    return x.to(dtype), weight.to(dtype), torch.randn(outs, device=DEVICE).to(dtype)
+
+
+def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((ours.float() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("outs", "columns"), [(4096, 1024), (1024, 3072), (151936, 1024), (1000, 576), (37, 2056), (6144, 4096)])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 31, 100])
+def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(rows, outs, columns, dtype)
+    assert error(triton_ops.linear(x, weight, bias), F.linear(x.float(), weight.float(), bias.float())) < 4e-3
+
+
+@pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (12288, 4096), (1536, 576), (29, 130)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 32, 65])
+def test_gated_products(rows: int, size: int, columns: int) -> None:
+    x, weight, bias = operands(rows, 2 * size, columns, torch.bfloat16)
+    gate, up = F.linear(x.float(), weight.float(), bias.float()).chunk(2, dim=1)
+    assert error(triton_ops.linear_silu_mul(x, weight, bias), F.silu(gate) * up) < 8e-3
+
+
+def test_a_chain_of_dependent_launches_is_in_order_and_equal_each_time() -> None:
+    """Each kernel overwrites what the one before the last read (the allocator reuses memory); cuBLAS stands in between in places."""
+    x, weight, _ = operands(1, 2048, 2048, torch.bfloat16)
+    norm_weight = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain(product) -> torch.Tensor:
+        y, residual = x, torch.zeros_like(x)
+        for i in range(60):
+            y = F.linear(y, weight) if i % 7 == 3 else product(y, weight)
+            y = triton_ops.add_rms_norm(y, residual, norm_weight, 1e-6)
+        return y
+
+    def ours(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return triton_ops.linear(y, weight, None)
+
+    def waiting(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        y = ours(y, weight)
+        torch.cuda.synchronize()
+        return y
+
+    expected = chain(waiting)
+    assert torch.equal(chain(ours), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(ours)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+def test_a_result_is_the_same_each_time() -> None:
+    for rows in (1, 3, 16):
+        x, weight, _ = operands(rows, 1024, 3072, torch.bfloat16)
+        assert linear.choose_tiles(rows, *weight.shape, False) is not None
+        first = triton_ops.linear(x, weight, None)
+        assert all(torch.equal(triton_ops.linear(x, weight, None), first) for _ in range(20))
