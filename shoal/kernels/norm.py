@@ -9,15 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
+
 ELEMENTS_PER_THREAD = 8    # of 16 bits: one 16-byte access
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+                     PDL: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     mask = columns < D
     row = tl.program_id(0).to(tl.int64) * D
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    wait_for_inputs(PDL)
     x = tl.load(x_ptr + row + columns, mask=mask, other=0.0)
     if ADD:
         x = (x.to(tl.float32) + tl.load(residual_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
@@ -47,4 +51,5 @@ def _launch(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tenso
     size = x_TD.shape[-1]
     block = triton.next_power_of_2(size)
     warps = min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16)
-    _rms_norm_kernel[(x_TD.numel() // size,)](x_TD, residual_TD, weight_D, out_TD, eps, D=size, ADD=add, BLOCK=block, num_warps=warps)
+    _rms_norm_kernel[(x_TD.numel() // size,)](x_TD, residual_TD, weight_D, out_TD, eps, D=size, ADD=add, BLOCK=block, num_warps=warps,
+                                              **pdl_options())

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
+
 
 @triton.jit
 def _weight(weight_ptr, i, mask):
@@ -21,7 +23,8 @@ def _weight(weight_ptr, i, mask):
 def _qk_norm_rope_store_kernel(
         qkv_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, rows_ptr, tables_ptr, kv_ptr, table_stride, block_stride,
         kv_stride, head_stride, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-        HEADS: tl.constexpr, HALF: tl.constexpr):
+        HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     row = tl.load(rows_ptr + token).to(tl.int64)
@@ -73,7 +76,7 @@ def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weigh
         qkv, q_weight, k_weight, eps, cos_sin, positions_T, rows_T, block_tables_RM, kv_layer,
         block_tables_RM.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2),
         H=num_heads, G=num_kv_heads, N=head_dim, HAS_NORM=q_weight is not None, BLOCK_SIZE=kv_layer.shape[3],
-        HEADS=heads, HALF=half, num_warps=max(1, min(heads * half // 256, 8)))
+        HEADS=heads, HALF=half, num_warps=max(1, min(heads * half // 256, 8)), **pdl_options())
 
 
 def heads_per_program(num_tokens: int, all_heads: int) -> int:

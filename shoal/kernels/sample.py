@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels import reference
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.state import MIN_TEMPERATURE, Field
 
 GROUP = tl.constexpr(32)          # tokens that share one maximum
@@ -93,7 +94,8 @@ def _workspace(work_ptr, s, V: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _score_tiles(logits_ptr, rows_ptr, positions_ptr, table_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr,
-                 TILE: tl.constexpr):
+                 TILE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     tile, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
@@ -245,7 +247,9 @@ def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, pos
 
 @triton.jit
 def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr,
-          TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+          TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+          PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
@@ -284,10 +288,10 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
     num_tiles, num_groups = triton.cdiv(vocab_size, tile), triton.cdiv(vocab_size, GROUP.value)
     work = torch.empty((num_seqs, 3 * num_tiles + num_groups + BEST_GROUPS.value), dtype=torch.float32, device=logits_BV.device)
     _score_tiles[(num_tiles, num_seqs)](logits_BV, rows_S, positions_S, table, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
-                                        TILE=tile, num_warps=tile // (32 * TILE_ELEMENTS_PER_THREAD))
+                                        TILE=tile, num_warps=tile // (32 * TILE_ELEMENTS_PER_THREAD), **pdl_options())
     _pick[(num_seqs,)](logits_BV, rows_S, positions_S, table, out_tokens_S, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
                        TILE=tile, TILES_BLOCK=triton.next_power_of_2(num_tiles), GROUPS_BLOCK=triton.next_power_of_2(num_groups),
-                       SHIFT=SHIFTS[logits_BV.dtype], num_warps=PICK_WARPS)
+                       SHIFT=SHIFTS[logits_BV.dtype], num_warps=PICK_WARPS, **pdl_options())
 
 
 def tile_size(num_seqs: int) -> int:
