@@ -15,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from shoal.attention.step import StepInput
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
 
-PROGRAMS_PER_SM = 3       # decode programs that fit on an SM at once
-WAVES = 4                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
+PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once
+WAVES = 3                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
 MIN_SPLIT = 64            # fewest keys that are worth a program of their own
+FULL_SPLIT = 160          # and that the longest sequence gives each: many programs for few keys cost more than they bring
 CUDNN_MIN_LEN = 2048      # shortest fresh prefill that cuDNN gets; it is faster than our kernel on long ones only
 CUDNN_STEP = 1024         # and it gets whole steps of its queries, since it plans anew for every length it meets
 
@@ -27,7 +28,7 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: in
     tasks = num_seqs * num_kv_heads
     slots = num_sms * PROGRAMS_PER_SM
     splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)    # few tasks: one full wave of equal programs
-    return max(1, min(splits, -(-max_kv_len // MIN_SPLIT)))
+    return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
 
 
 def equal_runs(host_query_starts: tuple[int, ...], first_seq: int) -> Iterator[tuple[int, int, int]]:

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
+
 LOG2_E = 1.4426950408889634
 LOWEST: tl.constexpr = tl.constexpr(-1e30)    # start of a running maximum: finite, so that a wholly masked tile adds 0, not NaN
 
@@ -31,7 +33,7 @@ class Tiles:
 def decode_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:    # products without tensor cores: small tiles keep the unrolled code and its registers in bounds
         return Tiles(16, 32 if head_dim <= 64 else 16, 4, 2)
-    return Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
+    return Tiles(16, 32, 2 if head_dim <= 128 else 4, 3)
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
@@ -105,13 +107,14 @@ def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, GROUP: tl.constexpr, 
 def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr,
                   scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, splits, min_split,
                   GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+                  BLOCK_N: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One query token a sequence; grid (G, splits, S). A sequence's keys are shared out evenly over at most `splits` programs.
 
     The grid is fixed when a graph is captured, lengths are read here: programs beyond a length leave at once, and a sequence that
     needs one program writes its output directly. Otherwise each leaves a normalised result and its log-sum-exp in the workspace, and
     the last to arrive (a counter tells) weighs them together and puts the counter back to 0: no second launch.
     """
+    wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2)
@@ -191,7 +194,7 @@ def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch
         scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), *kv_layer.stride()[:3], splits, min_split,
         GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0,
         BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows, CHUNK=max(2, 8192 // (rows * head_dim_pad)),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)
+        num_warps=max(tiles.num_warps, min(rows // 8, 4)), num_stages=tiles.num_stages, maxnreg=tiles.max_registers, **pdl_options())
 
 
 @dataclass(frozen=True, slots=True)
