@@ -1,6 +1,6 @@
-"""The ops beside attention and the products, on one GPU: microseconds, TB/s, and the share of what a copy reaches on an H200.
+"""The ops beside attention, on one GPU: microseconds, TB/s, and the share of what a copy reaches on an H200.
 
-    python benchmarks/kernels.py [--quick] [norm] [silu] [rope] [sample] [moe] [batch] [launch]
+    python benchmarks/kernels.py [--quick] [linear] [norm] [silu] [rope] [sample] [moe] [batch] [launch]
 
 For each case the default, and what other cuts reach (--quick leaves them out). Runs in CUDA graphs, as the engine's decode steps do; over
 as many copies of the data as keep the L2 cache cold where a step would find it so.
@@ -16,8 +16,9 @@ from functools import partial
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
-from shoal.kernels import activation, moe, norm, reference, rope, sample, triton_ops
+from shoal.kernels import activation, linear, moe, norm, reference, rope, sample, triton_ops
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
 DEVICE = torch.device("cuda")
@@ -65,6 +66,40 @@ def zeros(*shape: int) -> torch.Tensor:
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=BF16)
+
+
+PRODUCTS = ((4096, 1024, False), (1024, 2048, False), (6144, 1024, True), (1024, 3072, False), (151936, 1024, False),
+            (6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False), (151936, 4096, False))
+TILES = [linear.Tiles(*cut) for cut in (
+    (4, 512, 4), (8, 512, 4), (4, 512, 2), (2, 512, 2), (4, 256, 1), (1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (1, 2048, 4), (2, 2048, 4),
+    (2, 2048, 8), (16, 128, 2, 6), (32, 128, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 5), (128, 128, 8, 3))]
+
+
+def bench_linear(sweep: bool) -> None:
+    """qwen3-0.6b's and 8b's products (weight rows x inputs), gate and up with their activation, beside cuBLAS."""
+    for outs, columns, gated in PRODUCTS:
+        num_bytes = outs * columns * 2
+        weights = [randn(outs, columns) for _ in range(max(1, min(60, COLD_BYTES // num_bytes)))]
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            x = randn(rows, columns)
+            ops, name = (triton_ops.linear_silu_mul, "linear_silu_mul") if gated else (triton_ops.linear, "linear")
+            others = [(microseconds_of(partial(_cublas, x, weights, gated), len(weights)), "cuBLAS")]
+            for tiles in TILES if sweep else ():
+                in_registers = rows * (1 + gated) * tiles.outs * tiles.columns <= 192 * 32 * tiles.num_warps
+                if tiles.num_stages or in_registers:
+                    run = partial(_product, tiles, x, weights, gated)
+                    others.append((microseconds_of(run, len(weights)), f"{astuple(tiles)}"))
+            us = microseconds_of(lambda i, op=ops, x=x, weights=weights: op(x, weights[i], None), len(weights))
+            show(name, f"{rows} rows, {outs} x {columns}", us, num_bytes, others)
+
+
+def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -> torch.Tensor:
+    y = F.linear(x, weights[i])
+    return triton_ops.silu_mul(y) if gated else y
+
+
+def _product(tiles: linear.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -> torch.Tensor:
+    return linear.product(tiles, x, weights[i], None, gated)
 
 
 def bench_norm(sweep: bool) -> None:
@@ -193,8 +228,8 @@ def bench_launch(sweep: bool) -> None:
 
 
 def main() -> None:
-    parts = {"norm": bench_norm, "silu": bench_silu, "rope": bench_rope, "sample": bench_sample, "moe": bench_moe, "batch": bench_batch,
-             "launch": bench_launch}
+    parts = {"linear": bench_linear, "norm": bench_norm, "silu": bench_silu, "rope": bench_rope, "sample": bench_sample, "moe": bench_moe,
+             "batch": bench_batch, "launch": bench_launch}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
     parser.add_argument("--quick", action="store_true", help="the defaults only")
