@@ -1,6 +1,7 @@
 """The engine on a GPU: the oracle's tokens with graphs and without, asynchronous or not, on one card or two; memory given back."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -107,3 +108,23 @@ def test_two_gpus_give_the_tokens_of_one(name, root, build):
 def test_seeded_draws_agree_on_two_gpus(build):
     params = [greedy(temperature=1.1, seed=i, repetition_penalty=1.1 if i % 2 else 1.0) for i in range(len(PROMPTS))]
     assert ids_of(build("qwen3", tensor_parallel_size=2).generate(PROMPTS, params)) == ids_of(build("qwen3").generate(PROMPTS, params))
+
+
+@two_gpus
+def test_no_rank_ever_differs_in_what_was_drawn(build):
+    engine = build("qwen3", tensor_parallel_size=2, num_gpu_blocks_override=14, max_model_len=200)
+    params = [greedy(temperature=1.2, seed=i, top_p=0.9, repetition_penalty=1.1 if i % 2 else 1.0) for i in range(len(PROMPTS))]
+    engine.generate(PROMPTS, params)
+    first, second = engine.collective_rpc("state_digest")
+    assert first == second
+
+
+@two_gpus
+def test_an_engine_ends_at_once_with_a_step_in_flight(build):
+    engine = build("qwen3", tensor_parallel_size=2)
+    stream = engine.stream(PROMPTS[0], greedy(max_tokens=100))
+    next(stream)
+    stream.close()
+    start = time.monotonic()
+    engine.exit()
+    assert time.monotonic() - start < 20
