@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-WORKLOADS = {"1 stream": (1, 32, 128), "16 at once": (16, 32, 64), "prefill of 512": (1, 512, 1)}    # prompts, their length, new tokens
+WORKLOADS = {"1 stream": (1, 32, 64), "16 at once": (16, 32, 64), "prefill of 512": (1, 512, 1)}    # prompts, their length, new tokens
 VOCABULARY = range(100, 40_000)
 Generate = Callable[[list[list[int]], int], int]    # prompts and how many tokens of each to generate; returns how many there are in all
 
@@ -146,20 +146,20 @@ def cold_start(threads: int) -> float:
 
 
 def compare(args: argparse.Namespace) -> None:
-    pythons = {name: args.llama_python if name == "llama-cpp-python" else sys.executable for name in ENGINES}
+    pythons = {name: args.llama_python if name == "llama-cpp-python" else sys.executable for name in args.engines}
     children = {name: Child(name, python, args.gguf, args.threads) for name, python in pythons.items() if python}
     for name in [name for name, child in children.items() if not child.alive]:
         print(f"{name} does not start here, so it is left out", file=sys.stderr)
         children.pop(name).close()
     choose = random.Random(0)
     seconds: dict[tuple[str, str], list[float]] = {}
-    for i in range(args.repeat + 1):
+    for child in children.values():
+        child.run([[100]], 4)
+    for _ in range(args.repeat):
         for workload, (count, length, made) in WORKLOADS.items():
             prompts = [choose.choices(VOCABULARY, k=length) for _ in range(count)]
             for name, child in children.items():
-                taken = child.run(prompts, made)
-                if i:    # the first round warms up
-                    seconds.setdefault((name, workload), []).append(taken)
+                seconds.setdefault((name, workload), []).append(child.run(prompts, made))
     for child in children.values():
         child.close()
     cold = statistics.median(cold_start(args.threads) for _ in range(args.repeat))
@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python; default: leave it out")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--gguf", help="default: the default model's file")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)

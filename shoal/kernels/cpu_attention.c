@@ -7,7 +7,7 @@
 
 #include "cpu.h"
 
-enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256 };    // a row: a query token's head
+enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256, COMBINED_ROWS = 256 };    // a row: a query token's head
 
 static const float LOWEST = -1e30f;    // below every score, and finite: its differences stay numbers
 
@@ -23,6 +23,11 @@ typedef struct {
 typedef struct {
     int seq, first, last;    // query tokens [first, last) of the step
 } Tile;
+
+static const float *key_at(const Attention *a, const int32_t *table, int g, int64_t position) {
+    const Cache *c = a->cache;
+    return c->data + table[position / c->block_size] * c->block_stride + g * c->head_stride + position % c->block_size * c->head_dim;
+}
 
 // One query row over consecutive keys: folds them into acc [n], the largest score so far and the sum of exponentials.
 static void attend_keys(const float *restrict q, const float *restrict k, const float *restrict v, int keys, int n, float scale,
@@ -97,7 +102,8 @@ static int64_t room_floats(int rows, int n) { return (int64_t)(rows + CHUNK) * (
 static Room make_room(float *base, int rows, int n) {
     Room room = {.n_padded = (n + 15) / 16 * 16, .rows = rows};
     room.v = (float *)(((uintptr_t)base + 63) & ~(uintptr_t)63);    // on a cache line: loads across two cost double
-    room.acc = room.v + CHUNK * room.n_padded, room.k = room.acc + rows * room.n_padded, room.p = room.k + n * CHUNK, room.q = room.p + rows * CHUNK;
+    room.acc = room.v + CHUNK * room.n_padded, room.k = room.acc + rows * room.n_padded;
+    room.p = room.k + n * CHUNK, room.q = room.p + rows * CHUNK;
     return room;
 }
 
@@ -131,9 +137,9 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
     for (int64_t start = low; start < high; start += CHUNK) {
         const int keys = high - start < CHUNK ? (int)(high - start) : CHUNK;
         for (int j = 0; j < keys; j++) {
-            const float *k = a->cache->data + table[(start + j) / a->cache->block_size] * a->cache->block_stride + g * a->cache->head_stride + (start + j) % a->cache->block_size * n;
+            const float *k = key_at(a, table, g, start + j);
             for (int i = 0; i < n; i++) room->k[i * CHUNK + j] = k[i];
-            memcpy(room->v + j * wide, k + a->cache->kv_stride, sizeof(float) * n);
+            memcpy(room->v + j * wide, k + a->cache->kv_stride, sizeof(float) * (size_t)n);
         }
         for (int r = 0; r < rows; r += 4)
             for (int j = 0; j < keys; j += 16) product_4x16(room->q + r * n, n, room->k + j, CHUNK, n, room->p + r * CHUNK + j, CHUNK, 0);
@@ -145,33 +151,36 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
             else memset(room->p + r * CHUNK, 0, sizeof(float) * CHUNK);
         }
         for (int r = 0; r < rows; r += 4)
-            for (int i = 0; i < n; i += 16) product_4x16(room->p + r * CHUNK, CHUNK, room->v + i, wide, keys, room->acc + r * wide + i, wide, 1);
+            for (int i = 0; i < n; i += 16)
+                product_4x16(room->p + r * CHUNK, CHUNK, room->v + i, wide, keys, room->acc + r * wide + i, wide, 1);
     }
     for (int r = 0; r < rows; r++)
         memcpy(acc + ((int64_t)(tile.first + r / ratio) * a->heads + g * ratio + r % ratio) * n, room->acc + r * wide, sizeof(float) * n);
 }
 
 // The same for few rows, block by block where they lie.
-static void attend_few(const Attention *a, Tile tile, int g, const int32_t *table, int offset, int64_t low, int64_t high, float *acc, float *most,
-                       float *total) {
+static void attend_few(const Attention *a, Tile tile, int g, const int32_t *table, int offset, int64_t low, int64_t high,
+                       float *acc, float *most, float *total) {
     const int n = a->n, ratio = a->ratio, size = a->cache->block_size;
     for (int64_t start = low, end; start < high; start = end) {
         end = (start / size + 1) * size < high ? (start / size + 1) * size : high;
-        const float *keys = a->cache->data + table[start / size] * a->cache->block_stride + g * a->cache->head_stride + start % size * n;
+        const float *keys = key_at(a, table, g, start);
         for (int t = tile.first; t < tile.last; t++) {
             int64_t position = t + offset, first = a->window && position >= a->window ? position - a->window + 1 : 0;
             int from = first > start ? (int)(first - start) : 0, to = position < end ? (int)(position - start + 1) : (int)(end - start);
             for (int h = g * ratio; h < (g + 1) * ratio && from < to; h++) {
                 int64_t row = (int64_t)t * a->heads + h;
-                attend_keys(a->q + t * a->q_stride + h * n, keys + (int64_t)from * n, keys + a->cache->kv_stride + (int64_t)from * n, to - from, n,
-                            a->scale, acc + row * n, most + row, total + row);
+                const float *k = keys + (int64_t)from * n;
+                attend_keys(a->q + t * a->q_stride + h * n, k, k + a->cache->kv_stride, to - from, n, a->scale, acc + row * n, most + row,
+                            total + row);
             }
         }
     }
 }
 
 // All rows of a tile for kv head g over split `split` of its keys. acc [tokens, H, N], most and total [tokens, H] are this split's.
-static void attend_tile(const Attention *a, Tile tile, int g, int split, int num_splits, const Room *room, float *acc, float *most, float *total) {
+static void attend_tile(const Attention *a, Tile tile, int g, int split, int num_splits, const Room *room,
+                        float *acc, float *most, float *total) {
     const int n = a->n, ratio = a->ratio;
     const int offset = a->seqs->kv_lens[tile.seq] - a->seqs->query_starts[tile.seq + 1];    // a token's position is its index plus this
     for (int t = tile.first; t < tile.last; t++)
@@ -182,7 +191,8 @@ static void attend_tile(const Attention *a, Tile tile, int g, int split, int num
         }
     if (a->seqs->rows[tile.seq] < 0) return;
     const int32_t *table = a->cache->tables + a->seqs->rows[tile.seq] * a->cache->table_stride;
-    const int64_t first = a->window && tile.first + offset >= a->window ? tile.first + offset - a->window + 1 : 0, keys = tile.last + offset - first;
+    const int64_t first = a->window && tile.first + offset >= a->window ? tile.first + offset - a->window + 1 : 0;
+    const int64_t keys = tile.last + offset - first;
     const int64_t low = first + keys * split / num_splits, high = first + keys * (split + 1) / num_splits;
     if ((tile.last - tile.first) * ratio <= FEW_ROWS) attend_few(a, tile, g, table, offset, low, high, acc, most, total);
     else attend_many(a, tile, g, table, offset, low, high, room, acc, most, total);
@@ -207,7 +217,7 @@ typedef struct {
     const Tile *tiles;
     int num_splits, tile_rows;
     int64_t rows, room_each;
-    float *acc, *most, *total, *rooms;
+    float *acc, *most, *total, *rooms, *out;
 } Job;
 
 static void attention_unit(void *shared, int unit, int thread) {
@@ -216,7 +226,16 @@ static void attention_unit(void *shared, int unit, int thread) {
     Room room = {0};
     if (job->room_each) room = make_room(job->rooms + job->room_each * thread, job->tile_rows, job->a.n);
     attend_tile(&job->a, job->tiles[item / kv_heads], item % kv_heads, split, job->num_splits, &room,
-                job->acc + (job->num_splits > 1) * split * job->rows * job->a.n, job->most + split * job->rows, job->total + split * job->rows);
+                job->acc + (job->num_splits > 1) * split * job->rows * job->a.n, job->most + split * job->rows,
+                job->total + split * job->rows);
+}
+
+static void combine_unit(void *shared, int unit, int thread) {
+    const Job *job = shared;
+    const int64_t last = (int64_t)(unit + 1) * COMBINED_ROWS;
+    (void)thread;
+    for (int64_t row = (int64_t)unit * COMBINED_ROWS; row < (last < job->rows ? last : job->rows); row++)
+        combine(job->acc, job->most, job->total, job->num_splits, job->rows, row, job->a.n, job->out);
 }
 
 // Every token of the step: out [tokens, H, N]. q: heads N apart, tokens q_stride apart. window 0: none. Returns -1 when there is no memory.
@@ -224,14 +243,15 @@ int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64
     const int *starts = seqs->query_starts, tokens = starts[seqs->num_seqs], ratio = c->num_heads / c->num_kv_heads;
     const int tile_len = ratio < TILE_ROWS ? TILE_ROWS / ratio : 1, max_tiles = seqs->num_seqs + tokens / tile_len;
     Job job = {{c, seqs, q, q_stride, window, c->num_heads, ratio, c->head_dim, scale}, .tile_rows = (tile_len * ratio + 3) / 4 * 4,
-               .rows = (int64_t)tokens * c->num_heads};
+               .rows = (int64_t)tokens * c->num_heads, .out = out};
     Tile *tiles = malloc(sizeof(Tile) * (size_t)max_tiles);
     if (!tiles) return -1;
     int num_tiles = 0;
     for (int s = seqs->num_seqs - 1; s >= 0; s--)
         for (int t = starts[s + 1]; t > starts[s]; t -= tile_len)    // from the end: the tiles with most keys are begun first
             tiles[num_tiles++] = (Tile){s, t - tile_len > starts[s] ? t - tile_len : starts[s], t};
-    const int items = num_tiles * c->num_kv_heads, wanted = 2 * max_threads() / (items ? items : 1) + 1, possible = seqs->max_kv_len / SPLIT_KEYS + 1;
+    const int items = num_tiles * c->num_kv_heads;
+    const int wanted = 2 * max_threads() / (items ? items : 1) + 1, possible = seqs->max_kv_len / SPLIT_KEYS + 1;
     job.num_splits = wanted < possible ? wanted : possible;
     job.room_each = tokens > seqs->num_seqs || ratio > FEW_ROWS ? room_floats(job.tile_rows, c->head_dim) : 0;
     const int64_t acc_floats = job.num_splits > 1 ? job.rows * job.num_splits * c->head_dim : 0;    // one split accumulates in out
@@ -241,7 +261,7 @@ int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64
     job.total = job.most + job.rows * job.num_splits, job.rooms = job.total + job.rows * job.num_splits;
     memset(job.rooms, 0, sizeof(float) * (size_t)(job.room_each * max_threads()));
     parallel(attention_unit, &job, items * job.num_splits);
-    for (int64_t row = 0; row < job.rows; row++) combine(job.acc, job.most, job.total, job.num_splits, job.rows, row, c->head_dim, out);
+    parallel(combine_unit, &job, (int)((job.rows + COMBINED_ROWS - 1) / COMBINED_ROWS));
     free(scratch);
     free(tiles);
     return 0;

@@ -1,7 +1,7 @@
 """Linear layers on GGUF weights that stay quantized: packed once at load for the C kernel, 4 or 8 bits in groups of 32 columns.
 
 Q4_0, Q4_1 and Q8_0 are kept to the bit; Q4_K keeps its quants, its scales rounded to fp16; other kinds become 8 bits. Activations are
-rounded to 8 bits a group inside the kernel. Without the C library: torch's int4 product, or a plain matrix.
+rounded to 16 bits a group inside the kernel. Without the C library: torch's int4 product, or a plain matrix.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ static void silu_mul_row(const void *shared, int64_t r) {
 }
 
 // out[r, i] = silu(x[r, i]) * x[r, n + i].
-void shoal_silu_mul(const float *x, int rows, int n, float *out) { each_row((Rows){.x = x, .rows = rows, .n = n, .out = out, .row = silu_mul_row}); }
+void shoal_silu_mul(const float *x, int rows, int n, float *out) {
+    each_row((Rows){.x = x, .rows = rows, .n = n, .out = out, .row = silu_mul_row});
+}
 
 static void norm_rope(float *restrict x, int n, const float *weight, float eps, const float *restrict cos_sin) {
     float *restrict second = x + n / 2;
@@ -79,7 +81,8 @@ static void rope_row(const void *shared, int64_t t) {
     const int64_t position = op->positions[t], row = op->state_rows[t];
     if (position < 0) return;
     float *x = op->out + t * op->n;
-    for (int h = 0; h < heads + kv_heads; h++) norm_rope(x + h * n, n, h < heads ? op->q_weight : op->k_weight, op->eps, op->cos_sin + position * n);
+    for (int h = 0; h < heads + kv_heads; h++)
+        norm_rope(x + h * n, n, h < heads ? op->q_weight : op->k_weight, op->eps, op->cos_sin + position * n);
     if (row < 0) return;
     const int64_t block = c->tables[row * c->table_stride + position / c->block_size];
     float *slot = c->data + block * c->block_stride + position % c->block_size * n;

@@ -46,7 +46,9 @@ typedef struct {
     float sorted[];
 } Histogram;
 
-static inline int bin_of(float below_top) { return below_top < NUM_BINS / BINS_PER_LOGIT - 1 ? (int)(below_top * BINS_PER_LOGIT) : NUM_BINS - 1; }
+static inline int bin_of(float below_top) {
+    return below_top < NUM_BINS / BINS_PER_LOGIT - 1 ? (int)(below_top * BINS_PER_LOGIT) : NUM_BINS - 1;
+}
 
 // The logit of that last token, of those >= floor. The target is a number of tokens, or for temperature > 0 a share of all weights.
 static float cut(const float *logits, int n, float top, float floor, float temperature, double target, Histogram *h) {
@@ -86,7 +88,10 @@ static int draw(const float *logits, int n, int best, float floor, float inverse
         int span = n - start < SPAN ? n - start : SPAN, any = 0;
         // Noise above x needs u < e^-x; a little more, for fast_exp's error.
         for (int i = 0; i < span; i++) u[i] = uniform(key_0, key_1, (uint32_t)(start + i));
-        for (int i = 0; i < span; i++) any |= (u[i] <= fast_exp(logits[start + i] * inverse - most) * 1.0001f + 1e-9f) & (logits[start + i] >= floor);
+        for (int i = 0; i < span; i++) {
+            float x = logits[start + i];
+            any |= (u[i] <= fast_exp(x * inverse - most) * 1.0001f + 1e-9f) & (x >= floor);
+        }
         for (int i = 0; i < span && any; i++) {
             if (logits[start + i] < floor) continue;
             float score = gumbel(u[i]) + logits[start + i] * inverse;

@@ -164,9 +164,9 @@ def test_processes_that_build_at_once_get_one_library(monkeypatch, tmp_path):
 
 
 @needs_library
-@pytest.mark.parametrize("target", ["x86-64", "icelake-server"])
+@pytest.mark.parametrize("target", ["x86-64", "alderlake", "icelake-server"])
 @pytest.mark.skipif(cpu_build.NATIVE != "-march=native", reason="needs x86")
-def test_the_plain_and_the_avx512_kernels_compile(monkeypatch, tmp_path, target):
+def test_kernels_for_other_processors_compile(monkeypatch, tmp_path, target):
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     library = cpu_build.open_library(cpu_build.build((*cpu_build.FLAGS, f"-march={target}", "-O1", "-Wall", "-Werror")))
     if target == "x86-64":    # plain C runs anywhere, and must agree
