@@ -230,15 +230,18 @@ class EngineCore:
 
     def exit(self) -> None:
         """Ends the other ranks and frees the device. Safe to call twice."""
-        if self.group is not None:
-            self.group.close()
-            self.group = None
-        if self.tp is not None:    # before the device is waited for: a collective may be running whose other half has just gone
-            self.tp.close()
-            self.tp = None
-        if self.runner is not None:
-            self.runner.exit()
-            self.runner = None
+        runner, group, tp = self.runner, self.group, self.tp
+        self.runner = self.group = self.tp = None
+        if runner is not None:
+            runner.drop_graphs()    # NCCL does not end while graphs hold its collectives
+        if group is not None and group.failed and tp is not None:
+            tp.close()    # a collective may be running whose other half is gone; otherwise the steps in flight end by themselves
+        if runner is not None:
+            runner.exit()
+        if group is not None:
+            group.close()
+        if tp is not None:
+            tp.close()
         self.error = self.error or EngineDeadError("the engine was ended by exit(); build a new one")
 
 

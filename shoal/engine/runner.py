@@ -307,9 +307,12 @@ class ModelRunner:
         """A hash of the batch state: equal on all ranks between steps."""
         return hashlib.sha256(self.table[:-1].cpu().numpy().tobytes()).hexdigest()    # the last row is nobody's
 
-    def exit(self) -> None:
-        """Frees the device's memory. The runner is of no use afterwards."""
+    def drop_graphs(self) -> None:
         self.graphs = None
+        gc.collect()
+
+    def exit(self) -> None:
+        """Waits for the device and frees its memory. The runner is of no use afterwards."""
         for name in ("model", "kv", "state", "active_B", "table", "block_tables", "backend", "shaper", "staging", "results"):
             setattr(self, name, None)
         gc.collect()
