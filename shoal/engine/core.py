@@ -47,6 +47,7 @@ class EngineCore:
         self.config = resolve_config(config, self.model_config, quantized)
         keep_quantized &= self.config.device == "cpu"
         self.error: EngineDeadError | None = None
+        self.num_threads = torch.get_num_threads()    # put back by exit()
         self.group: WorkerGroup | None = None
         self.runner: ModelRunner | None = None
         self.tp: TensorParallel | None = None
@@ -242,6 +243,7 @@ class EngineCore:
             group.close()
         if tp is not None:
             tp.close()
+        torch.set_num_threads(self.num_threads)
         self.error = self.error or EngineDeadError("the engine was ended by exit(); build a new one")
 
 

