@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.errors import RequestError
 
@@ -23,6 +23,30 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"    # max_tokens, max_model_len or the whole cache reached
     ABORT = "abort"      # the caller took it back
     ERROR = "error"      # the engine failed
+
+
+@dataclass(slots=True)
+class StructuredOutputsParams:
+    """What the text of an answer must be: exactly one of the fields is given. Names are vLLM's; raises RequestError otherwise."""
+
+    json: str | dict[str, Any] | bool | None = None    # a JSON schema, or its text
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None                         # Lark, or GBNF/EBNF where it begins with `root ::=`
+    json_object: bool | None = None                    # any JSON object
+    whitespace_pattern: str | None = None              # between the tokens of JSON
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            what = f"gives {' and '.join(given)}" if given else "gives none of its kinds"
+            raise RequestError(f"structured_outputs {what}; give exactly one of json, regex, choice, grammar, json_object")
+        if self.choice is not None and (not isinstance(self.choice, list) or not all(isinstance(c, str) and c for c in self.choice)
+                                        or not self.choice):
+            raise RequestError(f"structured_outputs.choice {self.choice!r:.80} is not a list of texts; give at least one")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise RequestError(f"structured_outputs.{name} {getattr(self, name)!r:.80} is no text; give a string")
 
 
 @dataclass(slots=True)
@@ -56,6 +80,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     skip_reading_prefix_cache: bool = False     # compute every prompt token, even if its KV is cached
 
     def __post_init__(self) -> None:
@@ -145,6 +170,7 @@ class Request:
     arrival: float = 0.0                   # seconds, any clock; breaks ties of priority
     cache_salt: str | None = None          # part of the block keys: requests share a prefix only under one salt
     adapter: str | None = None             # likewise
+    embed: bool = False                    # no tokens: the pooled hidden state of the prompt, in the one Output
     eos_token_ids: tuple[int, ...] = ()    # all end-of-text ids of the model; not checked under ignore_eos
     bad_word_ids: tuple[tuple[int, ...], ...] = ()    # params.bad_words, tokenized
 
@@ -172,7 +198,8 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None     # the stop id or stop string that ended it; None for an end-of-text id
     num_cached_tokens: int = 0               # prompt tokens that the prefix cache held
-    error: str | None = None
+    embedding: list[float] | None = None     # of a request that asked for it: [hidden size], of unit length
+    error: str | None = None                 # why, where finish_reason is ERROR
 
 
 @dataclass(slots=True)
@@ -195,11 +222,56 @@ class Stats:
 class Engine(Protocol):
     """A request in, a stream of outputs out: a worker, a router, a prefill/decode pair, a fake."""
 
-    def generate(self, request: Request) -> AsyncIterator[Output]: ...
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        """The last Output has a finish_reason. Outputs that a slow reader leaves waiting are merged. Closing the iterator early aborts the
+        request. Raises RequestError (impossible here), UnavailableError (asleep, paused, full: try later), EngineDeadError."""
+        ...
 
-    async def abort(self, request_id: str) -> None: ...
+    async def abort(self, request_id: str) -> None:
+        """Ends a request with FinishReason.ABORT. Unknown ids are ignored: it may just have ended."""
+        ...
 
-    async def stats(self) -> Stats: ...
+    async def stats(self) -> Stats:
+        """Raises EngineDeadError if the engine is gone."""
+        ...
+
+
+@dataclass(slots=True)
+class MemoryReport:
+    """What `sleep` or `wake_up` did, summed over ranks. Bytes and seconds."""
+
+    seconds: float = 0.0
+    freed_bytes: int = 0         # of device memory given back (sleep) ...
+    taken_bytes: int = 0         # ... or taken again (wake_up)
+    host_bytes: int = 0          # kept in host memory now
+    in_use_bytes: int = 0        # of device memory, still mapped in regions
+
+
+class Control(Protocol):
+    """What whoever operates a worker asks of it. Tags are names of memory regions: "weights", "kv_cache"."""
+
+    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
+        """Level 0 pauses scheduling only, 1 keeps the weights in host memory and drops the KV cache, 2 drops both. `mode` says what happens
+        to running requests: "wait" for their end, "abort" them, "keep" them for after the wake-up. Raises ConfigError."""
+        ...
+
+    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport: ...
+
+    async def is_sleeping(self) -> bool: ...
+
+    async def reset_prefix_cache(self) -> bool: ...
+
+    async def update_weights(self, source: str) -> int:
+        """Loads the weights of the checkpoint `source` (as EngineConfig.model) in place. Returns the new version, counted from 1."""
+        ...
+
+    async def check_weights(self) -> dict[str, str]:
+        """A checksum of each tensor, by rank and name."""
+        ...
+
+    async def memory_usage(self) -> dict[str, dict[str, int]]:
+        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept}. Summed over ranks."""
+        ...
 
 
 @dataclass(slots=True)

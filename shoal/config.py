@@ -31,7 +31,7 @@ IGNORED_OPTIONS = frozenset({
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "enable_expert_parallel": (False,), "quantization": (None,),
     "kv_cache_dtype": ("auto",), "cpu_offload_gb": (0,), "enable_lora": (False,), "speculative_config": (None,), "hf_overrides": (None, {}),
-    "enable_sleep_mode": (False,), "override_generation_config": (None, {}), "task": (None, "auto", "generate"),
+    "override_generation_config": (None, {}), "task": (None, "auto", "generate"),
     "runner": (None, "auto", "generate"),
 }
 
@@ -67,6 +67,7 @@ class EngineConfig:
     chat_template: str | None = None           # a Jinja template or a path to one; default: the model's own
     max_logprobs: int = 20                     # most logprobs a request may ask for; -1: no limit
     seed: int = 0                              # of requests that bring none
+    enable_sleep_mode: bool = False            # weights and KV cache in regions whose memory `sleep` gives back
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -110,3 +111,47 @@ class EngineConfig:
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or not all(isinstance(s, int) and s > 0 for s in sizes)):
             raise ConfigError(f"cudagraph_capture_sizes {sizes!r} must be a list of batch sizes from 1 up; the default is a ladder")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Options of `shoal serve` beside the engine's; vLLM's names where it has them. Raises ConfigError."""
+
+    host: str = "127.0.0.1"                    # 0.0.0.0 serves every network this machine is on
+    port: int = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None              # sleep, weights, pause and profile are offered here alone; default: not at all
+    served_model_name: list[str] | None = None # names clients use; the first is the one answered with; default: the model as given
+    api_key: list[str] | None = None           # any of them opens the /v1 endpoints; SHOAL_API_KEY adds some (comma-separated)
+    api_key_file: str | None = None            # one key a line
+    allowed_origins: list[str] | None = None   # CORS: sites whose pages may call; "*" for all; default: none
+    allowed_methods: list[str] | None = None   # CORS; default: all
+    allowed_headers: list[str] | None = None   # CORS; default: all
+    allow_credentials: bool = False            # CORS
+    max_body_bytes: int = 32 << 20             # of a request; more is a 413
+    max_queued_requests: int = 1024            # beyond what runs; more are a 429
+    request_timeout: float | None = None       # seconds a request may take in all; a request's own `timeout` may be shorter
+    read_timeout: float = 30.0                 # seconds a client may take to send its request
+    shutdown_timeout: float = 30.0             # seconds running requests get after SIGTERM
+    restart: bool = False                      # start a dead engine core again
+    tool_call_parser: str = "auto"             # "hermes" | "llama3_json" | "none"; auto: by the chat template
+    reasoning_parser: str = "auto"             # "qwen3" | "none"; auto: by the chat template
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("port", 0, 65535), ("admin_port", 0, 65535), ("max_body_bytes", 1024, None), ("max_queued_requests", 0, None)):
+            value = getattr(self, name)
+            if value is None and name == "admin_port":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+                raise ConfigError(f"{name} {value!r} is not an integer {f'from {low} to {high}' if high else f'of at least {low}'}; choose one")
+        for name in ("request_timeout", "read_timeout", "shutdown_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name} {value!r} is not a number of seconds from 0 up")
+        for name, choices in (("tool_call_parser", ("auto", "hermes", "llama3_json", "none")), ("reasoning_parser", ("auto", "qwen3", "none"))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")

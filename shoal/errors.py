@@ -5,6 +5,7 @@ ShoalError
         ConfigError                 an option of the engine
         RequestError                a prompt or a sampling parameter
         CheckpointError             a model folder, a file in it, a tensor in that
+    UnavailableError                not now: asleep, paused, full, ending; says when to try again
     EngineDeadError                 the engine cannot go on: a rank died, the device failed
 """
 
@@ -27,6 +28,10 @@ class RequestError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or of an architecture that is not supported."""
+
+
+class UnavailableError(ShoalError, RuntimeError):
+    """The engine lives but takes no such request now: it sleeps, is paused, its queue is full, or it is ending."""
 
 
 class EngineDeadError(ShoalError, RuntimeError):
