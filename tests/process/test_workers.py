@@ -311,6 +311,7 @@ def test_ranks_end_when_rank_0_does(end):
 def test_ctrl_c_reaches_rank_0_alone():
     process, pids = run_script("""
 try:
+    print("waiting", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(0.2)
@@ -318,6 +319,7 @@ except KeyboardInterrupt:
     time.sleep(60)
 """)
     with process:
+        assert process.stdout.readline() == "waiting\n"
         os.killpg(process.pid, signal.SIGINT)    # what a terminal does
         assert process.stdout.readline() == "alive False\n"
         assert not any(map(gone, pids))
