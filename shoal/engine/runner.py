@@ -68,8 +68,7 @@ class ModelRunner:
         self.memory = DeviceMemory(self.device, config)
         model = self.model_config
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
-        replicas = max(1, tp.size // model.num_kv_heads)
-        self.num_kv_heads = model.num_kv_heads * replicas // tp.size
+        self.num_kv_heads = model.kv_heads_per_rank(tp.size)
         with self._building():
             self.ops = select_ops(self.device.type)
             self.backend = select_backend(config, self.device, self.dtype, num_heads=model.num_heads // tp.size,

@@ -22,8 +22,8 @@ class Attention(nn.Module):
         self.ops, self.backend, self.eps = ops, backend, config.rms_norm_eps
         self.window = config.windows[layer]
         self.num_heads = config.num_heads // tp.size
-        replicas = max(1, tp.size // config.num_kv_heads)
-        self.num_kv_heads = config.num_kv_heads * replicas // tp.size
+        replicas = config.kv_head_replicas(tp.size)
+        self.num_kv_heads = config.kv_heads_per_rank(tp.size)
         self.head_dim = n = config.head_dim
         self.qkv_proj = Linear(config.hidden_size, (config.num_heads * n, config.num_kv_heads * n, config.num_kv_heads * n), tp, ops,
                                split="columns", bias=config.qkv_bias, replicas=(1, replicas, replicas), keep_quantized=keep_quantized)

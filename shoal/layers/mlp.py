@@ -53,7 +53,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Softmax router, the best `top_k` experts a token, weighted sum."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops, keep_quantized: bool) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
         self.ops, self.tp = ops, tp
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob

@@ -87,6 +87,13 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
+    def kv_head_replicas(self, tp_size: int) -> int:
+        """Ranks that hold the same kv head: more than one where there are more ranks than kv heads."""
+        return max(1, tp_size // self.num_kv_heads)
+
+    def kv_heads_per_rank(self, tp_size: int) -> int:
+        return self.num_kv_heads * self.kv_head_replicas(tp_size) // tp_size
+
     def is_moe_layer(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 

@@ -49,7 +49,7 @@ class DecoderLayer(nn.Module):
                  keep_quantized: bool) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer, tp, ops, backend, keep_quantized)
-        self.mlp = MoE(config, tp, ops, keep_quantized) if config.is_moe_layer(layer) else MLP(config, tp, ops, keep_quantized)
+        self.mlp = MoE(config, tp, ops) if config.is_moe_layer(layer) else MLP(config, tp, ops, keep_quantized)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
