@@ -17,6 +17,7 @@ import torch
 from shoal.api import FinishReason, Logprob, Output, Request, Stats, TokenLogprobs
 from shoal.config import EngineConfig
 from shoal.engine.batch import BatchBuilder, num_prompt_targets
+from shoal.engine.profile import span
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import ModelRunner, StepResult, prepare_process
 from shoal.engine.sampling import LogprobLists
@@ -132,11 +133,14 @@ class EngineCore:
         outputs = [Output(seq.request.request_id, [], finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
                    for seq in self.scheduler.take_ended()]
         try:
-            plan = self.scheduler.schedule()
+            with span("schedule"):
+                plan = self.scheduler.schedule()
             if plan is not None:
-                self.in_flight.append(self._launch(plan))
+                with span("launch"):
+                    self.in_flight.append(self._launch(plan))
             if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
-                outputs += self._complete(self.in_flight.popleft())
+                with span("complete"):
+                    outputs += self._complete(self.in_flight.popleft())
         except (RuntimeError, ShoalError) as error:
             self.error = self._cause_of_death(error)
             raise self.error from error
@@ -222,6 +226,14 @@ class EngineCore:
         pending = self.group.submit(method, *args)
         own = getattr(self.runner, method)(*args)
         return [own, *pending.results()]
+
+    def start_profile(self, folder: str) -> None:
+        """Traces every rank until stop_profile. Raises ConfigError for a folder that can't be written."""
+        self.collective_rpc("start_profile", folder)
+
+    def stop_profile(self) -> list[str]:
+        """Returns the traces' files, in rank order. Raises ConfigError if none is being made."""
+        return self.collective_rpc("stop_profile")
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()

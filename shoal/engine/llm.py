@@ -127,6 +127,14 @@ class LLM:
         """Calls a method of every rank's ModelRunner; returns the results in rank order."""
         return self.core.collective_rpc(method, *args)
 
+    def start_profile(self, folder: str = "shoal-traces") -> None:
+        """Traces what follows, until stop_profile. Raises ConfigError for a folder that can't be written."""
+        self.core.start_profile(folder)
+
+    def stop_profile(self) -> list[str]:
+        """Writes the traces, one file a rank, for ui.perfetto.dev; returns their paths."""
+        return self.core.stop_profile()
+
     def stats(self) -> Stats:
         return self.core.stats()
 

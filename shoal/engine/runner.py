@@ -23,7 +23,9 @@ from shoal.config import EngineConfig
 from shoal.engine.batch import HEADER_SIZE, Extras, Header, section_spans
 from shoal.engine.device import DeviceMemory, PinnedRing
 from shoal.engine.graphs import DecodeGraphs
+from shoal.engine.profile import Profiler, span
 from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, prompt_logprob_pieces
+from shoal.errors import ConfigError
 from shoal.kernels.ops import select_ops
 from shoal.kernels.state import Field, StateLayout
 from shoal.layers.parallel import TensorParallel
@@ -78,6 +80,7 @@ class ModelRunner:
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
         self.shaper = LogitShaper(self.max_num_seqs, model.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
+        self.profiler: Profiler | None = None
         self.kv = self._new_cache(1)
 
     @contextmanager
@@ -192,6 +195,10 @@ class ModelRunner:
     def step(self, packed: np.ndarray, extras: Extras | None = None) -> StepResult:
         """Launches one packed step and returns without waiting for it (on a GPU). `extras` is rank 0's alone."""
         header = packed[:HEADER_SIZE]
+        with span("decode step" if header[Header.DECODE_ONLY] else "mixed step"):
+            return self._step(packed, header, extras)
+
+    def _step(self, packed: np.ndarray, header: np.ndarray, extras: Extras | None) -> StepResult:
         sections = self._upload(packed)
         if sections["addresses"].shape[0]:
             self.ops.apply_updates(self.state, sections["addresses"], sections["values"])
@@ -304,6 +311,17 @@ class ModelRunner:
     def state_digest(self) -> str:
         """A hash of the batch state: equal on all ranks between steps."""
         return hashlib.sha256(self.table[:-1].cpu().numpy().tobytes()).hexdigest()    # the last row is nobody's
+
+    def start_profile(self, folder: str) -> None:
+        if self.profiler is not None:
+            raise ConfigError("a trace is being made already; end it with stop_profile() first")
+        self.profiler = Profiler(folder, self.tp.rank, self.device)
+
+    def stop_profile(self) -> str:
+        if self.profiler is None:
+            raise ConfigError("no trace is being made; begin one with start_profile(folder)")
+        profiler, self.profiler = self.profiler, None
+        return profiler.stop()
 
     def drop_graphs(self) -> None:
         self.graphs = None

@@ -1,0 +1,56 @@
+"""Traces of a running engine for Perfetto (ui.perfetto.dev) or chrome://tracing: steps and host work by name, kernels on a line of their own.
+
+One file a rank, by torch's profiler. While no trace is being made a span costs a function call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shoal.errors import ConfigError
+
+_NOTHING = contextlib.nullcontext()
+_active: Profiler | None = None    # torch's profiler is one a process
+
+
+class Profiler:
+    """Raises ConfigError if a trace is being made already, or `folder` can't be written."""
+
+    def __init__(self, folder: str, rank: int, device: torch.device) -> None:
+        global _active
+        if _active is not None:
+            raise ConfigError("a trace is being made already; end it with stop_profile() first")
+        path = Path(folder).expanduser()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the folder {folder} for traces cannot be made: {error.strerror}; name another") from None
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"the folder {folder} for traces cannot be written to; name another")
+        self.file = path / f"shoal-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{rank}.trace.json.gz"
+        self.device = device
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        _active = self
+
+    def stop(self) -> str:
+        """Writes the trace and returns its path."""
+        global _active
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._profile.stop()
+        _active = None
+        self._profile.export_chrome_trace(str(self.file))
+        return str(self.file)
+
+
+def span(name: str) -> contextlib.AbstractContextManager[object]:
+    """Names what runs inside it in the trace, if one is being made."""
+    return _NOTHING if _active is None else record_function(name)
