@@ -1,4 +1,4 @@
-"""Traces of a running engine for Perfetto (ui.perfetto.dev) or chrome://tracing: steps and host work by name, kernels on a line of their own.
+"""Traces of a running engine for Perfetto (ui.perfetto.dev): steps and host work by name, kernels on a line of their own.
 
 One file a rank, by torch's profiler. While no trace is being made a span costs a function call.
 """
