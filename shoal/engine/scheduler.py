@@ -109,6 +109,12 @@ class Scheduler:
         for request_id in list(self._sequences):
             self.abort(request_id)
 
+    def preempt_all(self) -> None:
+        """Puts every running sequence back among the waiting ones, empty-handed: its KV is about to be lost. To be called with no step in
+        flight, so that all drawn tokens are known."""
+        while self.running:
+            self._preempt_last()
+
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Sequence | None:
         """Ends a request from outside, wherever it is; tokens still in flight are dropped. None if it has ended already or never was."""
         seq = self._sequences.get(request_id)
@@ -231,15 +237,19 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """One block more, if need be at the cost of those behind. False if that put out `seq` itself: it was the last."""
         while (blocks := self.pool.try_allocate(1)) is None:
-            victim = self.running.pop()
-            self._let_go(victim)
-            victim.status, victim.num_computed = WAITING, 0
-            insort(self.waiting, victim, key=_turn)
-            self._num_preemptions += 1
+            victim = self._preempt_last()
             if victim is seq:
                 return False
         seq.block_ids += blocks
         return True
+
+    def _preempt_last(self) -> Sequence:
+        victim = self.running.pop()
+        self._let_go(victim)
+        victim.status, victim.num_computed = WAITING, 0
+        insort(self.waiting, victim, key=_turn)
+        self._num_preemptions += 1
+        return victim
 
     def _schedule_chunk(self, scheduled: list[ScheduledSeq], seq: Sequence, budget: int) -> int:
         """Returns the number of tokens scheduled. Blocks are there since admission."""

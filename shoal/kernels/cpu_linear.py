@@ -82,15 +82,19 @@ def packed_embed(ids_T: torch.Tensor, weight: PackedWeight | TorchWeight) -> tor
     return weight.embed(ids_T)
 
 
-def pack(tensors: Sequence[QuantizedTensor]) -> PackedWeight | TorchWeight:
-    """One weight of all the tensors' rows, in order. Where one of them needs 8 bits, all get them."""
+def pack(tensors: Sequence[QuantizedTensor], replaced: PackedWeight | TorchWeight | None = None) -> PackedWeight | TorchWeight:
+    """One weight of all the tensors' rows, in order. Where one of them needs 8 bits, all get them. The memory of the weight that it
+    replaces is used again if it fits, so that a new checkpoint lies at the old one's addresses."""
     bits = 4 if all(t.kind in FOUR_BITS for t in tensors) else 8
     outs, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
     assert all(t.shape[1] == cols for t in tensors) and cols % GROUP == 0
     if LIBRARY is None:
         return _pack_for_torch(tensors, bits, outs, cols)
-    data = _zeros(LIBRARY.shoal_packed_bytes(outs, cols, bits))
-    header = Packed(data.data_ptr(), outs, cols, bits)
+    if isinstance(replaced, PackedWeight) and (replaced.header.outs, replaced.header.cols, replaced.header.bits) == (outs, cols, bits):
+        data, header = replaced.data, replaced.header
+    else:
+        data = _zeros(LIBRARY.shoal_packed_bytes(outs, cols, bits))
+        header = Packed(data.data_ptr(), outs, cols, bits)
     row = 0
     for tensor in tensors:
         for blocks, has_minimum in _ggml_blocks(tensor, bits):

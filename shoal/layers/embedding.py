@@ -38,7 +38,7 @@ class Vocabulary(nn.Module):
     def finish(self) -> None:
         if self.piece is not None:
             from shoal.kernels import cpu_linear
-            self.packed = cpu_linear.pack([self.piece])
+            self.packed = cpu_linear.pack([self.piece], self.packed)
             self.weight = self.piece = None
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:

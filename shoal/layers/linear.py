@@ -84,7 +84,7 @@ class Linear(nn.Module):
         """Packs weights that stay quantized. A merge of quantized and plain parts becomes plain."""
         if len(self.pieces) == len(self.parts):
             from shoal.kernels import cpu_linear
-            self.packed = cpu_linear.pack([self.pieces[i] for i in range(len(self.parts))])
+            self.packed = cpu_linear.pack([self.pieces[i] for i in range(len(self.parts))], self.packed)
             self.weight = None
         else:
             for part, piece in self.pieces.items():

@@ -82,7 +82,7 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized)
         self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
-        self._expected = self._checkpoint_names()
+        self._expected: set[str] = set()    # tensors that a load still waits for
 
     def forward(self, step: StepInput, kv: torch.Tensor, select_S: torch.Tensor | None = None) -> torch.Tensor:
         """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64)."""
@@ -106,6 +106,10 @@ class Decoder(nn.Module):
         return self.lm_head.logits(hidden_SD)
 
     # Loading
+
+    def begin_loading(self) -> None:
+        """Before a checkpoint's tensors come, the second time too: all of them are awaited."""
+        self._expected = self.checkpoint_names()
 
     def load_weight(self, name: str, tensor: Loaded) -> None:
         """Takes one whole checkpoint tensor. Raises CheckpointError for an unknown name or a wrong shape."""
@@ -145,9 +149,8 @@ class Decoder(nn.Module):
                 parameter.fill_(1.0)
             else:
                 parameter.uniform_(-0.02, 0.02, generator=generator)
-        self._expected.clear()
 
-    def _checkpoint_names(self) -> set[str]:
+    def checkpoint_names(self) -> set[str]:
         """The names of all tensors a checkpoint of this model holds."""
         config = self.config
         names = {"model.embed_tokens.weight", "model.norm.weight"}

@@ -19,6 +19,7 @@ from shoal.weights.source import CheckpointFiles
 class Loadable(Protocol):
     """What a model offers to be filled."""
 
+    def begin_loading(self) -> None: ...
     def load_weight(self, name: str, tensor: torch.Tensor | QuantizedTensor) -> None: ...
     def finish_loading(self) -> None: ...
     def load_dummy_weights(self, seed: int = 0) -> None: ...
@@ -31,6 +32,7 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
         return
     bar = tqdm(_tensors(files), desc="Loading weights", unit=" tensors", leave=False, disable=None if show_progress else True)
     try:
+        model.begin_loading()
         for name, tensor in bar:
             if not _is_derived(name, files.config):
                 model.load_weight(name, tensor)
