@@ -1,0 +1,366 @@
+"""`shoal bench serve`: throughput and latency of any OpenAI-compatible server under Poisson load. Flags, table and JSON are vLLM's.
+
+A request's tokens are what the server's `usage` says. TTFT is the time until the first text, ITL the gaps between chunks of text, TPOT
+(end - first text) / (tokens - 1). A request that failed is counted and its error shown; no figure is made of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+LATENCIES = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)", "itl": "Inter-token Latency",
+             "e2el": "End-to-end Latency"}
+ANY_TOKEN_ID = 10_000     # random ids below this are in every common vocabulary; --vocab-size for others
+MAX_LINE_BYTES = 1 << 24  # of a stream
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBench:
+    """What is asked of the server. Raises ConfigError."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    endpoint: str = "completions"            # "completions" | "chat"
+    model: str | None = None                 # default: the first that the server lists
+    api_key: str | None = None
+    dataset_name: str = "random"             # "random" | "sharegpt"
+    dataset_path: str | None = None          # of sharegpt: a JSON list of {"conversations": [{"value": text}, ...]}
+    num_prompts: int = 1000
+    request_rate: float = math.inf           # requests a second; inf: all at once
+    burstiness: float = 1.0                  # 1: Poisson; below, burstier; above, more even (gamma-distributed gaps)
+    max_concurrency: int | None = None       # requests under way at most; the others wait here
+    random_input_len: int = 1024             # tokens
+    random_output_len: int = 128             # tokens
+    random_range_ratio: float = 0.0          # lengths vary by this fraction up and down
+    random_prefix_len: int = 0               # tokens that all prompts begin with, beside their own
+    sharegpt_output_len: int | None = None   # tokens; default: as long as the answer in the file, reckoned at 4 characters a token
+    vocab_size: int = ANY_TOKEN_ID           # random ids are below this
+    ignore_eos: bool = False
+    temperature: float | None = None         # default: the server's
+    seed: int = 0
+    timeout: float = 6 * 3600.0              # seconds a request may take
+    percentiles: tuple[float, ...] = (99.0,)
+
+    def __post_init__(self) -> None:
+        for name, low in (("num_prompts", 1), ("random_input_len", 1), ("random_output_len", 1), ("random_prefix_len", 0),
+                          ("vocab_size", 2), ("max_concurrency", 1), ("sharegpt_output_len", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} {value} is below {low}; raise it")
+        for name in ("request_rate", "burstiness", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} {getattr(self, name)} is not above 0; raise it")
+        if not 0 <= self.random_range_ratio < 1:
+            raise ConfigError(f"random_range_ratio {self.random_range_ratio} is outside [0, 1); lengths vary by this fraction up and down")
+        if any(not 0 <= p <= 100 for p in self.percentiles):
+            raise ConfigError(f"percentiles {self.percentiles} are not all from 0 to 100")
+        for name, choices in (("endpoint", tuple(PATHS)), ("dataset_name", ("random", "sharegpt"))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if (self.dataset_name == "sharegpt") != (self.dataset_path is not None):
+            raise ConfigError("dataset_name sharegpt and dataset_path belong together; give both or neither")
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url {self.base_url!r} does not begin with http:// or https://")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: the prompt (ids or text) and how many tokens to answer with."""
+
+    prompt: str | list[int]
+    output_len: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request. Times are seconds since it was sent, `sent` since the benchmark began."""
+
+    sent: float = 0.0
+    ttft: float = 0.0
+    latency: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def tpot(self) -> float:
+        """Seconds a token after the first; of answers of two tokens and more."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1)
+
+
+def make_requests(bench: ServeBench) -> list[Ask]:
+    """The same for the same options. Raises ConfigError for a file that cannot be used."""
+    random = Random(bench.seed)
+    if bench.dataset_name == "sharegpt":
+        return _from_file(bench, random)
+
+    def length(mean: int) -> int:
+        return max(1, random.randint(math.floor(mean * (1 - bench.random_range_ratio)), math.ceil(mean * (1 + bench.random_range_ratio))))
+
+    def ids(count: int) -> list[int]:
+        return [random.randrange(bench.vocab_size) for _ in range(count)]
+
+    prefix = ids(bench.random_prefix_len)
+    asks = []
+    for _ in range(bench.num_prompts):
+        tokens = prefix + ids(length(bench.random_input_len))
+        # A chat message is text: words, as a number of random letters each would not be a token.
+        prompt = tokens if bench.endpoint == "completions" else " ".join(WORDS[t % len(WORDS)] for t in tokens)
+        asks.append(Ask(prompt, length(bench.random_output_len)))
+    return asks
+
+
+# One token each in every common vocabulary, after a space. What is reported is the server's count.
+WORDS = ["time", "year", "way", "day", "man", "life", "world", "school", "state", "group", "hand", "part", "place", "week", "water", "room",
+         "money", "story", "month", "book", "word", "house", "power", "line", "city", "name", "team", "idea", "body", "face", "door", "air"]
+
+
+def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
+    try:
+        entries = json.loads(Path(bench.dataset_path or "").read_text("utf-8"))
+        turns = [[turn["value"] for turn in entry["conversations"][:2]] for entry in entries]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"dataset_path {bench.dataset_path!r} is no readable JSON list of {{'conversations': [{{'value': text}}, ...]}}: "
+                          f"{type(error).__name__}: {error}") from None
+    asks = [Ask(turn[0], bench.sharegpt_output_len or max(1, len(turn[1]) // 4)) for turn in turns if len(turn) == 2 and turn[0]]
+    if not asks:
+        raise ConfigError(f"dataset_path {bench.dataset_path!r} holds no conversation of two turns")
+    random.shuffle(asks)
+    return [asks[i % len(asks)] for i in range(bench.num_prompts)]
+
+
+def arrival_times(bench: ServeBench) -> list[float]:
+    """When each request is sent, seconds from the start. Gaps are gamma-distributed with mean 1 / request_rate."""
+    if math.isinf(bench.request_rate):
+        return [0.0] * bench.num_prompts
+    random, now, times = Random(bench.seed + 1), 0.0, []
+    for _ in range(bench.num_prompts):
+        times.append(now)
+        now += random.gammavariate(bench.burstiness, 1 / (bench.request_rate * bench.burstiness))
+    return times
+
+
+async def run(bench: ServeBench, progress: Callable[[Answer], object] = lambda answer: None) -> dict[str, Any]:
+    """Sends everything and returns the figures (see `summarize`). Raises UnavailableError if the server cannot be reached at all."""
+    import aiohttp
+    asks, arrivals = make_requests(bench), arrival_times(bench)
+    headers = {"Authorization": f"Bearer {bench.api_key}"} if bench.api_key else {}
+    free = asyncio.Semaphore(bench.max_concurrency or len(asks))
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+    async with aiohttp.ClientSession(bench.base_url.rstrip("/"), connector=connector, headers=headers, read_bufsize=MAX_LINE_BYTES,
+                                     timeout=aiohttp.ClientTimeout(total=bench.timeout)) as session:
+        model = bench.model or await _first_model(session, bench.base_url)
+        start = time.perf_counter()
+
+        async def one(ask: Ask, at: float) -> Answer:
+            await asyncio.sleep(start + at - time.perf_counter())
+            async with free:
+                answer = await _ask(session, bench, model, ask, start)
+            progress(answer)
+            return answer
+
+        answers = await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, arrivals, strict=True)))
+        duration = time.perf_counter() - start
+    return summarize(bench, model, answers, duration)
+
+
+async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
+    import aiohttp
+    try:
+        async with session.get("/v1/models") as response:
+            text = await response.text()
+            if response.status != 200:
+                raise UnavailableError(f"{url}/v1/models answered {response.status}: {text[:300]}; name the model, or give its key")
+            return json.loads(text)["data"][0]["id"]
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        raise UnavailableError(f"{url}/v1/models names no model ({type(error).__name__}: {error}); is the server up?") from None
+
+
+async def _ask(session: aiohttp.ClientSession, bench: ServeBench, model: str, ask: Ask, start: float) -> Answer:
+    """Never raises for what the server or the connection does: that is the answer's `error`."""
+    import aiohttp
+    body: dict[str, Any] = {"model": model, "max_tokens": ask.output_len, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"prompt": ask.prompt} if bench.endpoint == "completions" else {"messages": [{"role": "user", "content": ask.prompt}]}
+    if bench.temperature is not None:
+        body["temperature"] = bench.temperature
+    if bench.ignore_eos:
+        body["ignore_eos"] = True
+    sent = time.perf_counter()
+    answer = Answer(sent=sent - start)
+    try:
+        async with session.post(PATHS[bench.endpoint], json=body) as response:
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+            else:
+                await _read(response.content, answer, sent)
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    return answer
+
+
+async def _read(stream: aiohttp.StreamReader, answer: Answer, sent: float) -> None:
+    """Takes in a stream of server-sent events, until [DONE]."""
+    usage: dict[str, Any] | None = None
+    last = sent
+    async for line in stream:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            break
+        now = time.perf_counter()
+        chunk = json.loads(data)
+        if "error" in chunk:
+            answer.error = f"in the stream: {chunk['error']}"[:300]
+            return
+        usage = chunk.get("usage") or usage
+        if not any(_has_text(choice) for choice in chunk.get("choices") or ()):
+            continue
+        if not answer.ttft:
+            answer.ttft = now - sent
+        else:
+            answer.itls.append(now - last)
+        last = now
+        answer.latency = now - sent
+    else:
+        answer.error = "the stream ended without [DONE]"
+        return
+    if usage is None:
+        answer.error = "no usage in the stream, so its tokens cannot be counted; the server must honour stream_options.include_usage"
+    elif not answer.ttft:
+        answer.error = f"an answer of {usage.get('completion_tokens')} tokens without text"
+    else:
+        answer.prompt_tokens, answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or any(delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Interpolated between the nearest two, as numpy's; 0 of nothing."""
+    if not values:
+        return 0.0
+    ordered, at = sorted(values), (len(values) - 1) * percent / 100
+    low = math.floor(at)
+    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (at - low)
+
+
+def summarize(bench: ServeBench, model: str, answers: Sequence[Answer], duration: float) -> dict[str, Any]:
+    """The figures under the names of vLLM's result file. Latencies are milliseconds; the lists at the end are per request, seconds."""
+    good = [a for a in answers if a.error is None]
+    total_input, total_output = sum(a.prompt_tokens for a in good), sum(a.output_tokens for a in good)
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y%m%d-%H%M%S"), "endpoint_type": bench.endpoint, "base_url": bench.base_url, "model_id": model,
+        "dataset_name": bench.dataset_name, "num_prompts": bench.num_prompts,
+        "request_rate": bench.request_rate if math.isfinite(bench.request_rate) else "inf", "burstiness": bench.burstiness,
+        "max_concurrency": bench.max_concurrency, "seed": bench.seed, "duration": duration, "completed": len(good),
+        "failed": len(answers) - len(good), "total_input_tokens": total_input, "total_output_tokens": total_output,
+        "request_throughput": len(good) / duration, "output_throughput": total_output / duration,
+        "total_token_throughput": (total_input + total_output) / duration, "max_concurrent_requests": _peak(answers),
+    }
+    series = {"ttft": [a.ttft for a in good], "tpot": [a.tpot for a in good if a.output_tokens > 1],
+              "itl": [gap for a in good for gap in a.itls], "e2el": [a.latency for a in good]}
+    for name, values in series.items():
+        result[f"mean_{name}_ms"] = statistics.fmean(values) * 1e3 if values else 0.0
+        result[f"median_{name}_ms"] = percentile(values, 50) * 1e3
+        result[f"std_{name}_ms"] = statistics.pstdev(values) * 1e3 if values else 0.0
+        for p in bench.percentiles:
+            result[f"p{p:g}_{name}_ms"] = percentile(values, p) * 1e3
+    return result | {
+        "input_lens": [a.prompt_tokens for a in answers], "output_lens": [a.output_tokens for a in answers],
+        "start_times": [a.sent for a in answers], "ttfts": [a.ttft for a in answers], "itls": [a.itls for a in answers],
+        "errors": [a.error or "" for a in answers],
+    }
+
+
+def _peak(answers: Iterable[Answer]) -> int:
+    """Most requests under way at one moment."""
+    changes = sorted(change for a in answers for change in ((a.sent, 1), (a.sent + a.latency, -1)))
+    now = peak = 0
+    for _, step in changes:
+        now += step
+        peak = max(peak, now)
+    return peak
+
+
+def table(result: dict[str, Any], percentiles: Sequence[float]) -> str:
+    """The figures as vLLM prints them, and the errors with how often each came."""
+    rows = [f"{' Serving Benchmark Result ':=^50}"]
+
+    def row(label: str, value: float | int) -> None:
+        rows.append(f"{label + ':':<40} {f'{value:.2f}' if isinstance(value, float) else value:<10}".rstrip())
+
+    row("Successful requests", result["completed"])
+    row("Failed requests", result["failed"])
+    if result["max_concurrency"] is not None:
+        row("Maximum request concurrency", result["max_concurrency"])
+    if result["request_rate"] != "inf":
+        row("Request rate configured (RPS)", float(result["request_rate"]))
+    row("Benchmark duration (s)", result["duration"])
+    row("Total input tokens", result["total_input_tokens"])
+    row("Total generated tokens", result["total_output_tokens"])
+    row("Request throughput (req/s)", result["request_throughput"])
+    row("Output token throughput (tok/s)", result["output_throughput"])
+    row("Peak concurrent requests", result["max_concurrent_requests"])
+    row("Total token throughput (tok/s)", result["total_token_throughput"])
+    for name, title in LATENCIES.items():
+        rows.append(f"{title:-^50}")
+        for statistic in ("mean", "median", *(f"p{p:g}" for p in percentiles)):
+            row(f"{statistic.title()} {name.upper()} (ms)", result[f"{statistic}_{name}_ms"])
+    rows.append("=" * 50)
+    rows += [f"{count} x {error}" for error, count in Counter(filter(None, result["errors"])).most_common(5)]
+    return "\n".join(rows)
+
+
+def plot(result: dict[str, Any], path: str) -> None:
+    """Writes a PNG: the distributions of TTFT, ITL and TPOT, and tokens a second over time. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; pip install 'shoal[bench]'") from None
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    axes = figure.subplots(2, 2)
+    done = [i for i, error in enumerate(result["errors"]) if not error]
+    spans = {i: sum(result["itls"][i]) for i in done}
+    tpots = [spans[i] / (result["output_lens"][i] - 1) for i in done if result["output_lens"][i] > 1]
+    series = {"Time to first token": [result["ttfts"][i] for i in done], "Time per output token": tpots,
+              "Inter-token latency": [gap for i in done for gap in result["itls"][i]]}
+    for axis, (title, values) in zip(axes.flat, series.items(), strict=False):
+        ordered = sorted(1e3 * v for v in values)
+        axis.plot(ordered, [100 * (i + 1) / len(ordered) for i in range(len(ordered))], color="#0b6b74", drawstyle="steps-post")
+        axis.set(title=title, xlabel="ms", ylabel="% of values at most this", ylim=(0, 101))
+    # A chunk is one token or more: each is given its answer's mean, so that the area is the token count.
+    width, tokens = max(result["duration"] / 60, 1e-9), Counter[int]()
+    for i in done:
+        at, each = result["start_times"][i] + result["ttfts"][i], result["output_lens"][i] / (len(result["itls"][i]) + 1)
+        tokens[int(at / width)] += each    # type: ignore[assignment]
+        for gap in result["itls"][i]:
+            at += gap
+            tokens[int(at / width)] += each    # type: ignore[assignment]
+    axes[1][1].bar([b * width for b in tokens], [n / width for n in tokens.values()], width, align="edge", color="#0b6b74")
+    axes[1][1].set(title="Output tokens a second", xlabel="s")
+    rate = result["request_rate"] if result["request_rate"] == "inf" else f"{result['request_rate']:g}/s"
+    figure.suptitle(f"{result['model_id']}: {result['completed']} requests at {rate}, {result['failed']} failed, "
+                    f"{result['output_throughput']:.0f} output tokens/s")
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
