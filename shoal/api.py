@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -222,7 +222,7 @@ class Stats:
 class Engine(Protocol):
     """A request in, a stream of outputs out: a worker, a router, a prefill/decode pair, a fake."""
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """The last Output has a finish_reason. Outputs that a slow reader leaves waiting are merged. Closing the iterator early aborts the
         request. Raises RequestError (impossible here), UnavailableError (asleep, paused, full: try later), EngineDeadError."""
         ...

@@ -1,0 +1,188 @@
+"""What Prometheus sees: vLLM's metric names, labels and buckets, as far as they mean something here.
+
+Tokens are counted by plain additions, as this is done for every chunk of every stream; prometheus_client only writes them out at a scrape.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from shoal.api import FinishReason, Request, Stats
+
+FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+                       2560.0)
+TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+ANSWERS = (1, 2, 5, 10, 20)
+LABELS = ("model_name", "engine")
+
+
+class Histogram:
+    def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
+        self.name, self.text, self.buckets = name, text, buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.buckets, value)] += count
+        self.sum += value * count
+
+    def family(self, labels: Sequence[str]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(self.name, self.text, labels=LABELS)
+        total, pairs = 0, []
+        for bound, count in zip((*map(float, self.buckets), float("inf")), self.counts):
+            total += count
+            pairs.append(("+Inf" if bound == float("inf") else repr(bound), total))
+        family.add_metric(labels, pairs, self.sum)
+        return family
+
+
+class ModelMetrics:
+    """Of one model. `begin` gives each sequence its RequestTimes."""
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self.labels = (model_name, "0")
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.refused = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
+        sizes = _one_two_five(max_model_len)
+        self.first_token = Histogram("vllm:time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN_SECONDS)
+        self.between_tokens = Histogram("vllm:inter_token_latency_seconds", "Seconds between tokens of an answer.", TOKEN_SECONDS)
+        self.per_token = Histogram("vllm:request_time_per_output_token_seconds", "Mean seconds a token after the first, by request.", TOKEN_SECONDS)
+        self.whole = Histogram("vllm:e2e_request_latency_seconds", "Seconds from arrival to the last token.", REQUEST_SECONDS)
+        self.decode = Histogram("vllm:request_decode_time_seconds", "Seconds from the first to the last token.", REQUEST_SECONDS)
+        self.prompt_sizes = Histogram("vllm:request_prompt_tokens", "Prompt tokens, by request.", sizes)
+        self.answer_sizes = Histogram("vllm:request_generation_tokens", "Generated tokens, by request.", sizes)
+        self.max_tokens = Histogram("vllm:request_params_max_tokens", "max_tokens, by request.", sizes)
+        self.answers = Histogram("vllm:request_params_n", "n, by request.", ANSWERS)
+        self.histograms = (self.first_token, self.between_tokens, self.per_token, self.whole, self.decode, self.prompt_sizes, self.answer_sizes,
+                           self.max_tokens, self.answers)
+
+    def begin(self, request: Request) -> RequestTimes:
+        return RequestTimes(self, request)
+
+    def collect(self, stats: Stats, sleeping: tuple[bool, bool, bool]) -> Iterable[Metric]:
+        """sleeping: (awake, weights gone to the host, all gone)."""
+        for name, text, value in (
+                ("num_requests_running", "Requests that are being computed.", stats.num_running),
+                ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
+                ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", stats.kv_cache_usage)):
+            yield self._one(GaugeMetricFamily("vllm:" + name, text, labels=LABELS), value)
+        state = GaugeMetricFamily("vllm:engine_sleep_state", "Whether the engine is awake, or asleep at level 1 or 2.",
+                                  labels=(*LABELS, "sleep_state"))
+        for name, value in zip(("awake", "weights_offloaded", "discard_all"), sleeping):
+            state.add_metric((*self.labels, name), int(value))
+        yield state
+        for name, text, value in (
+                ("num_preemptions", "Sequences that lost their blocks and were computed again.", stats.num_preemptions),
+                ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+                ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_cache_hits),
+                ("prompt_tokens", "Prompt tokens taken in.", self.prompt_tokens),
+                ("prompt_tokens_cached", "Of them, found in the prefix cache.", self.cached_tokens),
+                ("generation_tokens", "Tokens generated.", self.generation_tokens),
+                ("admission_rejections", "Requests refused as the queue was full.", self.refused)):
+            yield self._one(CounterMetricFamily("vllm:" + name, text, labels=LABELS), value)
+        ended = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason"))
+        for reason, count in self.finished.items():
+            ended.add_metric((*self.labels, str(reason)), count)
+        yield ended
+        for histogram in self.histograms:
+            yield histogram.family(self.labels)
+
+    def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric(self.labels, value)
+        return family
+
+
+class RequestTimes:
+    """One sequence's way through the clock."""
+
+    __slots__ = ("arrival", "count", "ended", "first", "last", "metrics", "request")
+
+    def __init__(self, metrics: ModelMetrics, request: Request) -> None:
+        self.metrics, self.request = metrics, request
+        self.arrival = time.perf_counter()
+        self.first = self.last = 0.0
+        self.count = 0
+        self.ended = False
+
+    def tokens(self, count: int, num_cached: int) -> None:
+        """`count` tokens came now, maybe none."""
+        now, metrics = time.perf_counter(), self.metrics
+        if not self.first:
+            self.first = now
+            metrics.first_token.observe(now - self.arrival)
+            metrics.prompt_tokens += len(self.request.prompt_token_ids)
+            metrics.cached_tokens += num_cached
+        elif count:
+            metrics.between_tokens.observe((now - self.last) / count, count)
+        self.last = now
+        self.count += count
+        metrics.generation_tokens += count
+
+    def finish(self, reason: FinishReason) -> None:
+        """The first call counts."""
+        if self.ended:
+            return
+        self.ended = True
+        metrics = self.metrics
+        metrics.finished[reason] += 1
+        if not self.first or reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return
+        metrics.whole.observe(self.last - self.arrival)
+        metrics.decode.observe(self.last - self.first)
+        metrics.prompt_sizes.observe(len(self.request.prompt_token_ids))
+        metrics.answer_sizes.observe(self.count)
+        if self.request.params.max_tokens is not None:
+            metrics.max_tokens.observe(self.request.params.max_tokens)
+        if self.count > 1:
+            metrics.per_token.observe((self.last - self.first) / (self.count - 1))
+
+
+class Snapshot:
+    """A collector of metrics that were made before: engines are asked asynchronously, prometheus_client collects at once."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self.families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Prometheus' text format, with what the process itself has to say (memory, file descriptors, Python)."""
+    merged: dict[str, Metric] = {}
+    for family in families:    # several models: one family each, with all their samples
+        if family.name in merged:
+            merged[family.name].samples += family.samples
+        else:
+            merged[family.name] = family
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    registry.register(Snapshot(list(merged.values())))
+    return generate_latest(registry)
+
+
+def _one_two_five(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    found, power = [], 1
+    while power <= most:
+        found += [power * m for m in (1, 2, 5) if power * m <= most]
+        power *= 10
+    return found

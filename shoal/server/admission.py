@@ -1,0 +1,39 @@
+"""Who gets in: a bounded number of requests, none while the server drains."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shoal.server.errors import ApiError
+
+
+class Admission:
+    """Counts the sequences of one model that run or wait in its engine."""
+
+    def __init__(self, max_running: int, max_queued: int) -> None:
+        self.limit = max_running + max_queued
+        self.active = 0
+        self.refused = 0             # for want of room, ever
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self, count: int) -> None:
+        """Raises ApiError: 400 if so many never fit, 429 if not now, 503 while draining."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down; send the request to another one")
+        if count > self.limit:
+            raise ApiError(400, f"the request asks for {count} answers, and the queue takes {self.limit}; lower n or send fewer prompts", param="n")
+        if self.active + count > self.limit:
+            self.refused += count
+            raise ApiError(429, f"the queue is full: {self.active} of {self.limit} requests run or wait; try again later")
+        self.active += count
+        self._idle.clear()
+
+    def leave(self, count: int) -> None:
+        self.active -= count
+        if not self.active:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()

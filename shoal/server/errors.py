@@ -1,0 +1,55 @@
+"""What goes wrong, as clients see it: a status and OpenAI's error object. Never a stack trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1    # of Retry-After: queues here move on within that
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+         408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
+         504: "timeout_error"}
+
+
+class ApiError(ShoalError):
+    """An answer that is an error. `param` names the field of the request, `code` is OpenAI's where it has one."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers.setdefault("retry-after", str(RETRY_SECONDS))
+
+    @property
+    def kind(self) -> str:
+        return TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Of whatever a handler raised. What nobody foresaw is logged with its stack, and told without."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        field = str(error).split(" ", 1)[0]    # messages begin with the field's name where there is one
+        return ApiError(400, str(error), param=field if "_" in field or field in PLAIN_FIELDS else None)
+    if isinstance(error, UnavailableError):
+        return ApiError(503, str(error))
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "an internal error; the server's log has the details")
+
+
+PLAIN_FIELDS = frozenset({"n", "seed", "stop", "temperature", "logprobs", "prompt", "messages", "tools", "input", "model", "level", "mode",
+                          "tags"})

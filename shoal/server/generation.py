@@ -1,0 +1,262 @@
+"""From token ids to text deltas: what chat, completions, responses and messages share.
+
+    async with Generation(model, [prompt], params, request_id=...) as answers:
+        async for deltas in answers:        # all that is ready
+            ...
+
+Admission, the deadline, stop strings, detokenization and metrics are in here. Leaving the block, however it happens, aborts what still
+runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from shoal.detokenizer import Detokenizer
+from shoal.errors import EngineDeadError, RequestError
+from shoal.server.errors import ApiError
+from shoal.server.model import Prompt, ServedModel
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one answer. The last delta of an answer has a finish_reason."""
+
+    index: int                                # prompt number * n + answer number
+    text: str                                 # "" without a tokenizer or with detokenize=False
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None                  # one entry a token, with texts
+    prompt_logprobs: list[TokenLogprobs | None] | None = None    # once, with the first token
+    finish_reason: str | None = None          # "stop" | "length" | "abort"
+    stop_reason: int | str | None = None
+    embedding: list[float] | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens so far, over all answers. A prompt counts once, whatever n is."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0                    # of the prompt tokens
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Generation:
+    """The n answers to each of some prompts. Entering raises ApiError and UserError for what is impossible or does not fit now; iterating,
+    what the engine raises. Past the deadline the block ends with ApiError (504)."""
+
+    def __init__(self, model: ServedModel, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
+                 cache_salt: str | None = None, timeout: float | None = None, embed: bool = False) -> None:
+        """params.max_tokens None: as many as fit. timeout: seconds from entering; the model's own limit holds too."""
+        self.model, self.prompts, self.params, self.request_id = model, prompts, params, request_id
+        self.priority, self.cache_salt, self.embed = priority, cache_salt, embed
+        limits = [t for t in (timeout, model.request_timeout) if t is not None]
+        self.seconds = min(limits) if limits else None
+        self.usage = Usage(prompt_tokens=sum(len(p.token_ids) for p in prompts))
+        self._answers: list[_Answer] = []
+        self._streams: list[AsyncGenerator[Output, None]] = []
+        self._pumps: list[asyncio.Task[None]] = []
+        self._timeout = asyncio.timeout(self.seconds)
+
+    async def __aenter__(self) -> Generation:
+        params = self.params
+        if params.structured_outputs is not None:
+            from shoal.structured import check    # here, as the grammar library takes a while to import and most requests do without
+            await self.model.for_text(len(repr(params.structured_outputs)), lambda: check(params.structured_outputs))
+        requests = self._requests()
+        needs_text = params.detokenize and not self.embed
+        answers = [_Answer(i, r, self.model, needs_text) for i, r in enumerate(requests)]
+        self.model.admission.enter(len(answers))
+        self._answers = answers
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        if self._pumps:
+            await asyncio.gather(*self._pumps, return_exceptions=True)
+        for stream in self._streams:
+            await stream.aclose()             # aborts what still runs
+        for answer in self._answers:
+            answer.close()
+        self.model.admission.leave(len(self._answers))
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise ApiError(504, f"the request took longer than its {self.seconds:g} s") from None
+
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        """All deltas that are ready, at least one. A reader that takes its time finds them merged."""
+        self._streams = [self.model.engine.generate(answer.request) for answer in self._answers]
+        if len(self._answers) == 1:
+            async for delta in self._deltas(0):
+                yield [delta]
+            return
+        ready: list[Delta] = []
+        arrived, taken = asyncio.Event(), asyncio.Event()
+        running = len(self._answers)
+        failure: BaseException | None = None
+
+        async def pump(i: int) -> None:
+            """Moves one answer's deltas over, one for each turn of the reader: what comes meanwhile is merged by the engine."""
+            nonlocal running, failure
+            try:
+                async for delta in self._deltas(i):
+                    ready.append(delta)
+                    arrived.set()
+                    await taken.wait()
+            except Exception as error:    # noqa: BLE001 - the reader raises it
+                failure = failure or error
+            running -= 1
+            arrived.set()
+
+        self._pumps = [asyncio.create_task(pump(i)) for i in range(len(self._answers))]
+        while running or ready:
+            await arrived.wait()
+            if failure is not None:
+                raise failure
+            arrived.clear()
+            deltas, ready = ready, []
+            taken.set()
+            taken = asyncio.Event()
+            if deltas:
+                yield deltas
+
+    async def collect(self) -> list[CompletionOutput]:
+        """All answers, whole. Their texts are complete, prompt log-probabilities are in `prompt_logprobs`."""
+        texts: list[list[str]] = [[] for _ in self._answers]
+        wants_logprobs = self.params.logprobs is not None
+        wholes = [CompletionOutput(i, "", [], logprobs=[] if wants_logprobs else None) for i in range(len(self._answers))]
+        async for deltas in self:
+            for delta in deltas:
+                whole = wholes[delta.index]
+                texts[delta.index].append(delta.text)
+                whole.token_ids += delta.token_ids
+                if delta.logprobs is not None and whole.logprobs is not None:
+                    whole.logprobs += delta.logprobs
+                if delta.finish_reason is not None:
+                    whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+        for whole, parts in zip(wholes, texts):
+            whole.text = "".join(parts)
+        return wholes
+
+    @property
+    def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
+        """Of each answer, once its first token is there."""
+        return [answer.prompt_logprobs for answer in self._answers]
+
+    async def _deltas(self, i: int) -> AsyncIterator[Delta]:
+        """One answer's deltas up to its end."""
+        answer, started = self._answers[i], False
+        try:
+            async for output in self._streams[i]:
+                started = True
+                if output.finish_reason == FinishReason.ERROR:
+                    raise ApiError(500, output.error or "the engine failed this request", code="engine_error")
+                self.usage.completion_tokens += len(output.token_ids)
+                if output.num_cached_tokens and not answer.num_cached_tokens and i % self.params.n == 0:
+                    self.usage.cached_tokens += output.num_cached_tokens
+                delta = answer.push(output)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        except EngineDeadError as error:
+            # A request that had no token yet can be sent again as it is; half an answer cannot.
+            raise ApiError(500 if started else 503, str(error), code="engine_dead") from None
+        raise ApiError(500, "the engine ended a request without a reason", code="engine_error")
+
+    def _requests(self) -> list[Request]:
+        model, params = self.model, self.params
+        if (params.stop or params.bad_words) and model.tokenizer is None:
+            model.need_tokenizer()
+        bad_words = model.need_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else ()
+        bad_words = tuple(word for word in bad_words if max(word, default=0) < model.vocab_size)    # others can't be drawn anyway
+        seed = model.seeds.getrandbits(62) if params.seed is None else params.seed
+        found = []
+        for k, prompt in enumerate(self.prompts):
+            limit = self._max_tokens(prompt)
+            for i in range(params.n):
+                # Clients may send one request id twice: the engine's ids are made unique.
+                own_id = f"{self.request_id}-{k * params.n + i}-{next(model.numbers)}"
+                own = replace(params, n=1, seed=(seed + i) % 2**64, max_tokens=limit, min_tokens=min(params.min_tokens, limit))
+                found.append(Request(own_id, prompt.token_ids, own, priority=self.priority, arrival=time.monotonic(),
+                                     cache_salt=self.cache_salt, embed=self.embed, eos_token_ids=model.eos_token_ids,
+                                     bad_word_ids=bad_words))
+        return found
+
+    def _max_tokens(self, prompt: Prompt) -> int:
+        """How many tokens may follow the prompt. Raises RequestError for a prompt that is empty, strange or too long."""
+        model, ids, asked = self.model, prompt.token_ids, self.params.max_tokens
+        if not ids:
+            raise RequestError("prompt is empty; send at least one token")
+        if max(ids) >= model.vocab_size or min(ids) < 0:
+            raise RequestError(f"prompt holds the token id {max(ids)}, outside the vocabulary of {model.vocab_size}; ids are 0 to "
+                               f"{model.vocab_size - 1}")
+        room = model.max_model_len - len(ids)
+        if self.embed:
+            if room < 0:
+                raise RequestError(f"input has {len(ids)} tokens, more than the model's maximum of {model.max_model_len}; send less, or set "
+                                   "truncate_prompt_tokens")
+            return 1
+        if room < 1:
+            raise RequestError(f"prompt has {len(ids)} tokens, and the model's maximum context length is {model.max_model_len} with at least "
+                               "one token of output; send a shorter prompt")
+        if asked is None:
+            return min(room, model.default_max_tokens or room)
+        if asked > room:
+            raise RequestError(f"max_tokens {asked} is too large: the model's maximum context length is {model.max_model_len} tokens and the "
+                               f"prompt has {len(ids)} ({asked} > {model.max_model_len} - {len(ids)}); ask for at most {room}")
+        return asked
+
+
+class _Answer:
+    """One sequence's answer as it comes."""
+
+    def __init__(self, index: int, request: Request, model: ServedModel, needs_text: bool) -> None:
+        self.index, self.request, self.model = index, request, model
+        tokenizer = model.tokenizer if needs_text else None
+        self.tokenizer = tokenizer
+        self.detokenizer = Detokenizer(tokenizer, request.params, request.prompt_token_ids) if tokenizer is not None else None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.num_cached_tokens = 0
+        self.times = model.metrics.begin(request)
+
+    def push(self, output: Output) -> Delta:
+        self.times.tokens(len(output.token_ids), output.num_cached_tokens)
+        if output.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+            for step in output.prompt_logprobs:
+                self._add_texts(step)
+        for step in output.logprobs or ():
+            self._add_texts(step)
+        finish, reason = output.finish_reason, output.stop_reason
+        text, stop = "", None
+        if self.detokenizer is not None:
+            text, stop = self.detokenizer.push(output.token_ids, last=finish is not None, drop_last=finish == FinishReason.STOP)
+        if stop is not None:
+            finish, reason = FinishReason.STOP, stop
+        if finish is not None:
+            self.times.finish(finish)
+        return Delta(self.index, text, output.token_ids, output.logprobs, output.prompt_logprobs, None if finish is None else str(finish),
+                     reason, output.embedding)
+
+    def close(self) -> None:
+        """An answer that was left before its end counts as aborted."""
+        self.times.finish(FinishReason.ABORT)
+
+    def _add_texts(self, step: TokenLogprobs | None) -> None:
+        if self.tokenizer is not None and step:
+            for token_id, entry in step.items():
+                entry.decoded_token = self.tokenizer.token_text(token_id)

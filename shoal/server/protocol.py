@@ -1,0 +1,208 @@
+"""What clients send: one Struct a request body, with OpenAI's and vLLM's field names. Unknown fields are ignored, as theirs are.
+
+Types are checked here, and ranges of integers (they must fit the wire); what a value means is checked where it is used (SamplingParams,
+the engine). The OpenAPI document is made from these Structs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.server.errors import ApiError
+
+T = TypeVar("T")
+MISSING = "Object missing required field "
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Positive = Annotated[int, Meta(ge=1, lt=2**31)]
+MinusOneOrMore = Annotated[int, Meta(ge=-1, lt=2**31)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Text = Annotated[str, Meta(min_length=1)]
+Prompts = str | list[str | TokenId | list[TokenId]]    # a text, texts, ids, or lists of ids
+
+
+class JsonSchemaFormat(Struct, kw_only=True):
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool | None = None             # a last chunk with the usage of the whole answer
+    continuous_usage_stats: bool | None = None    # the usage so far in every chunk
+
+
+class SamplingFields(Struct, kw_only=True):
+    """How tokens are drawn: vLLM's names. None means the model's own default (generation_config.json), else SamplingParams' default."""
+
+    n: Positive | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: MinusOneOrMore | None = None
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Count | None = None
+    prompt_logprobs: MinusOneOrMore | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    def sampling_params(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+        """`defaults`: the model's own, by field. `more` wins over everything. Raises RequestError."""
+        given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{**defaults, **given, **more})
+
+
+SAMPLING_NAMES = SamplingFields.__struct_fields__
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What every request for tokens may say beside how they are drawn."""
+
+    model: str | None = None                      # None: the first model
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Text | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None    # seconds
+    user: str | None = None
+
+
+class TextFields(GenerationFields, kw_only=True):
+    """Requests whose answer is text."""
+
+    best_of: Positive | None = None               # only n itself is possible
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: MinusOneOrMore | None = None    # keep the last so many; -1: as many as fit
+    echo: bool | None = None
+
+
+class ChatCompletionRequest(TextFields, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: MinusOneOrMore | None = None
+    max_completion_tokens: Positive | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+class CompletionRequest(TextFields, kw_only=True):
+    prompt: Prompts
+    logprobs: MinusOneOrMore | None = None
+    suffix: str | None = None                     # refused: no model here fills in the middle
+
+
+class EmbeddingRequest(Struct, kw_only=True):
+    input: Prompts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Positive | None = None            # keep the first so many, scaled to unit length again
+    user: str | None = None
+    truncate_prompt_tokens: MinusOneOrMore | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Text | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class TokenSampling(SamplingFields, kw_only=True):
+    """The sampling parameters of the token-level endpoint: SamplingParams by name."""
+
+    logprobs: MinusOneOrMore | None = None
+
+
+class TokenRequest(Struct, kw_only=True):
+    """Token ids in, token ids out: what a router sends to a worker."""
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    version: Literal[1] = 1                       # of this endpoint; another one is refused
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    model: str | None = None
+    sampling_params: TokenSampling | None = None
+    stream: bool = False
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Text | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+
+
+class UpdateWeightsRequest(Struct, kw_only=True):
+    """Exactly one of them: a checkpoint's folder or file, or a model's name on the hub."""
+
+    path: Text | None = None
+    model: Text | None = None
+
+
+def decode(kind: type[T], body: bytes) -> T:
+    """The request in `body`. Raises ApiError (400) that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at ")
+        field = path.replace("`", "").removeprefix("key in ").removeprefix("$.") or None
+        if message.startswith(MISSING):
+            name = message.removeprefix(MISSING).strip("`")
+            field = f"{field}.{name}" if field else name
+            message = "the field is missing"
+        raise ApiError(400, f"{field}: {message}" if field else message, param=field) from None
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
