@@ -6,14 +6,12 @@ A request's tokens are what the server's `usage` says. TTFT is the time until th
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -26,35 +24,38 @@ if TYPE_CHECKING:
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 LATENCIES = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)", "itl": "Inter-token Latency",
              "e2el": "End-to-end Latency"}
-ANY_TOKEN_ID = 10_000     # random ids below this are in every common vocabulary; --vocab-size for others
-MAX_LINE_BYTES = 1 << 24  # of a stream
+MAX_LINE_BYTES = 1 << 24    # of a stream
+
+
+def option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """What is asked of the server. Raises ConfigError."""
+    """What is asked of the server: the flags of the command. Raises ConfigError."""
 
-    base_url: str = "http://127.0.0.1:8000"
-    endpoint: str = "completions"            # "completions" | "chat"
-    model: str | None = None                 # default: the first that the server lists
-    api_key: str | None = None
-    dataset_name: str = "random"             # "random" | "sharegpt"
-    dataset_path: str | None = None          # of sharegpt: a JSON list of {"conversations": [{"value": text}, ...]}
-    num_prompts: int = 1000
-    request_rate: float = math.inf           # requests a second; inf: all at once
-    burstiness: float = 1.0                  # 1: Poisson; below, burstier; above, more even (gamma-distributed gaps)
-    max_concurrency: int | None = None       # requests under way at most; the others wait here
-    random_input_len: int = 1024             # tokens
-    random_output_len: int = 128             # tokens
-    random_range_ratio: float = 0.0          # lengths vary by this fraction up and down
-    random_prefix_len: int = 0               # tokens that all prompts begin with, beside their own
-    sharegpt_output_len: int | None = None   # tokens; default: as long as the answer in the file, reckoned at 4 characters a token
-    vocab_size: int = ANY_TOKEN_ID           # random ids are below this
-    ignore_eos: bool = False
-    temperature: float | None = None         # default: the server's
-    seed: int = 0
-    timeout: float = 6 * 3600.0              # seconds a request may take
-    percentiles: tuple[float, ...] = (99.0,)
+    base_url: str = option("http://127.0.0.1:8000", "where the server is")
+    endpoint: str = option("completions", "completions or chat")
+    model: str | None = option(None, "by default the first that the server lists")
+    api_key: str | None = option(None, "sent as a bearer token; also taken from OPENAI_API_KEY")
+    dataset_name: str = option("random", "random or sharegpt")
+    dataset_path: str | None = option(None, "for sharegpt: a JSON list of {'conversations': [{'value': text}, ...]}")
+    num_prompts: int = option(1000, "requests")
+    request_rate: float = option(math.inf, "requests a second in the mean; inf: all at once")
+    burstiness: float = option(1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)")
+    max_concurrency: int | None = option(None, "most requests under way; others wait in the client, which is not counted as latency")
+    random_input_len: int = option(1024, "tokens of a prompt (words, with chat)")
+    random_output_len: int = option(128, "tokens of an answer")
+    random_range_ratio: float = option(0.0, "lengths vary by this fraction, up and down")
+    random_prefix_len: int = option(0, "tokens that all prompts begin with, beside their own")
+    sharegpt_output_len: int | None = option(None, "tokens of an answer; by default a quarter of the characters of the file's answer")
+    vocab_size: int = option(10_000, "random token ids are below this; every common vocabulary is larger than the default")
+    ignore_eos: bool = option(False, "ask for answers of full length")
+    temperature: float | None = option(None, "by default the server's")
+    seed: int = option(0, "of prompts, lengths and arrivals")
+    timeout: float = option(6 * 3600.0, "seconds a request may take")
+    metric_percentiles: str = option("99", "which to show, comma-separated")
 
     def __post_init__(self) -> None:
         for name, low in (("num_prompts", 1), ("random_input_len", 1), ("random_output_len", 1), ("random_prefix_len", 0),
@@ -67,8 +68,12 @@ class ServeBench:
                 raise ConfigError(f"{name} {getattr(self, name)} is not above 0; raise it")
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"random_range_ratio {self.random_range_ratio} is outside [0, 1); lengths vary by this fraction up and down")
-        if any(not 0 <= p <= 100 for p in self.percentiles):
-            raise ConfigError(f"percentiles {self.percentiles} are not all from 0 to 100")
+        try:
+            known = all(0 <= p <= 100 for p in self.percentiles)
+        except ValueError:
+            known = False
+        if not known:
+            raise ConfigError(f"metric_percentiles {self.metric_percentiles!r} is no list of numbers from 0 to 100, such as 50,90,99")
         for name, choices in (("endpoint", tuple(PATHS)), ("dataset_name", ("random", "sharegpt"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
@@ -76,6 +81,10 @@ class ServeBench:
             raise ConfigError("dataset_name sharegpt and dataset_path belong together; give both or neither")
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url {self.base_url!r} does not begin with http:// or https://")
+
+    @property
+    def percentiles(self) -> list[float]:
+        return [float(p) for p in self.metric_percentiles.split(",")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +165,33 @@ def arrival_times(bench: ServeBench) -> list[float]:
     return times
 
 
+def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -> dict[str, Any]:
+    """Measures, prints the table, writes the files asked for."""
+    import asyncio
+    import os
+
+    from tqdm import tqdm
+    if bench.api_key is None and (key := os.environ.get("OPENAI_API_KEY")):
+        bench = replace(bench, api_key=key)
+    if plot_file is not None:
+        import_figure()    # before the measurement, which may take an hour
+    try:
+        with tqdm(total=bench.num_prompts, disable=None) as bar:
+            result = asyncio.run(run(bench, lambda answer: bar.update()))
+    except ImportError as error:
+        raise ConfigError(f"shoal bench serve needs {error.name}; pip install 'shoal[bench]'") from None
+    print(table(result, bench.percentiles))
+    if result_file is not None:
+        Path(result_file).write_text(json.dumps(result))
+    if plot_file is not None:
+        plot(result, plot_file)
+    return result
+
+
 async def run(bench: ServeBench, progress: Callable[[Answer], object] = lambda answer: None) -> dict[str, Any]:
     """Sends everything and returns the figures (see `summarize`). Raises UnavailableError if the server cannot be reached at all."""
+    import asyncio  # these two here, as every command builds the flags above
+
     import aiohttp
     asks, arrivals = make_requests(bench), arrival_times(bench)
     headers = {"Authorization": f"Bearer {bench.api_key}"} if bench.api_key else {}
@@ -279,9 +313,10 @@ def summarize(bench: ServeBench, model: str, answers: Sequence[Answer], duration
     series = {"ttft": [a.ttft for a in good], "tpot": [a.tpot for a in good if a.output_tokens > 1],
               "itl": [gap for a in good for gap in a.itls], "e2el": [a.latency for a in good]}
     for name, values in series.items():
-        result[f"mean_{name}_ms"] = statistics.fmean(values) * 1e3 if values else 0.0
+        mean = math.fsum(values) / max(1, len(values))
+        result[f"mean_{name}_ms"] = mean * 1e3
         result[f"median_{name}_ms"] = percentile(values, 50) * 1e3
-        result[f"std_{name}_ms"] = statistics.pstdev(values) * 1e3 if values else 0.0
+        result[f"std_{name}_ms"] = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(1, len(values))) * 1e3
         for p in bench.percentiles:
             result[f"p{p:g}_{name}_ms"] = percentile(values, p) * 1e3
     return result | {
@@ -330,13 +365,17 @@ def table(result: dict[str, Any], percentiles: Sequence[float]) -> str:
     return "\n".join(rows)
 
 
-def plot(result: dict[str, Any], path: str) -> None:
-    """Writes a PNG: the distributions of TTFT, ITL and TPOT, and tokens a second over time. Raises ConfigError without matplotlib."""
+def import_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install 'shoal[bench]'") from None
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
+        raise ConfigError("a plot needs matplotlib; pip install 'shoal[bench]'") from None
+    return Figure
+
+
+def plot(result: dict[str, Any], path: str) -> None:
+    """Writes a PNG: the distributions of TTFT, ITL and TPOT, and tokens a second over time. Raises ConfigError without matplotlib."""
+    figure = import_figure()(figsize=(10, 6.5), layout="constrained")
     axes = figure.subplots(2, 2)
     done = [i for i, error in enumerate(result["errors"]) if not error]
     spans = {i: sum(result["itls"][i]) for i in done}

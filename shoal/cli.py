@@ -12,7 +12,9 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from shoal import bench_serve
 from shoal.api import RequestOutput, SamplingParams
+from shoal.bench_serve import ServeBench
 from shoal.config import EngineConfig
 from shoal.errors import RequestError, ShoalError
 from shoal.version import __version__
@@ -53,7 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="a system message")
     chat.set_defaults(run=run_chat)
 
-    bench = commands.add_parser("bench", help="measure throughput or latency", description="Benchmarks of the engine, offline.")
+    bench = commands.add_parser("bench", help="measure throughput or latency",
+                               description="Benchmarks of the engine, offline, and of any server.")
     kinds = bench.add_subparsers(required=True, metavar="kind")
     throughput = kinds.add_parser("throughput", help="many requests at once", description="Many requests at once: tokens a second.")
     throughput.add_argument("--num-prompts", type=int, default=16, help="requests (default: 16)")
@@ -67,6 +70,14 @@ def build_parser() -> argparse.ArgumentParser:
         kind.add_argument("--num-iters", type=int, default=3, help="timed repetitions after one warm-up (default: 3)")
         kind.add_argument("--output-json", help="write the figures to this file")
 
+    under_load = kinds.add_parser("serve", help="any server under load",
+                                  description="TTFT, ITL and throughput of any OpenAI-compatible server under Poisson load.")
+    _add_flags(under_load, ServeBench, "load")
+    under_load.add_argument("--save-result", action="store_true", help="write the figures to --result-filename")
+    under_load.add_argument("--result-filename", default="bench-serve.json", help="default: bench-serve.json")
+    under_load.add_argument("--plot", help="a PNG file to draw; needs matplotlib: pip install 'shoal[bench]'")
+    under_load.set_defaults(run=run_bench_serve, verbose=False)
+
     for command in (generate, chat, throughput, latency):
         command.add_argument("--verbose", action="store_true", help="log what the engine decides")
         _add_engine_flags(command)
@@ -75,12 +86,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    hints = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
+    _add_flags(parser, EngineConfig, "engine")
+
+
+def _add_flags(parser: argparse.ArgumentParser, config: type, title: str) -> None:
+    """A flag for each field of the dataclass `config`; one that is not given leaves no trace in the arguments."""
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
         kinds = [t for t in typing.get_args(hint) if t is not types.NoneType] if isinstance(hint, types.UnionType) else [hint]
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"default: {field.default}"}
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.metadata.get('help', '')} (default: {field.default})"}
         if kinds[0] is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kinds[0]) is list:
@@ -167,6 +183,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
         params = _sampling_params(arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len)
         measure(llm, params, getattr(arguments, arguments.batch_flag), arguments.input_len, arguments.num_iters, arguments.output_json)
     return 0
+
+
+def run_bench_serve(arguments: argparse.Namespace) -> int:
+    """1 if no request succeeded."""
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(ServeBench) if hasattr(arguments, f.name)}
+    result = bench_serve.command(ServeBench(**given), arguments.result_filename if arguments.save_result else None, arguments.plot)
+    return 0 if result["completed"] else 1
 
 
 if __name__ == "__main__":
