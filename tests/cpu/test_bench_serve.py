@@ -197,6 +197,6 @@ def test_the_plot_and_the_table_show_a_result(tmp_path):
 
 
 def test_the_command_takes_vllms_flags():
-    flags = "--request-rate inf --num-prompts 5 --ignore-eos --save-result --result-filename x --metric-percentiles 50,99 --max-concurrency 4"
+    flags = "--request-rate inf --num-prompts 5 --ignore-eos --save-result --result-filename x --max-concurrency 4"
     arguments = cli.build_parser().parse_args(["bench", "serve", *flags.split()])
     assert math.isinf(arguments.request_rate) and arguments.max_concurrency == 4 and arguments.ignore_eos and arguments.save_result
