@@ -68,6 +68,7 @@ class EngineConfig:
     max_logprobs: int = 20                     # most logprobs a request may ask for; -1: no limit
     seed: int = 0                              # of requests that bring none
     enable_sleep_mode: bool = False            # weights and KV cache in regions whose memory `sleep` gives back
+    sleep_offload: str = "host"                # where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -105,7 +106,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization {share!r} is outside (0, 1]; it is this engine's share of the card's memory")
         for name, choices in (("dtype", DTYPES), ("load_format", ("auto", "safetensors", "dummy")), ("device", ("auto", "cpu", "cuda")),
                               ("attention_backend", ("auto", "triton", "cpu", "flashinfer", "flash_attn")),
-                              ("scheduling_policy", ("fcfs", "priority")), ("generation_config", ("auto", "vllm"))):
+                              ("scheduling_policy", ("fcfs", "priority")), ("generation_config", ("auto", "vllm")),
+                              ("sleep_offload", ("host", "file"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
         sizes = self.cudagraph_capture_sizes

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shoal.api import FinishReason, Logprob, Output, Request, Stats, TokenLogprobs
+from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, Stats, TokenLogprobs
 from shoal.config import EngineConfig
 from shoal.engine.batch import BatchBuilder, num_prompt_targets
 from shoal.engine.profile import span
@@ -22,8 +23,10 @@ from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import ModelRunner, StepResult, prepare_process
 from shoal.engine.sampling import LogprobLists
 from shoal.engine.scheduler import Scheduler, StepPlan
+from shoal.engine.sleep import Sleeper
+from shoal.engine.weights import Weights
 from shoal.engine.workers import WorkerGroup
-from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError
+from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
 from shoal.weights.source import CheckpointFiles
@@ -85,6 +88,10 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold)
         self.builder = BatchBuilder(self.runner.layout, config.block_size)
+        self.sleeper = Sleeper(self)
+        self.weights = Weights(self, files, keep_quantized)
+        self.refused: str | None = None         # why no request is taken
+        self.late: list[Output] = []            # of steps completed outside of step()
         self.in_flight: deque[InFlight] = deque()
         self.depth = 1 if config.async_scheduling else 0
         logger.info("%d KV blocks of %d tokens, %d sequences at once, %s on %s", num_blocks, config.block_size, config.max_num_seqs,
@@ -93,7 +100,10 @@ class EngineCore:
     # Requests
 
     def add(self, request: Request) -> None:
-        """Raises RequestError if the request is impossible for this model or cache; nothing else notices."""
+        """Raises RequestError if the request is impossible for this model or cache, UnavailableError if nothing is taken now: asleep,
+        without weights, refused. Nothing else notices."""
+        if (why := self._standstill or self.refused) is not None:
+            raise UnavailableError(why)
         self.scheduler.check_request(request)
         self._check_ids(request)
         self.scheduler.add(request)
@@ -122,7 +132,18 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.in_flight or self.scheduler.ended)
+        """Whether a step would do anything. Requests that are kept while the engine sleeps are no work."""
+        told = self.in_flight or self.scheduler.ended or self.late
+        return bool(told) or (self._standstill is None and self.scheduler.has_work)
+
+    @property
+    def _standstill(self) -> str | None:
+        """Why nothing is scheduled."""
+        return self.sleeper.state.why() if self.is_sleeping else self.weights.lost
+
+    def refuse(self, reason: str | None) -> None:
+        """From now on `add` raises UnavailableError(reason); None: no longer. What is there already goes on."""
+        self.refused = reason
 
     # Steps
 
@@ -132,9 +153,10 @@ class EngineCore:
             raise self.error
         outputs = [Output(seq.request.request_id, [], finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
                    for seq in self.scheduler.take_ended()]
+        outputs, self.late = self.late + outputs, []
         try:
             with span("schedule"):
-                plan = self.scheduler.schedule()
+                plan = self.scheduler.schedule() if self._standstill is None else None
             if plan is not None:
                 with span("launch"):
                     self.in_flight.append(self._launch(plan))
@@ -159,6 +181,7 @@ class EngineCore:
         self.scheduler.abort_all()
         self.scheduler.reset_prefix_cache()
         self.in_flight.clear()
+        self.late.clear()
         self.builder = BatchBuilder(self.runner.layout, self.config.block_size)
         self.runner.reset_state()
 
@@ -215,6 +238,17 @@ class EngineCore:
                 seq.prompt_logprobs.append(token_logprobs(found, i, target, k))
             at += num_prompt_targets(entry)
 
+    def drain(self) -> None:
+        """Completes the steps in flight; the next step() returns their outputs."""
+        if self.error is not None:
+            raise self.error
+        try:
+            while self.in_flight:
+                self.late += self._complete(self.in_flight.popleft())
+        except (RuntimeError, ShoalError) as error:
+            self.error = self._cause_of_death(error)
+            raise self.error from error
+
     # Commands
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
@@ -234,6 +268,49 @@ class EngineCore:
     def stop_profile(self) -> list[str]:
         """Returns the traces' files, in rank order. Raises ConfigError if none is being made."""
         return self.collective_rpc("stop_profile")
+
+    def each_rank(self, method: str, *args: Any, own: tuple[Callable[..., Any], Any] | None = None) -> list[Any]:
+        """As collective_rpc, for what may fail: a rank's exception is its value. `own`: what rank 0 calls instead, and its argument."""
+        if self.error is not None:
+            raise self.error
+        pending = self.group.submit(method, *args) if self.group is not None else None
+        outcomes: list[Any] = []
+        try:
+            outcomes.append(getattr(self.runner, method)(*args) if own is None else own[0](own[1]))
+        except (ShoalError, RuntimeError, MemoryError, OSError) as error:
+            outcomes.append(error)
+        return outcomes + (pending.outcomes() if pending is not None else [])
+
+    # Sleep and weights. What each does and raises: engine/sleep.py, engine/weights.py
+
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
+        return self.sleeper.sleep(level, tags, mode)
+
+    def pause(self, mode: str = "abort") -> None:
+        self.sleeper.pause(mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        return self.sleeper.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.sleeper.state.is_sleeping
+
+    @property
+    def sleeping_level(self) -> int | None:
+        """None while awake."""
+        return self.sleeper.state.level
+
+    def update_weights(self, source: str) -> int:
+        return self.weights.update(source)
+
+    def check_weights(self) -> dict[str, str]:
+        return self.weights.check()
+
+    def memory_usage(self) -> dict[str, dict[str, int]]:
+        """By tag: {"device_bytes", "reserved_bytes", "host_bytes"}, summed over ranks."""
+        ranks = self.collective_rpc("memory_usage")
+        return {tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]}
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
 
-from shoal.api import CompletionOutput, Logprob, Output, Request, RequestOutput, SamplingParams, Stats
+from shoal.api import CompletionOutput, Logprob, MemoryReport, Output, Request, RequestOutput, SamplingParams, Stats
 from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.detokenizer import Detokenizer
 from shoal.engine.core import EngineCore
+from shoal.engine.sleep import check_sleep
 from shoal.errors import RequestError
 from shoal.tokenizer import Tokenizer, load_tokenizer
 from shoal.weights.source import resolve
@@ -122,6 +123,81 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if blocks were still in use (they are forgotten too)."""
         return self.core.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
+        """Gives the device's memory back; needs enable_sleep_mode=True. Level 0 pauses scheduling only, 1 keeps the weights in host memory
+        (or relies on their file: sleep_offload) and drops the KV cache, 2 drops both. `tags` ("weights", "kv_cache") restricts it to some
+        regions. Requests that run (of `stream`) are waited for, aborted, or kept for after the wake-up, as `mode` says. Until every region
+        is awake `generate` raises UnavailableError. Raises ConfigError for an unknown level, tag or mode, and where the memory to keep the
+        weights in is lacking; then nothing has changed."""
+        check_sleep(level, tags, mode)
+        if mode == "wait":
+            self._finish_requests()
+        return self.core.sleep(level, tags, mode)
+
+    def pause(self, mode: str = "abort") -> None:
+        """Nothing is scheduled until wake_up(). Needs no sleep mode. `mode` as for sleep."""
+        check_sleep(0, None, mode)
+        if mode == "wait":
+            self._finish_requests()
+        self.core.pause(mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Takes memory again, at the same addresses; all regions, or those of `tags`. If it fails (memory was taken meanwhile) nothing has
+        changed, and it can be tried again. After level 2 weights are missing: `generate` raises UnavailableError until an update."""
+        return self.core.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Until every region is awake."""
+        return self.core.is_sleeping
+
+    def memory_usage(self) -> dict[str, dict[str, int]]:
+        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the host}, summed over ranks."""
+        return self.core.memory_usage()
+
+    def update_weights(self, source: str) -> int:
+        """Loads the weights of another checkpoint of the same architecture (as the option `model` names one) in place of these, and returns
+        their version. Raises CheckpointError, with nothing changed, for another model, shape or quantization. If loading itself breaks off,
+        nothing is generated until a good update."""
+        return self.core.update_weights(str(source))
+
+    def update_weights_from_tensors(self, tensors: Mapping[str, Any] | Sequence[dict[str, Any]]) -> int:
+        """Loads whole tensors by their Hugging Face names: a dict of this process's, or the handles of another process's
+        (shoal.weights.transfer.SharedTensors). Some of a model's tensors will do; after level 2 all must have come before it generates."""
+        return self.core.weights.update_from_tensors(tensors)
+
+    def init_weights_update_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int,
+                                  group_name: str = "weight_update_group", backend: str = "nccl") -> None:
+        """Joins the process group that a trainer opens as its rank 0, with this engine's ranks from `rank_offset` on; waits for all."""
+        self.core.weights.init_group(master_address, master_port, rank_offset, world_size, group_name, backend)
+
+    def update_weights_from_distributed(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
+                                        group_name: str = "weight_update_group") -> int:
+        """Receives whole tensors that rank 0 of the group broadcasts in this order. Returns the new version."""
+        return self.core.weights.update_from_distributed(names, dtypes, shapes, group_name)
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leaves the group."""
+        self.core.weights.destroy_group(group_name)
+
+    @property
+    def weights_version(self) -> int:
+        """How many updates there have been."""
+        return self.core.weights.version
+
+    def check_weights(self) -> dict[str, str]:
+        """A checksum of each tensor, by rank and name; equal in engines of equal weights, dtype and tensor_parallel_size."""
+        return self.core.check_weights()
+
+    def _finish_requests(self) -> None:
+        """Runs what is there to its end and takes nothing new meanwhile."""
+        self.core.refuse("the engine goes to sleep when its running requests have ended")
+        try:
+            while self.core.has_work:
+                self._step()
+        finally:
+            self.core.refuse(None)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Calls a method of every rank's ModelRunner; returns the results in rank order."""

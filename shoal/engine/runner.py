@@ -24,6 +24,8 @@ from shoal.engine.batch import HEADER_SIZE, Extras, Header, section_spans
 from shoal.engine.device import DeviceMemory, PinnedRing
 from shoal.engine.graphs import DecodeGraphs
 from shoal.engine.profile import Profiler, span
+from shoal.engine.rank_commands import RankCommands
+from shoal.engine.regions import CpuRegions
 from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, prompt_logprob_pieces
 from shoal.errors import ConfigError
 from shoal.kernels.ops import select_ops
@@ -33,6 +35,8 @@ from shoal.models.config import ModelConfig
 from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_weights
 from shoal.weights.source import CheckpointFiles, resolve
+from shoal.weights.transfer import WeightsGroup
+from shoal.weights.update import weight_tensors
 
 RING = 4                     # buffers of steps in flight, each guarded by an event
 
@@ -57,7 +61,7 @@ class StepResult:
         return self.tokens.tolist()
 
 
-class ModelRunner:
+class ModelRunner(RankCommands):
     """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail."""
 
     def __init__(self, config: EngineConfig, files: CheckpointFiles, tp: TensorParallel, keep_quantized: bool) -> None:
@@ -68,6 +72,8 @@ class ModelRunner:
         self.max_num_seqs, self.max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
         self.max_num_tokens = config.max_num_batched_tokens or 0
         self.memory = DeviceMemory(self.device, config)
+        self.regions = CpuRegions()
+        self.weights_groups: dict[str, WeightsGroup] = {}
         model = self.model_config
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
         self.num_kv_heads = model.kv_heads_per_rank(tp.size)
@@ -75,13 +81,16 @@ class ModelRunner:
             self.ops = select_ops(self.device.type)
             self.backend = select_backend(config, self.device, self.dtype, num_heads=model.num_heads // tp.size,
                                           num_kv_heads=self.num_kv_heads, head_dim=model.head_dim)
-            self.model = Decoder(model, tp, self.ops, self.backend, self.max_model_len, keep_quantized)
+            with self.regions.holding("weights"):
+                self.model = Decoder(model, tp, self.ops, self.backend, self.max_model_len, keep_quantized)
             self._allocate_state()
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
         self.shaper = LogitShaper(self.max_num_seqs, model.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
         self.profiler: Profiler | None = None
         self.kv = self._new_cache(1)
+        self.regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
+        self.regions.adopt("kv_cache", lambda: [self.kv])
 
     @contextmanager
     def _building(self) -> Iterator[None]:
@@ -172,7 +181,8 @@ class ModelRunner:
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
         """Makes the cache and captures the decode graphs; every rank is called with the same number."""
-        self.kv = self._new_cache(num_blocks)
+        with self.regions.holding("kv_cache"):
+            self.kv = self._new_cache(num_blocks)
         self.reset_state()
         if self.device.type == "cuda":
             if not self.config.enforce_eager:
@@ -329,9 +339,12 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Waits for the device and frees its memory. The runner is of no use afterwards."""
+        for name in list(self.weights_groups):
+            self.leave_weights_group(name)
         for name in ("model", "kv", "state", "active_B", "table", "block_tables", "backend", "shaper", "staging", "results"):
             setattr(self, name, None)
         gc.collect()
+        self.regions.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()

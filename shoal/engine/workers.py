@@ -73,6 +73,14 @@ class Pending:
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """What ranks 1 and up returned, in rank order. If the method raised, so does this (for the lowest rank): the same UserError, or a
         RuntimeError with the traceback. Raises EngineDeadError when a rank dies, and when one has not answered in time."""
+        replies = self.outcomes(timeout_s)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+    def outcomes(self, timeout_s: float | None = None) -> list[Any]:
+        """As results, but what a rank's method raised is a value among the others."""
         monitor = self.monitor
         with monitor.news:
             monitor.news.wait_for(lambda: len(self.replies) == self.num_ranks or monitor.failure is not None, timeout_s)
@@ -81,10 +89,7 @@ class Pending:
             silent = sorted({r.rank for r in monitor.ranks} - self.replies.keys())
             raise EngineDeadError(f"ranks {silent} did not answer {self.method!r} within {timeout_s} s")
         replies = [self.replies[rank] for rank in sorted(self.replies)]
-        for reply in replies:
-            if isinstance(reply, _Failure):
-                raise reply.build()
-        return replies
+        return [reply.build() if isinstance(reply, _Failure) else reply for reply in replies]
 
 
 class WorkerGroup:

@@ -6,7 +6,7 @@ Weights arrive one tensor at a time under their Hugging Face names; each layer t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -107,9 +107,9 @@ class Decoder(nn.Module):
 
     # Loading
 
-    def begin_loading(self) -> None:
-        """Before a checkpoint's tensors come, the second time too: all of them are awaited."""
-        self._expected = self.checkpoint_names()
+    def begin_loading(self, names: Iterable[str] | None = None) -> None:
+        """Before tensors come, the second time too. `names`: those that will; None: all of a checkpoint."""
+        self._expected = set(self.checkpoint_shapes() if names is None else names)
 
     def load_weight(self, name: str, tensor: Loaded) -> None:
         """Takes one whole checkpoint tensor. Raises CheckpointError for an unknown name or a wrong shape."""
@@ -150,30 +150,32 @@ class Decoder(nn.Module):
             else:
                 parameter.uniform_(-0.02, 0.02, generator=generator)
 
-    def checkpoint_names(self) -> set[str]:
-        """The names of all tensors a checkpoint of this model holds."""
-        config = self.config
-        names = {"model.embed_tokens.weight", "model.norm.weight"}
-        if not config.tie_word_embeddings:
-            names.add("lm_head.weight")
-        for i in range(config.num_layers):
-            prefix = f"model.layers.{i}."
-            attention = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias, "o_proj": config.o_bias}
-            for projection, bias in attention.items():
-                names.add(f"{prefix}self_attn.{projection}.weight")
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that a checkpoint of this model holds, whole."""
+        c = self.config
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,)}
+        if not c.tie_word_embeddings:
+            shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+        queries, keys, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
+        for i in range(c.num_layers):
+            at = f"model.layers.{i}."
+            for name, out, bias in (("q", queries, c.qkv_bias), ("k", keys, c.qkv_bias), ("v", keys, c.qkv_bias), ("o", wide, c.o_bias)):
+                shapes[f"{at}self_attn.{name}_proj.weight"] = (out, queries if name == "o" else wide)
                 if bias:
-                    names.add(f"{prefix}self_attn.{projection}.bias")
-            if config.qk_norm:
-                names |= {f"{prefix}self_attn.q_norm.weight", f"{prefix}self_attn.k_norm.weight"}
-            names |= {f"{prefix}input_layernorm.weight", f"{prefix}post_attention_layernorm.weight"}
-            projections = ("gate_proj", "up_proj", "down_proj")
-            if config.is_moe_layer(i):
-                names.add(f"{prefix}mlp.gate.weight")
-                names |= {f"{prefix}mlp.experts.{e}.{p}.weight" for e in range(config.num_experts) for p in projections}
-            else:
-                kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
-                names |= {f"{prefix}mlp.{p}.{kind}" for p in projections for kind in kinds}
-        return names
+                    shapes[f"{at}self_attn.{name}_proj.bias"] = (out,)
+            if c.qk_norm:
+                shapes[f"{at}self_attn.q_norm.weight"] = shapes[f"{at}self_attn.k_norm.weight"] = (c.head_dim,)
+            shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (wide,)
+            moe = c.is_moe_layer(i)
+            inner = c.moe_intermediate_size if moe else c.intermediate_size
+            if moe:
+                shapes[f"{at}mlp.gate.weight"] = (c.num_experts, wide)
+            for mlp in [f"{at}mlp.experts.{e}." for e in range(c.num_experts)] if moe else [f"{at}mlp."]:
+                for name, shape in (("gate", (inner, wide)), ("up", (inner, wide)), ("down", (wide, inner))):
+                    shapes[f"{mlp}{name}_proj.weight"] = shape
+                    if c.mlp_bias and not moe:
+                        shapes[f"{mlp}{name}_proj.bias"] = shape[:1]
+        return shapes
 
 
 def rope_table(config: ModelConfig, max_position: int) -> torch.Tensor:

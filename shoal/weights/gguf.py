@@ -47,6 +47,20 @@ def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str,
         yield name, tensor
 
 
+def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of every tensor, from the header alone. Raises CheckpointError for a tensor this engine has no place for."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for info in header.tensors.values():
+        if info.name == ROPE_FACTORS:
+            continue
+        name, shape = _hugging_face_name(info.name, header), tuple(info.shape)
+        if "{}" in name:
+            shapes |= {name.format(expert): shape[1:] for expert in range(shape[0])}
+        else:
+            shapes[name] = shape
+    return shapes
+
+
 def _hugging_face_name(name: str, header: GGUFHeader) -> str:
     """An expert's number is left open: {}."""
     stem, _, parameter = name.rpartition(".")

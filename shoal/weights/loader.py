@@ -34,7 +34,7 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
     try:
         model.begin_loading()
         for name, tensor in bar:
-            if not _is_derived(name, files.config):
+            if not is_derived(name, files.config):
                 model.load_weight(name, tensor)
         model.finish_loading()
     except CheckpointError as error:
@@ -47,6 +47,6 @@ def _tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | Quant
     return safetensors_tensors(files.folder) if files.file is None else gguf_tensors(files.header, files.config)
 
 
-def _is_derived(name: str, config: ModelConfig) -> bool:
+def is_derived(name: str, config: ModelConfig) -> bool:
     """Tensors that old checkpoints hold although they follow from others."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")

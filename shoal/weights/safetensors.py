@@ -27,6 +27,19 @@ def safetensors_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
+def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor, from the files' headers alone. Raises CheckpointError as safetensors_tensors does."""
+    shapes = {}
+    for path, names in shards(folder).items():
+        with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            held = set(file.keys())
+            for name in names or held:
+                if name not in held:
+                    raise CheckpointError(f"{path} does not hold the tensor {name}, which {INDEX} says it does; fetch both again")
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
+
+
 def shards(folder: Path) -> dict[Path, list[str]]:
     """Each file with the tensors to take from it; an empty list: all. The index decides if there is one."""
     index = folder / INDEX

@@ -1,0 +1,75 @@
+"""One rank's weights and KV cache as memory that can be given back and taken again at the same addresses: on the CPU here."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+MADV_DONTNEED = 4
+
+
+class CpuRegions:
+    """Tensors in ordinary memory, by tag. Released, their pages go back to the kernel and read as zeros from then on; what is kept stays
+    where it is. Without sleep mode this only counts."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Callable[[], Iterable[torch.Tensor]]] = {}
+        self._asleep: dict[str, bool] = {}    # tag -> whether its content is kept
+
+    def holding(self, tag: str) -> AbstractContextManager[None]:
+        """Tensors that are made meanwhile lie in the region."""
+        return nullcontext()
+
+    def adopt(self, tag: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Names the tensors of a region."""
+        self._tensors[tag] = tensors
+
+    def reserve_host(self, tag: str) -> None:
+        """Nothing to do: what is kept stays where it is."""
+
+    def release(self, tags: list[str], kept: list[str]) -> dict[str, int]:
+        freed = 0
+        for tag in tags:
+            if self._asleep.get(tag, True) and tag not in kept:
+                for tensor in self._tensors[tag]():
+                    drop_pages(tensor)
+                freed += self._size(tag)
+            self._asleep[tag] = self._asleep.get(tag, True) and tag in kept
+        return self._report(freed_bytes=freed)
+
+    def take(self, tags: list[str]) -> dict[str, int]:
+        taken = sum(self._size(tag) for tag in tags if self._asleep.pop(tag, True) is False)
+        return self._report(taken_bytes=taken)
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        return {tag: {"device_bytes": 0 if tag in self._asleep else self._size(tag), "reserved_bytes": self._size(tag),
+                      "host_bytes": self._size(tag) if self._asleep.get(tag) else 0} for tag in self._tensors}
+
+    def close(self) -> None:
+        self._tensors = {}
+
+    def _size(self, tag: str) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors[tag]())
+
+    def _report(self, freed_bytes: int = 0, taken_bytes: int = 0) -> dict[str, int]:
+        usage = self.usage().values()
+        return {"freed_bytes": freed_bytes, "taken_bytes": taken_bytes, "host_bytes": sum(u["host_bytes"] for u in usage),
+                "in_use_bytes": sum(u["device_bytes"] for u in usage)}
+
+
+def drop_pages(tensor: torch.Tensor) -> None:
+    """Gives a CPU tensor's memory back to the kernel, whole pages of it; all of it reads as zeros then."""
+    assert tensor.is_contiguous()
+    start, size, page = tensor.data_ptr(), tensor.nbytes, mmap.PAGESIZE
+    lead = min(-start % page, size)
+    whole = (size - lead) // page * page
+    ctypes.memset(start, 0, lead)
+    ctypes.memset(start + lead + whole, 0, size - lead - whole)
+    if whole:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(start + lead), ctypes.c_size_t(whole), MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), f"the kernel refused to take back {whole} bytes")

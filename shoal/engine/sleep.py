@@ -1,0 +1,168 @@
+"""Sleep mode: what of an engine sleeps, and how it gets there and back. The memory itself is engine/regions.py's, on each rank.
+
+Level 0 pauses scheduling. Level 1 drops the KV cache and keeps the weights: in host memory, or (sleep_offload="file") in the checkpoint
+they were read from. Level 2 drops both; weights then have to come back by an update before anything runs. `tags` restricts a sleep to some
+regions, and a wake-up. The engine sleeps until every region is awake. To sleep deeper is possible, to sleep twice harmless: level 2
+after level 1 drops the copy on the host as well; level 1 after level 2 changes nothing, as what was dropped is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shoal.api import MemoryReport
+from shoal.errors import ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    from shoal.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+MODES = ("abort", "wait", "keep")
+GIB = 2**30
+
+
+def check_tags(tags: Sequence[str] | None) -> list[str]:
+    """All tags for None. Raises ConfigError for unknown ones."""
+    if tags is None:
+        return list(TAGS)
+    unknown = [tag for tag in tags if tag not in TAGS] if not isinstance(tags, str) else [tags]
+    if unknown or not tags:
+        raise ConfigError(f"tags {tags!r:.80} must be a list of {' and '.join(TAGS)}; leave it out for all")
+    return [tag for tag in TAGS if tag in tags]
+
+
+def check_sleep(level: int, tags: Sequence[str] | None, mode: str) -> list[str]:
+    """The tags. Raises ConfigError for unknown levels, tags and modes."""
+    if level not in (0, 1, 2) or isinstance(level, bool):
+        raise ConfigError(f"sleep level {level!r} is not 0 (pause), 1 (keep the weights) or 2 (drop them)")
+    if mode not in MODES:
+        raise ConfigError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+    return check_tags(tags)
+
+
+@dataclass(slots=True)
+class SleepState:
+    """What sleeps. `kept`: where the sleeping weights are: "host", "file", or "" if they were dropped."""
+
+    level: int | None = None                          # the deepest asked for since all was awake
+    asleep: set[str] = field(default_factory=set)
+    kept: str = ""
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.level is not None
+
+    def why(self) -> str:
+        what = f": {' and '.join(sorted(self.asleep))}" if self.asleep else ""
+        return f"the engine sleeps (level {self.level}{what}); wake_up() first"
+
+
+class Sleeper:
+    """An EngineCore's sleep. Every call is made between steps. What fails changes nothing: a sleep that finds no host memory fails before
+    anything is unmapped or aborted, a wake-up that fails on one rank is undone on all and can be tried again."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.state = SleepState()
+
+    def sleep(self, level: int, tags: Sequence[str] | None, mode: str) -> MemoryReport:
+        """`mode` "wait" is for a core without work: whoever drives it lets the requests end first."""
+        chosen = check_sleep(level, tags, mode)
+        core, state, start = self.core, self.state, time.perf_counter()
+        if not core.config.enable_sleep_mode:
+            raise ConfigError("sleep needs memory that can be given back; build the engine with enable_sleep_mode=True")
+        if mode == "wait" and core.has_work:
+            raise UnavailableError("requests are still running, and mode 'wait' sleeps when they have ended; step the engine until then")
+        going = [tag for tag in chosen if tag not in state.asleep] if level else []
+        deeper = level == 2 and WEIGHTS in chosen and WEIGHTS in state.asleep and state.kept != ""
+        kept = self._where_kept() if level == 1 and WEIGHTS in going else "" if WEIGHTS in going or deeper else state.kept
+        if WEIGHTS in going and kept == "host":
+            self._on_all("reserve_host", WEIGHTS)
+        self._settle(mode, KV_CACHE in going)
+        reports = []
+        if going or deeper:
+            dropped = [*going, WEIGHTS] if deeper else going
+            try:
+                reports = self._on_all("release_memory", dropped, [WEIGHTS] if kept == "host" and WEIGHTS in going else [])
+            except Exception:
+                core.each_rank("take_memory", going)
+                raise
+        state.level = max(level, state.level or 0)
+        state.asleep |= set(going)
+        state.kept = kept
+        if (WEIGHTS in going or deeper) and level == 2:
+            core.weights.lose("sleep level 2 dropped them")
+        report = total(reports, time.perf_counter() - start)
+        logger.info("asleep at level %d (%s): %.2f GiB given back, %.2f GiB kept on the host, %.2f GiB in use, %.3f s%s", state.level,
+                    ", ".join(sorted(state.asleep)) or "scheduling alone", report.freed_bytes / GIB, report.host_bytes / GIB,
+                    report.in_use_bytes / GIB, report.seconds, "; the prefix cache is reset" if KV_CACHE in going else "")
+        return report
+
+    def pause(self, mode: str) -> None:
+        """Level 0, which needs no sleep mode: nothing is scheduled until wake_up()."""
+        check_sleep(0, None, mode)
+        if mode == "wait" and self.core.has_work:
+            raise UnavailableError("requests are still running, and mode 'wait' pauses when they have ended; step the engine until then")
+        self._settle(mode, False)
+        self.state.level = self.state.level or 0
+        logger.info("scheduling is paused")
+
+    def wake_up(self, tags: Sequence[str] | None) -> MemoryReport:
+        chosen = check_tags(tags)
+        core, state, start = self.core, self.state, time.perf_counter()
+        coming = [tag for tag in chosen if tag in state.asleep]
+        reread = WEIGHTS in coming and state.kept == "file"
+        reports = []
+        if coming:
+            outcomes = core.each_rank("take_memory", coming)
+            errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            if not errors and reread:
+                errors = core.weights.reread()
+            if errors:
+                core.each_rank("release_memory", coming, [WEIGHTS] if state.kept == "host" and WEIGHTS in coming else [])
+                raise errors[0]
+            reports = outcomes
+        state.asleep -= set(coming)
+        if WEIGHTS in coming:
+            state.kept = ""
+        if not state.asleep:
+            state.level = None
+        report = total(reports, time.perf_counter() - start)
+        logger.info("awake (%s%s): %.2f GiB taken, %.2f GiB in use, %.3f s", ", ".join(coming) or "scheduling",
+                    f"; {' and '.join(sorted(state.asleep))} still asleep" if state.asleep else "", report.taken_bytes / GIB,
+                    report.in_use_bytes / GIB, report.seconds)
+        return report
+
+    def _settle(self, mode: str, cache_goes: bool) -> None:
+        """Steps in flight end first. Then requests are aborted, or kept: preempted if their KV is about to go, else frozen as they are."""
+        core = self.core
+        core.drain()
+        if mode != "keep":
+            core.scheduler.abort_all()
+        if cache_goes:
+            core.scheduler.preempt_all()
+            core.reset_prefix_cache()
+
+    def _where_kept(self) -> str:
+        return "file" if self.core.config.sleep_offload == "file" and self.core.weights.unchanged() else "host"
+
+    def _on_all(self, method: str, *args: Any) -> list[Any]:
+        """Raises the first rank's error once every rank has answered."""
+        outcomes = self.core.each_rank(method, *args)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes
+
+
+def total(reports: Sequence[dict[str, int]], seconds: float) -> MemoryReport:
+    """The ranks' figures as one."""
+    names = ("freed_bytes", "taken_bytes", "host_bytes", "in_use_bytes")
+    return MemoryReport(seconds, **{name: sum(report[name] for report in reports) for name in names})

@@ -1,0 +1,147 @@
+"""Tensors from another process: through shared memory or CUDA IPC (`SharedTensors`), or a trainer's process group (`WeightsGroup`).
+
+A trainer imports this file too. What describes a shared tensor is plain data, which any message can carry.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import CheckpointError, ConfigError
+
+ALIGNMENT = 64
+TIMEOUT_S = 600.0
+Handle = dict[str, Any]    # one tensor: "name", "dtype", "shape", and where it lies
+
+
+class SharedTensors:
+    """The sender's side. CPU tensors are copied into anonymous shared memory, CUDA tensors are shared as they lie (CUDA IPC: the receiver
+    must be another process on the same GPU's host, and a CUDA tensor must come from torch's own allocator). Keep it, unchanged, until the
+    receiver has answered; then close it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        on_host = [(name, tensor) for name, tensor in self._kept.items() if tensor.device.type == "cpu"]
+        self._fd = -1
+        offsets, size = {}, 0
+        for name, tensor in on_host:
+            offsets[name] = size
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if size:
+            self._fd = os.memfd_create("shoal-tensors", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, size)
+            with mmap.mmap(self._fd, size) as memory:
+                for name, tensor in on_host:
+                    memory[offsets[name]:offsets[name] + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy().data
+        self.handles: list[Handle] = []
+        for name, tensor in self._kept.items():
+            handle: Handle = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            if name in offsets:
+                handle |= {"pid": os.getpid(), "fd": self._fd, "offset": offsets[name]}
+            else:
+                handle |= {"cuda": list(tensor.untyped_storage()._share_cuda_()), "offset": tensor.storage_offset()}
+            self.handles.append(handle)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._kept = {}
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> SharedTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_tensor(handle: Handle) -> torch.Tensor:
+    """The receiver's side: the sender's tensor, to be read and let go. Raises CheckpointError if it is not to be had."""
+    try:
+        name, dtype, shape = handle["name"], getattr(torch, handle["dtype"]), tuple(handle["shape"])
+        if "cuda" in handle:
+            torch.cuda.init()
+            storage = torch.UntypedStorage._new_shared_cuda(*handle["cuda"])
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, handle["offset"], shape)    # type: ignore[call-overload]
+        count = int(torch.Size(shape).numel())
+        fd = os.open(f"/proc/{handle['pid']}/fd/{handle['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=handle["offset"]).view(shape)
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        name = handle.get("name") if isinstance(handle, dict) else handle
+        raise CheckpointError(f"the shared tensor {name!r} cannot be opened ({type(error).__name__}: {error}); its sender must keep it, on "
+                              "this machine and under this user, until the update has ended") from None
+
+
+class WeightsGroup:
+    """A process group of a trainer (rank 0) and an engine's ranks, over which the trainer broadcasts weights. Meets the groups that RL
+    frameworks build for SGLang and vLLM with torch's `_new_process_group_helper`: the keys under which ranks meet are the same."""
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int, group_name: str, backend: str, device: torch.device,
+                 timeout_s: float = TIMEOUT_S) -> None:
+        """Returns when all have come. Raises ConfigError for an unknown backend, RuntimeError if they don't come in time."""
+        check_group(address, port, rank, world_size, backend, device)
+        limit = timedelta(seconds=timeout_s)
+        self.device, self.world_size = device, world_size
+        store: dist.Store = dist.TCPStore(address, port, world_size, rank == 0, limit)
+        for prefix in (group_name, f"{group_name}/", f"{'cuda' if backend == 'nccl' else 'cpu'}/"):
+            store = dist.PrefixStore(prefix, store)
+        self._group: Any
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, world_size, limit)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """From rank 0 to all, in place. Raises RuntimeError if another rank has died."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([tensor], options).wait()
+        return tensor
+
+    def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The trainer's side of `update_weights_from_distributed`, in the order of the names that the engine was given."""
+        for tensor in tensors.values():
+            self.broadcast(tensor.detach().to(self.device).contiguous())
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group.abort()
+
+
+def check_group(address: str, port: int, rank: int, world_size: int, backend: str, device: torch.device) -> None:
+    """Raises ConfigError for what no process group can be made of."""
+    if backend not in ("nccl", "gloo"):
+        raise ConfigError(f"backend {backend!r} is not one of nccl, gloo")
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(f"backend 'nccl' moves tensors between GPUs, but this engine runs on the {device.type}; use 'gloo'")
+    if not isinstance(port, int) or not 0 < port < 65536:
+        raise ConfigError(f"master_port {port!r} is not a port from 1 to 65535")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is outside the group's world_size {world_size}; rank_offset is the first rank of this engine")
+
+
+def parse_tensors(names: Sequence[str], dtypes: Sequence[str | torch.dtype], shapes: Sequence[Sequence[int]],
+                  ) -> list[tuple[str, str, list[int]]]:
+    """The parallel lists of update_weights_from_distributed as triples of plain data. Raises ConfigError unless they match."""
+    if not len(names) == len(dtypes) == len(shapes):
+        raise ConfigError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each a tensor")
+    kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    for kind in kinds:
+        if not isinstance(getattr(torch, kind, None), torch.dtype):
+            raise ConfigError(f"dtype {kind!r} is not one of torch's; give 'bfloat16', 'float32', ...")
+    return [(str(name), kind, [int(n) for n in shape]) for name, kind, shape in zip(names, kinds, shapes)]

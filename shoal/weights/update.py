@@ -1,0 +1,112 @@
+"""New weights for a model that runs already: which checkpoints fit it, which tensors lie in it, and their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import CheckpointError
+from shoal.models.config import ModelConfig
+from shoal.weights.gguf import gguf_shapes
+from shoal.weights.loader import is_derived
+from shoal.weights.safetensors import safetensors_shapes, shards
+from shoal.weights.source import CheckpointFiles
+
+# Fields that say nothing about what is computed: tensors are converted to the engine's dtype, its length and its stop ids are its own.
+FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"}
+WORDS = 1 << 24                        # 4-byte words summed at a time: 128 MiB as int64
+GOLDEN, PRIME = -7046029254386353131, 0x100000001B3    # odd 64-bit multipliers
+
+
+def check_checkpoint(ours: ModelConfig, shapes: Mapping[str, tuple[int, ...]], files: CheckpointFiles) -> None:
+    """Raises CheckpointError, before a byte of it is loaded, unless `files` hold a model of the same architecture whose tensors are
+    `shapes`; names the first field or tensor that differs."""
+    theirs = files.config
+    for field in fields(ModelConfig):
+        mine, its = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name not in FREE_FIELDS and mine != its:
+            raise CheckpointError(f"{files.path} is of another model: its {field.name} is {its!s:.80}, the engine's {mine!s:.80}; "
+                                  "build a new engine for it")
+    try:
+        found = safetensors_shapes(files.folder) if files.file is None else gguf_shapes(files.header, theirs)
+    except CheckpointError as error:
+        raise _named(error, files) from None
+    found = {name: shape for name, shape in found.items() if not is_derived(name, theirs)}
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise CheckpointError(f"{files.path} lacks {len(missing)} tensors, the first is {missing[0]}; is a shard missing?")
+    for name, shape in found.items():
+        check_tensor(f"{files.path}: {name}", shapes.get(name), shape)
+
+
+def check_same_packing(ours: CheckpointFiles, files: CheckpointFiles) -> None:
+    """For weights that stay quantized. Raises CheckpointError unless every tensor of the other file has the same kind."""
+    if files.file is None:
+        raise CheckpointError(f"{files.path} holds plain weights, but the engine's are packed as {ours.path} has them; name a GGUF file of "
+                              "the same quantization, or build a new engine")
+    kinds = {name: info.kind for name, info in ours.header.tensors.items()}
+    for name, info in files.header.tensors.items():
+        if kinds.get(name, info.kind) != info.kind:
+            raise CheckpointError(f"{files.path}: the tensor {name} is {info.kind}, the engine's is packed from {kinds[name]}; name a file "
+                                  "of the same quantization, or build a new engine")
+
+
+def check_tensor(name: str, expected: tuple[int, ...] | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Raises CheckpointError if the model has no such tensor, or one of another shape, or this one holds no real numbers."""
+    if expected is None:
+        raise CheckpointError(f"{name} is a tensor that the engine's model does not have; drop it or build a new engine")
+    if tuple(shape) != expected:
+        raise CheckpointError(f"{name} has shape {list(shape)}, the engine's {list(expected)}; is it another model's?")
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError(f"{name} is {str(dtype).removeprefix('torch.')}; weights are floating-point numbers")
+
+
+def fingerprint(files: CheckpointFiles) -> list[tuple[str, int, int]]:
+    """(path, bytes, nanosecond of the last change) of each file that holds weights. Raises CheckpointError if one is gone."""
+    paths = [files.file] if files.file is not None else sorted(shards(files.folder))
+    try:
+        return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All memory that holds weights: parameters, and what packed ones became."""
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        packed: Any = getattr(module, "packed", None)
+        if packed is not None:
+            yield f"{name}.packed", packed.data
+            scales = getattr(packed, "scales_and_zeros", None)
+            if scales is not None:
+                yield f"{name}.scales", scales
+
+
+@torch.no_grad()
+def checksums(model: nn.Module) -> dict[str, str]:
+    """16 hex digits a tensor: a weighted sum of its bits, computed where it lies. Equal weights have equal ones on any device."""
+    sums = {name: list(_sums(tensor)) for name, tensor in weight_tensors(model)}    # all launched before the first is waited for
+    result = {}
+    for name, parts in sums.items():
+        total = 0
+        for part in parts:
+            total = (total * PRIME + int(part)) % 2**64
+        result[name] = f"{total:016x}"
+    return result
+
+
+def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of each piece: the sum, modulo 2^64, of its words, each times an odd number that depends on its place."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
+    places = torch.arange(min(WORDS, words.numel()), dtype=torch.int64, device=tensor.device).mul_(GOLDEN).bitwise_or_(1)
+    for start in range(0, words.numel(), WORDS):
+        piece = words[start:start + WORDS].to(torch.int64)
+        yield piece.mul_(places[:piece.numel()]).sum()
+
+
+def _named(error: CheckpointError, files: CheckpointFiles) -> CheckpointError:
+    return error if str(files.path) in str(error) else CheckpointError(f"{files.path}: {error}")
