@@ -1,0 +1,398 @@
+"""Tool calls in a model's text, found as the text comes.
+
+A call is known as one when its name is known and its arguments begin; until then its text is held back, and given as content if it turns
+out to be something else. From there on the arguments stream. What is given depends on the text alone, never on how it was cut into pieces:
+the parsers are straight code that pauses (a generator's `yield`) wherever the text at hand ends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+from typing import Protocol
+
+SPACE = " \t\r\n"
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')          # characters of a string that stand for themselves
+ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+WORD = re.compile(r"[-+.0-9A-Za-z]*")
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+MAX_DEPTH = 64                                   # of arguments; deeper ones count as malformed
+
+Steps = Generator[None, None, None]
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """What became known of call `index`: its id and name once, its arguments (JSON text) in pieces."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """Some of an answer's text."""
+
+    text: str
+    reasoning: bool = False
+
+
+Part = TextDelta | CallDelta
+
+
+class Parser(Protocol):
+    """Text in, parts out, in their order."""
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def finish(self) -> list[Part]:
+        """The text has ended: what was held back."""
+        ...
+
+
+class _Malformed(Exception):
+    """The next character cannot be, or the text ended within a value."""
+
+
+class _Ended(_Malformed):
+    """The latter. What is left is half a character or number, of no use to anyone."""
+
+
+class _CallReader:
+    """The machinery: text at hand, JSON read strictly, and what is given out. `_run` of a subclass says what the text looks like.
+
+    Arguments are always the beginning of a JSON object, as clients parse them while they come: malformed ones end where they go wrong, and
+    what follows is content. Only bare control characters in strings are mended, which models write for line breaks.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._at, self._ended = "", 0, False
+        self._raw: list[str] = []            # what was read of a call that may yet be none
+        self._arguments: list[str] = []      # of the call being read, not given out yet
+        self._inside = False                 # what is read belongs to the arguments
+        self._begun = False                  # the call being read is known as one
+        self._index = -1                     # of the last call known
+        self._parts: list[Part] = []
+        self._steps = self._run()
+
+    def push(self, text: str) -> list[Part]:
+        self._text, self._at = self._text[self._at:] + text, 0
+        return self._advance()
+
+    def finish(self) -> list[Part]:
+        self._ended = True
+        return self._advance()
+
+    def _advance(self) -> list[Part]:
+        next(self._steps, None)
+        self._give_arguments()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _run(self) -> Steps:
+        raise NotImplementedError
+
+    # What is given out
+
+    def _begin(self, name: str) -> None:
+        self._index += 1
+        self._begun = True
+        self._raw.clear()
+        self._parts.append(CallDelta(self._index, _new_id(), name))
+
+    def _give_arguments(self) -> None:
+        if not self._begun or not self._arguments:
+            return
+        if not self._parts or not isinstance(self._parts[-1], CallDelta):
+            self._parts.append(CallDelta(self._index))
+        self._parts[-1].arguments += "".join(self._arguments)    # type: ignore[union-attr]
+        self._arguments.clear()
+
+    def _give_content(self, text: str) -> None:
+        if text and self._parts and isinstance(self._parts[-1], TextDelta):
+            self._parts[-1].text += text
+        elif text:
+            self._parts.append(TextDelta(text))
+
+    # Reading. What is taken is kept, as it may be content after all; what is skipped is markup.
+
+    def _ahead(self, length: int) -> Generator[None, None, str]:
+        """The next characters, not taken; fewer at the end of the text."""
+        while len(self._text) - self._at < length and not self._ended:
+            yield
+        return self._text[self._at:self._at + length]
+
+    def _take(self, text: str, mended: str | None = None) -> None:
+        """Moves past `text`, which comes next. mended: what arguments have in its place."""
+        self._at += len(text)
+        if not self._begun:
+            self._raw.append(text)
+        if self._inside:
+            self._arguments.append(mended or text)
+
+    def _next(self) -> Generator[None, None, str]:
+        """The next character that is not white space, not taken."""
+        while (char := (yield from self._ahead(1))) in SPACE:
+            if not char:
+                raise _Ended
+            self._take(char)
+        return char
+
+    def _expect(self, chars: str) -> Generator[None, None, str]:
+        char = yield from self._next()
+        if char not in chars:
+            raise _Malformed
+        self._take(char)
+        return char
+
+    def _skip(self, chars: str) -> Steps:
+        while (char := (yield from self._ahead(1))) and char in chars:
+            self._at += 1
+
+    # JSON
+
+    def _string(self) -> Generator[None, None, str]:
+        """A JSON string; its value."""
+        yield from self._expect('"')
+        parts: list[str] = []
+        while (char := (yield from self._ahead(1))) != '"':
+            if not char:
+                raise _Ended
+            if char == "\\":
+                yield from self._escape(parts)
+            elif char < " ":
+                parts.append(json.dumps(char)[1:-1])
+                self._take(char, mended=parts[-1])
+            else:
+                parts.append(PLAIN.match(self._text, self._at)[0])    # type: ignore[index]
+                self._take(parts[-1])
+        self._take('"')
+        return json.loads(f'"{"".join(parts)}"')
+
+    def _escape(self, parts: list[str]) -> Steps:
+        text = yield from self._ahead(2)
+        if text == "\\u":
+            text = yield from self._ahead(6)
+        if not ESCAPE.fullmatch(text):
+            raise _Ended if len(text) < (6 if text[1:2] == "u" else 2) else _Malformed
+        parts.append(text)
+        self._take(text)
+
+    def _word(self) -> Steps:
+        """A number, true, false or null."""
+        while (found := WORD.match(self._text, self._at)) and found.end() == len(self._text) and not self._ended:
+            yield
+        word = found[0] if found else ""
+        if word not in ("true", "false", "null") and not NUMBER.fullmatch(word):
+            raise _Malformed if self._text[self._at + len(word):] else _Ended
+        self._take(word)
+
+    def _value(self, depth: int = 0) -> Steps:
+        char = yield from self._next()
+        if depth > MAX_DEPTH:
+            raise _Malformed
+        if char == '"':
+            yield from self._string()
+        elif char not in "{[":
+            yield from self._word()
+        else:
+            self._take(char)
+            end = "}" if char == "{" else "]"
+            if (yield from self._next()) == end:
+                self._take(end)
+                return
+            while True:
+                if char == "{":
+                    yield from self._string()
+                    yield from self._expect(":")
+                yield from self._value(depth + 1)
+                if (yield from self._expect("," + end)) == end:
+                    return
+
+    # Calls
+
+    def _call(self, names: Collection[str] | None = None) -> Steps:
+        """{"name": ..., "arguments": {...}}. names: nothing else is a call than a call of these, in an object without other keys.
+
+        Raises _Malformed, `_begun` says whether before or after the call was known as one.
+        """
+        self._give_arguments()               # of the call before
+        self._begun, self._inside, name, has_arguments = False, False, "", False
+        self._raw.clear()
+        self._arguments.clear()
+        yield from self._expect("{")
+        while True:
+            key = yield from self._string()
+            yield from self._expect(":")
+            if key == "name" and not name:
+                name = yield from self._string()
+                if not name.isprintable() or (name not in names if names is not None else not name):
+                    raise _Malformed
+                if has_arguments:
+                    self._begin(name)
+            elif key in ("arguments", "parameters") and not has_arguments:
+                yield from self._call_arguments(name)
+                has_arguments = True
+            elif names is None or key in ("type", "id"):
+                yield from self._value()
+            else:
+                raise _Malformed
+            if (yield from self._expect(",}")) == "}":
+                break
+        if not name:
+            raise _Malformed
+        if not self._begun:
+            self._begin(name)
+            self._arguments.append("{}")
+        self._give_arguments()
+
+    def _call_arguments(self, name: str) -> Steps:
+        if (yield from self._next()) == "{":
+            if name:
+                self._begin(name)
+            self._inside = True
+            yield from self._value()
+            self._inside = False
+            return
+        # Some models write the object as text, or null for none.
+        start = len(self._raw)
+        yield from self._value()
+        try:
+            value = json.loads(json.loads("".join(self._raw[start:]), strict=False) or "{}")
+        except (TypeError, ValueError):
+            raise _Malformed from None
+        if not isinstance(value, dict):
+            raise _Malformed
+        self._arguments.append(json.dumps(value))
+        if name:
+            self._begin(name)
+
+
+class TaggedCalls(_CallReader):
+    """Calls within text, behind a tag; white space around them is dropped.
+
+    hermes (Qwen too): <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    llama3_json: {"name": ..., "parameters": {...}}; ... - at the start of the answer, or behind <|python_tag|>. As nothing else tells it
+    from an answer in JSON, it has to name one of the tools.
+    """
+
+    def __init__(self, opening: str, closing: str | None = None, bare_names: Collection[str] | None = None) -> None:
+        """bare_names: calls of these need no tag at the start of the answer, and no others are calls."""
+        self._opening = opening
+        self._closing = closing
+        self._bare_names = bare_names
+        self._unclosed = False               # the closing tag of a call is still to come
+        super().__init__()
+
+    def _run(self) -> Steps:
+        if self._bare_names is not None:
+            length = 1
+            while (seen := (yield from self._ahead(length))).isspace() and len(seen) == length:
+                length += 1
+            if seen.endswith("{"):
+                self._at += length - 1
+                yield from self._calls(seen[:-1])
+        while (markup := (yield from self._prose())) is not None:
+            yield from self._calls(markup)
+
+    def _prose(self) -> Generator[None, None, str | None]:
+        """Gives content up to an opening tag, and skips that. What was skipped; None at the end of the text."""
+        while True:
+            rest = self._text[self._at:]
+            start = rest.find(self._opening)
+            end = rest.find(self._closing) if self._closing and self._unclosed else -1
+            if end >= 0 and (start < 0 or end < start):
+                self._unclosed = False
+                self._give_content(rest[:end].rstrip(SPACE))
+                self._at += end + len(self._closing or "")
+                yield from self._skip(SPACE)
+                continue
+            if start >= 0:
+                solid = rest[:start].rstrip(SPACE)
+                self._give_content(solid)
+                self._at += start + len(self._opening)
+                return rest[len(solid):start] + self._opening
+            if self._ended:
+                self._give_content(rest.rstrip(SPACE) if self._index >= 0 else rest)
+                return None
+            held = max(length_of_start(rest, tag) for tag in (self._opening, self._closing or ""))
+            solid = rest[:len(rest) - held].rstrip(SPACE)
+            self._give_content(solid)
+            self._at += len(solid)
+            yield
+
+    def _calls(self, markup: str) -> Steps:
+        """Calls one behind the other. markup: what was skipped before the first."""
+        while True:
+            try:
+                yield from self._call(self._bare_names)
+            except _Malformed as error:
+                if not self._begun:
+                    self._give_content(markup + "".join(self._raw))
+                elif isinstance(error, _Ended):
+                    self._at = len(self._text)
+                self._inside, self._unclosed = False, self._begun
+                return
+            self._unclosed = True
+            yield from self._skip(SPACE + ("}" if self._closing else ";"))    # one brace too many is a common slip
+            if self._closing or (yield from self._ahead(1)) != "{":
+                return
+            markup = ""
+
+
+class ListedCalls(_CallReader):
+    """The answer is [{"name": ..., "parameters": {...}}, ...], as the grammar of tool_choice "required" has it."""
+
+    def _run(self) -> Steps:
+        before = ""
+        try:
+            yield from self._expect("[")
+            before = "".join(self._raw)
+            while True:
+                yield from self._call()
+                before = ""
+                if (yield from self._expect(",]")) == "]":
+                    break
+        except _Malformed as error:
+            self._inside = False
+            if not self._begun:
+                self._give_content(before + "".join(self._raw))
+            elif isinstance(error, _Ended):
+                self._at = len(self._text)
+        while True:
+            self._give_content(self._text[self._at:].strip(SPACE) if self._index >= 0 else self._text[self._at:])
+            self._at = len(self._text)
+            if self._ended:
+                return
+            yield
+
+
+class NamedCall:
+    """The answer is one tool's arguments, as the grammar of a named tool_choice has it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = False
+
+    def push(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        begun, self._begun = self._begun, True
+        return [CallDelta(0, arguments=text) if begun else CallDelta(0, _new_id(), self._name, text)]
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex}"
+
+
+def length_of_start(text: str, tag: str) -> int:
+    """Of the longest end of `text` that begins `tag`."""
+    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
