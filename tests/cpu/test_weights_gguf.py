@@ -35,12 +35,12 @@ def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, name: str, kind: str) -> dict[str, np.ndarray]:
+def write_gguf(path: Path, name: str, kind: str, seed: int = 0) -> dict[str, np.ndarray]:
     """Writes a random model as llama.cpp's converter does; returns what its tensors, dequantized, should be by Hugging Face name."""
     config_class, changes = MODELS[name]
     architecture = name.partition("-")[0]
     config = getattr(transformers, f"{config_class}Config")(**SIZES | changes)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     state = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     writer = gguf.GGUFWriter(path, architecture)
     write_metadata(writer, config)
