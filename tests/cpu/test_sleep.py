@@ -172,7 +172,7 @@ def test_it_wakes_in_stages_with_new_weights_in_between(folder, build, changed):
     assert llm.is_sleeping
     llm.update_weights(changed)
     assert llm.is_sleeping
-    with pytest.raises(UnavailableError, match="sleep.*kv_cache"):
+    with pytest.raises(UnavailableError, match=r"sleep.*kv_cache"):
         tokens(llm)
     llm.wake_up(tags=["kv_cache"])
     assert not llm.is_sleeping and tokens(llm) == [tiny.greedy(changed, p, COUNT) for p in PROMPTS]
@@ -455,7 +455,7 @@ def test_a_file_that_changes_during_sleep_is_not_taken_for_the_weights(folder, b
     llm.sleep(level=1)
     os.utime(own / "model.safetensors", ns=(1, 1))
     llm.wake_up()
-    with pytest.raises(UnavailableError, match="weights.*changed while"):
+    with pytest.raises(UnavailableError, match=r"weights.*changed while"):
         tokens(llm)
     assert llm.update_weights(own) == 1
 
@@ -529,11 +529,11 @@ def test_an_update_that_breaks_off_is_not_generated_from(folder, build, expected
     with pytest.raises(CheckpointError, match="bad sector"):
         llm.update_weights(changed)
     assert llm.weights_version == 0
-    with pytest.raises(UnavailableError, match="weights.*broke off"):
+    with pytest.raises(UnavailableError, match=r"weights.*broke off"):
         tokens(llm)
     llm.sleep(level=1)
     llm.wake_up()
-    with pytest.raises(UnavailableError, match="weights.*broke off"):
+    with pytest.raises(UnavailableError, match=r"weights.*broke off"):
         tokens(llm)
     llm.update_weights(folder)
     assert tokens(llm) == expected

@@ -1,0 +1,240 @@
+"""Sleep mode and new weights with two ranks on the CPU, and weights that come from another process."""
+
+import json
+import os
+import random
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoal import LLM, SamplingParams
+from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from tests import tiny
+
+HERE = Path(__file__).parent
+PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((7, 33, 80))]
+COUNT = 12
+
+
+def tokens(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_model(tmp_path_factory.mktemp("models"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def changed(folder, tmp_path_factory):
+    """(checkpoint, its tokens): the same model with other weights."""
+    target = tmp_path_factory.mktemp("changed")
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (target / file).write_bytes((folder / file).read_bytes())
+    weights = {name: (w.flip(0) if "o_proj" in name or "embed" in name else w).contiguous()
+               for name, w in load_file(folder / "model.safetensors").items()}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target, [tiny.greedy(target, p, COUNT) for p in PROMPTS]
+
+
+@pytest.fixture
+def build(folder):
+    engines = []
+
+    def make(ranks=2, **options):
+        defaults = {"dtype": "float32", "max_model_len": 256, "device": "cpu", "enable_sleep_mode": True, "kv_cache_memory_bytes": 32 << 20}
+        engines.append(LLM(str(folder), tensor_parallel_size=ranks, **defaults | options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.exit()
+
+
+@pytest.fixture
+def trainer():
+    """Starts tests/process/trainer.py; all are ended after the test."""
+    started = []
+
+    def start(*arguments):
+        env = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *map(str, arguments)], env=env, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def described(folder):
+    weights = load_file(folder / "model.safetensors")
+    return list(weights), [w.dtype for w in weights.values()], [list(w.shape) for w in weights.values()]
+
+
+
+def test_ranks_sleep_and_wake_together(build, expected, changed):
+    llm = build()
+    assert tokens(llm) == expected
+    awake, sums = llm.memory_usage(), llm.check_weights()
+    assert {name.partition(".")[0] for name in sums} == {"rank0", "rank1"}
+    for level in (1, 2, 1):
+        report = llm.sleep(level=level)
+        assert report.freed_bytes >= awake["kv_cache"]["device_bytes"] and llm.memory_usage()["kv_cache"]["device_bytes"] == 0
+        llm.wake_up(tags=["weights"])
+        if level == 2:
+            llm.update_weights(changed[0])
+        llm.wake_up(tags=["kv_cache"])
+        assert tokens(llm) == (expected if llm.weights_version == 0 else changed[1])
+    assert llm.memory_usage() == awake and llm.check_weights() != sums
+    llm.update_weights(llm.config.model)
+    assert llm.check_weights() == sums and tokens(llm) == expected
+    first, second = llm.collective_rpc("state_digest")
+    assert first == second
+
+
+def test_a_wake_that_fails_on_rank_1_is_undone_on_both(build, expected):
+    llm = build(sleep_offload="file")
+    llm.sleep(level=1)
+    asleep = llm.memory_usage()
+    pid = llm.core.group._monitor.ranks[0].process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))    # it can open no file
+    with pytest.raises(CheckpointError, match="rank 1"):
+        llm.wake_up()
+    assert llm.is_sleeping and llm.memory_usage() == asleep
+    with pytest.raises(UnavailableError, match="sleep"):
+        tokens(llm)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("offload", ["host", "file"])
+def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload):
+    llm = build(sleep_offload=offload)
+    llm.sleep(level=1)
+    asleep = llm.memory_usage()
+    real = llm.core.runner.take_memory
+
+    def fails(tags):
+        llm.core.runner.take_memory = real
+        raise MemoryError("rank 0 finds its card full")
+
+    llm.core.runner.take_memory = fails
+    with pytest.raises(MemoryError, match="card full"):
+        llm.wake_up()
+    assert llm.is_sleeping and llm.memory_usage() == asleep
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
+def test_an_update_that_fails_on_one_rank_stops_both(build, changed):
+    llm = build()
+    real = llm.core.runner.model.load_weight
+
+    def fails(name, tensor):
+        if "norm" in name:
+            raise CheckpointError("rank 0 cannot read it")
+        real(name, tensor)
+
+    llm.core.runner.model.load_weight = fails
+    with pytest.raises(CheckpointError, match="rank 0 cannot"):
+        llm.update_weights(changed[0])
+    with pytest.raises(UnavailableError, match="weights"):
+        tokens(llm)
+    llm.core.runner.model.load_weight = real
+    llm.update_weights(changed[0])
+    assert tokens(llm) == changed[1]
+
+
+def test_kept_requests_go_on_with_two_ranks(build, expected):
+    llm = build(async_scheduling=True)
+    streams = [llm.stream(p, SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS]
+    for stream in streams:
+        next(stream), next(stream)
+    llm.sleep(level=1, mode="keep")
+    llm.wake_up()
+    for stream, wanted in zip(streams, expected):
+        *_, last = stream
+        assert list(last.outputs[0].token_ids) == wanted
+
+
+def test_tensors_of_this_process_reach_every_rank(build, changed):
+    llm = build()
+    llm.update_weights_from_tensors(load_file(changed[0] / "model.safetensors"))
+    assert tokens(llm) == changed[1] and llm.weights_version == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_processs_shared_tensors_are_taken(build, changed, trainer, ranks):
+    llm = build(ranks)
+    process = trainer("share", changed[0], 0)
+    handles = json.loads(process.stdout.readline())
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    assert llm.update_weights_from_tensors(handles) == 1
+    process.communicate("done\n")
+    llm.wake_up()
+    assert tokens(llm) == changed[1]
+    with pytest.raises(CheckpointError, match="cannot be opened"):    # its sender is gone
+        llm.update_weights_from_tensors(handles)
+    with pytest.raises(UnavailableError, match="weights"):
+        tokens(llm)
+    llm.update_weights(changed[0])
+    assert tokens(llm) == changed[1]
+
+
+@pytest.mark.parametrize("mode, ranks", [("shoal", 1), ("shoal", 2), ("torch", 1), ("torch", 2)])
+def test_a_trainer_broadcasts_new_weights(build, expected, changed, trainer, mode, ranks):
+    llm, port = build(ranks), free_port()
+    assert tokens(llm) == expected
+    trainer(mode, changed[0], port, 1 + ranks)
+    llm.init_weights_update_group("127.0.0.1", port, 1, 1 + ranks, backend="gloo")
+    with pytest.raises(ConfigError, match="in use"):
+        llm.init_weights_update_group("127.0.0.1", port, 1, 1 + ranks, backend="gloo")
+    names, dtypes, shapes = described(changed[0])
+    with pytest.raises(CheckpointError, match="has shape"):    # refused before anything is received
+        llm.update_weights_from_distributed(names, dtypes, [[1]] * len(names))
+    assert llm.update_weights_from_distributed(names, dtypes, shapes) == 1
+    assert tokens(llm) == changed[1]
+    llm.destroy_weights_update_group()
+    with pytest.raises(ConfigError, match="no weights update group"):
+        llm.update_weights_from_distributed(names, dtypes, shapes)
+
+
+def test_a_trainer_that_dies_leaves_an_engine_that_says_so(build, expected, folder, changed, trainer):
+    llm, port = build(1), free_port()
+    trainer("die", changed[0], port, 2)
+    llm.init_weights_update_group("127.0.0.1", port, 1, 2, backend="gloo")
+    with pytest.raises(CheckpointError, match="broke off"):
+        llm.update_weights_from_distributed(*described(changed[0]))
+    with pytest.raises(UnavailableError, match="weights"):
+        tokens(llm)
+    llm.update_weights(folder)
+    assert tokens(llm) == expected
+
+
+def test_checksums_tell_a_changed_tensor(build, folder):
+    llm = build()
+    sums = llm.check_weights()
+    llm.update_weights_from_tensors({"model.norm.weight": torch.ones(48)})
+    renewed = llm.check_weights()
+    assert {name for name in sums if sums[name] != renewed[name]} == {"rank0.norm.weight", "rank1.norm.weight"}
