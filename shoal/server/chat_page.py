@@ -15,13 +15,13 @@ INLINE = {"script-src": re.compile(r"<script>(.*?)</script>", re.DOTALL), "style
 
 
 def chat_page() -> tuple[bytes, dict[str, str]]:
-    """(the page, its headers). Read it once, at start."""
+    """(the page, the headers to send beside its content type). Read it once, at start."""
     page = resources.files("shoal.server").joinpath("chat.html").read_text("utf-8")
     policy = ["default-src 'none'", "connect-src 'self'", "img-src data:", "form-action 'none'", "base-uri 'none'",
               "frame-ancestors 'none'"]
     policy += [f"{directive} {' '.join(_source(text) for text in pattern.findall(page))}" for directive, pattern in INLINE.items()]
-    return page.encode(), {"content-type": "text/html; charset=utf-8", "content-security-policy": "; ".join(policy),
-                           "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+    return page.encode(), {"content-security-policy": "; ".join(policy), "x-content-type-options": "nosniff",
+                           "referrer-policy": "no-referrer", "cache-control": "no-cache"}
 
 
 def _source(text: str) -> str:
