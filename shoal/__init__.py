@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.api import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from shoal.api import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput", "SamplingParams",
+           "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -301,3 +301,21 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The hidden state after a prompt's last token: [hidden size], of unit length."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt, as `LLM.embed` returns it."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int | None = None

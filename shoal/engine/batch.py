@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from shoal.engine.scheduler import ScheduledSeq, StepPlan
-from shoal.engine.sequence import Sequence
+from shoal.engine.sequence import Grammar, Sequence
 from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
 
 INT32_MAX = 2**31 - 1
@@ -88,10 +88,21 @@ class PenaltyRow:
 
 
 @dataclass(slots=True)
+class GrammarRow:
+    """A sample whose token a grammar chooses among, less what the request bans or does not allow."""
+
+    sample: int
+    grammar: Grammar
+    banned: list[int]
+    allowed: list[int] | None
+
+
+@dataclass(slots=True)
 class Extras:
     """What rank 0's sampler needs beyond the state rows, for the rare sequences that ask. Indices count the step's samples.
 
-    Bias, banned and allowed ids are (sample, token id) pairs; bias has its value too.
+    Bias, banned and allowed ids are (sample, token id) pairs; bias has its value too. What is banned or allowed under a grammar is in its
+    mask alone.
     """
 
     bias: list[tuple[int, int, float]] = field(default_factory=list)
@@ -99,6 +110,9 @@ class Extras:
     allowed: list[tuple[int, list[int]]] = field(default_factory=list)
     penalties: list[tuple[int, int, float, float, float]] = field(default_factory=list)    # sample, row, repetition, presence, frequency
     new_penalty_rows: list[PenaltyRow] = field(default_factory=list)
+    grammars: list[GrammarRow] = field(default_factory=list)
+    masks: np.ndarray | None = None                   # int32 [grammars, words]: a bit for each token that may be drawn (engine/grammar.py)
+    embeds: list[int] = field(default_factory=list)   # samples whose hidden state is asked for
     num_logprobs: int | None = None                   # the most that any sample of the step asks for; -1: the whole vocabulary
     num_prompt_logprobs: int | None = None
     prompt_targets: list[int] = field(default_factory=list)    # the token that follows each prompt token whose logits are asked for
@@ -106,10 +120,10 @@ class Extras:
     @property
     def shapes_logits(self) -> bool:
         """Whether tokens must be drawn again, from logits changed by these extras."""
-        return bool(self.bias or self.banned or self.allowed or self.penalties)
+        return bool(self.bias or self.banned or self.allowed or self.penalties or self.grammars)
 
     def __bool__(self) -> bool:
-        return self.shapes_logits or self.num_logprobs is not None or self.num_prompt_logprobs is not None
+        return self.shapes_logits or bool(self.embeds) or self.num_logprobs is not None or self.num_prompt_logprobs is not None
 
 
 class BatchBuilder:
@@ -221,18 +235,26 @@ class BatchBuilder:
     def _sample_extras(entry: ScheduledSeq, sample: int, extras: Extras) -> None:
         request = entry.seq.request
         params = request.params
+        if request.embed:
+            extras.embeds.append(sample)
+            return
         if params.logit_bias:
             extras.bias.extend((sample, token_id, bias) for token_id, bias in params.logit_bias.items())
-        if params.allowed_token_ids is not None:
-            extras.allowed.append((sample, params.allowed_token_ids))
+        banned: list[int] = []
         if entry.start + entry.num_tokens - entry.seq.num_prompt_tokens < params.min_tokens:
             stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
-            extras.banned.extend((sample, token_id) for token_id in stops)
+            banned.extend(stops)
         for word in request.bad_word_ids:
             before = len(word) - 1    # of an answer's tokens; never reaching into the prompt
             at = len(entry.seq.token_ids) - before
             if at >= entry.seq.num_prompt_tokens and tuple(entry.seq.token_ids[at:]) == word[:-1]:
-                extras.banned.append((sample, word[-1]))
+                banned.append(word[-1])
+        if entry.seq.grammar is not None:
+            extras.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
+        else:
+            extras.banned.extend((sample, token_id) for token_id in banned)
+            if params.allowed_token_ids is not None:
+                extras.allowed.append((sample, params.allowed_token_ids))
         if params.has_penalties:
             extras.penalties.append((sample, entry.row, params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
         extras.num_logprobs = _more(extras.num_logprobs, params.logprobs)

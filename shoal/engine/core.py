@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,26 +19,33 @@ import torch
 from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, Stats, TokenLogprobs
 from shoal.config import EngineConfig
 from shoal.engine.batch import BatchBuilder, num_prompt_targets
+from shoal.engine.grammar import Grammar, Grammars
 from shoal.engine.profile import span
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import ModelRunner, StepResult, prepare_process
 from shoal.engine.sampling import LogprobLists
 from shoal.engine.scheduler import Scheduler, StepPlan
+from shoal.engine.sequence import Sequence as QueuedSequence
+from shoal.engine.sequence import SequenceStatus
 from shoal.engine.sleep import Sleeper
 from shoal.engine.weights import Weights
 from shoal.engine.workers import WorkerGroup
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
+from shoal.tokenizer import load_tokenizer
 from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
+
+COMPILE_WAIT_S = 0.001    # of an idle step, for a grammar: other requests may come meanwhile
 
 
 @dataclass(slots=True)
 class InFlight:
     plan: StepPlan
     result: StepResult
+    embeds: list[int]    # samples, in the order of result.embeddings
 
 
 class EngineCore:
@@ -88,6 +96,8 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold)
         self.builder = BatchBuilder(self.runner.layout, config.block_size)
+        self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer), self.model_config.vocab_size, files.eos_token_ids)
+        self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []    # held until their grammar is there
         self.sleeper = Sleeper(self)
         self.weights = Weights(self, files, keep_quantized)
         self.refused: str | None = None         # why no request is taken
@@ -106,7 +116,14 @@ class EngineCore:
             raise UnavailableError(why)
         self.scheduler.check_request(request)
         self._check_ids(request)
-        self.scheduler.add(request)
+        structured = request.params.structured_outputs
+        if structured is not None and (request.embed or self.config.skip_tokenizer_init):
+            why = "an embedding has no text" if request.embed else "this engine was built with skip_tokenizer_init=True"
+            raise RequestError(f"structured_outputs needs tokens of text, and {why}; leave it out")
+        seq = self.scheduler.add(request)
+        if structured is not None:
+            seq.held = True
+            self.compiling.append((seq, self.grammars.start(structured)))
 
     def _check_ids(self, request: Request) -> None:
         params, vocab_size = request.params, self.model_config.vocab_size
@@ -151,7 +168,8 @@ class EngineCore:
         """Schedules and launches one step, then returns the outputs of the oldest that is due. EngineDeadError if the device fails."""
         if self.error is not None:
             raise self.error
-        outputs = [Output(seq.request.request_id, [], finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
+        self._take_grammars()
+        outputs = [Output(seq.request.request_id, [], finish_reason=seq.finish_reason, stop_reason=seq.stop_reason, error=seq.error)
                    for seq in self.scheduler.take_ended()]
         outputs, self.late = self.late + outputs, []
         try:
@@ -163,6 +181,8 @@ class EngineCore:
             if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
                 with span("complete"):
                     outputs += self._complete(self.in_flight.popleft())
+            elif self.compiling and not outputs:
+                wait([future for _, future in self.compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
         except (RuntimeError, ShoalError) as error:
             self.error = self._cause_of_death(error)
             raise self.error from error
@@ -170,6 +190,18 @@ class EngineCore:
             self._forget_everything()
             raise
         return outputs
+
+    def _take_grammars(self) -> None:
+        """Lets sequences go whose grammar is ready, and ends those whose grammar failed."""
+        for item in [item for item in self.compiling if item[1].done() or item[0].status is SequenceStatus.FINISHED]:
+            self.compiling.remove(item)
+            seq, future = item
+            if seq.status is SequenceStatus.FINISHED:
+                future.cancel()
+            elif (error := future.exception()) is not None:
+                self.scheduler.finish(seq.request.request_id, FinishReason.ERROR, error=str(error) or repr(error))
+            else:
+                seq.grammar, seq.held = future.result(), False
 
     def _forget_everything(self) -> None:
         """After an interrupt, or no memory, in the middle of a step nobody knows what of it reached the device: every request is aborted,
@@ -199,18 +231,25 @@ class EngineCore:
         decode_only = plan.num_decodes == len(plan.scheduled)
         graphs = self.runner.graphs
         packed, extras = self.builder.build(plan, graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None)
+        if extras.grammars:
+            extras.masks = self.grammars.masks(extras.grammars)
         if self.group is not None:
             self.group.call("step", packed)
-        return InFlight(plan, self.runner.step(packed, extras or None))
+        return InFlight(plan, self.runner.step(packed, extras or None), extras.embeds)
 
     def _complete(self, step: InFlight) -> list[Output]:
         tokens = step.result.wait(self.group.check if self.group is not None else None)
         logprobs = step.result.logprobs.to_lists() if step.result.logprobs is not None else None
         if step.result.prompt_logprobs is not None:
             self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs.to_lists())
+        embeddings = dict(zip(step.embeds, step.result.embeddings.tolist())) if step.result.embeddings is not None else {}
         outputs = []
         for result in self.scheduler.update(step.plan, tokens):
             seq = result.seq
+            if seq.request.embed:
+                outputs.append(Output(seq.request.request_id, [], finish_reason=result.finish_reason, embedding=embeddings[result.sample],
+                                      num_cached_tokens=seq.num_cached_tokens))
+                continue
             params = seq.request.params
             figures = None
             if logprobs is not None and params.logprobs is not None:

@@ -7,21 +7,34 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from shoal.api import CompletionOutput, Logprob, MemoryReport, Output, Request, RequestOutput, SamplingParams, Stats
+from shoal import structured
+from shoal.api import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    MemoryReport,
+    Output,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Stats,
+)
 from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.detokenizer import Detokenizer
 from shoal.engine.core import EngineCore
 from shoal.engine.sleep import check_sleep
-from shoal.errors import RequestError
+from shoal.errors import RequestError, UnavailableError
 from shoal.tokenizer import Tokenizer, load_tokenizer
 from shoal.weights.source import resolve
 
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
+Groups = TypeVar("Groups", "_Group", "_Embedding")
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -47,7 +60,7 @@ class LLM:
         self.config = self.core.config
         self._seeds = random.Random(config.seed)
         self._ids = itertools.count()
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, _Answer | _Embedding] = {}
 
     # Generation
 
@@ -60,6 +73,22 @@ class LLM:
         if priority is not None and (len(priority) != len(prompts) or not all(isinstance(p, int) for p in priority)):
             raise RequestError(f"priority {priority!r:.80} is not one integer for each of {len(prompts)} prompts; lower runs first")
         groups = self._add([self._group(p, s, (priority or [0] * len(prompts))[i]) for i, (p, s) in enumerate(zip(prompts, params))])
+        self._run(groups, use_tqdm)
+        return [group.output() for group in groups]
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
+        """One embedding a prompt, in order: the hidden state after its last token, of unit length. Prompts are those of `generate`."""
+        embeddings = []
+        for prompt in _as_list(prompts):
+            _, ids, salt = self._tokenize(prompt)
+            number = next(self._ids)
+            request = Request(f"{number}-0", ids, SamplingParams(), arrival=float(number), cache_salt=salt, embed=True)
+            embeddings.append(_Embedding(request))
+        self._run(self._add(embeddings), use_tqdm)
+        return [embedding.result() for embedding in embeddings]
+
+    def _run(self, groups: Sequence[_Group | _Embedding], use_tqdm: bool) -> None:
+        """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
             waiting = set(range(len(groups)))
@@ -71,7 +100,6 @@ class LLM:
         finally:
             self._drop(groups)
             bar.close()
-        return [group.output() for group in groups]
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
@@ -240,6 +268,8 @@ class LLM:
     def _group(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Group:
         text, ids, salt = self._tokenize(prompt)
         needs_text = params.detokenize and self.tokenizer is not None
+        if params.structured_outputs is not None:
+            structured.check(params.structured_outputs)
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError("stop strings and bad_words need a tokenizer; this engine was built with skip_tokenizer_init=True")
         bad_words = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else ()
@@ -278,7 +308,7 @@ class LLM:
             raise RequestError(f"the prompt {ids!r:.80} is not a list of token ids; give text or integers")
         return text, list(ids), salt
 
-    def _add(self, groups: list[_Group]) -> list[_Group]:
+    def _add(self, groups: list[Groups]) -> list[Groups]:
         """Adds all or none."""
         try:
             for group in groups:
@@ -290,7 +320,7 @@ class LLM:
             raise
         return groups
 
-    def _drop(self, groups: list[_Group]) -> None:
+    def _drop(self, groups: Sequence[_Group | _Embedding]) -> None:
         """Forgets finished answers and aborts the rest."""
         for group in groups:
             for answer in group.answers:
@@ -350,6 +380,30 @@ class _Answer:
             for token_id, entry in step.items():
                 entry.decoded_token = self.tokenizer.token_text(token_id)
         return step
+
+
+class _Embedding:
+    """The embedding of one prompt, once it is there. Its own group of one answer."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.output: Output | None = None
+        self.answers = [self]
+
+    @property
+    def finished(self) -> bool:
+        return self.output is not None
+
+    def push(self, output: Output) -> None:
+        self.output = output
+
+    def result(self) -> EmbeddingRequestOutput:
+        """Raises UnavailableError if the request was ended from outside."""
+        output = self.output
+        if output is None or output.embedding is None:
+            raise UnavailableError(f"the embedding of request {self.request.request_id} was aborted; ask again")
+        return EmbeddingRequestOutput(self.request.request_id.removesuffix("-0"), EmbeddingOutput(output.embedding),
+                                      self.request.prompt_token_ids, num_cached_tokens=output.num_cached_tokens)
 
 
 class _Group:

@@ -26,7 +26,7 @@ from shoal.engine.graphs import DecodeGraphs
 from shoal.engine.profile import Profiler, span
 from shoal.engine.rank_commands import RankCommands
 from shoal.engine.regions import CpuRegions
-from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, prompt_logprob_pieces
+from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, row_pieces, start_copy, unit_rows
 from shoal.errors import ConfigError
 from shoal.kernels.ops import select_ops
 from shoal.kernels.state import Field, StateLayout
@@ -49,6 +49,7 @@ class StepResult:
     done: torch.cuda.Event | None
     logprobs: LogprobTensors | None
     prompt_logprobs: LogprobTensors | None
+    embeddings: torch.Tensor | None      # float32 [extras.embeds, D]
 
     def wait(self, check: Callable[[], None] | None = None) -> list[int]:
         if self.done is not None:
@@ -215,15 +216,16 @@ class ModelRunner(RankCommands):
         if extras is not None:
             self.shaper.start_rows(extras)
         if header[Header.DECODE_ONLY]:
-            logits_SV, prompt = self._decode_step(header, extras), None
+            logits_SV, prompt, embeddings = self._decode_step(header, extras), None, None
         else:
-            logits_SV, prompt = self._mixed_step(packed, sections, extras)
+            logits_SV, prompt, embeddings = self._mixed_step(packed, sections, extras)
         num_samples, chosen = int(header[Header.NUM_SAMPLES]), None
         if extras is not None:
             self.shaper.count(self.out_B, extras)
             if extras.num_logprobs is not None:
                 chosen = logprobs(logits_SV[:num_samples], self.out_B[:num_samples], extras.num_logprobs).to_host()
-        return self._collect(num_samples, chosen, prompt.to_host() if prompt is not None else None)
+        return self._collect(num_samples, chosen, prompt.to_host() if prompt is not None else None,
+                             start_copy(embeddings) if embeddings is not None else None)
 
     def _upload(self, packed: np.ndarray) -> dict[str, torch.Tensor]:
         spans = section_spans(packed[:HEADER_SIZE])
@@ -254,7 +256,8 @@ class ModelRunner(RankCommands):
         return logits_SV
 
     def _mixed_step(self, packed: np.ndarray, sections: dict[str, torch.Tensor],
-                    extras: Extras | None) -> tuple[torch.Tensor, LogprobTensors | None]:
+                    extras: Extras | None) -> tuple[torch.Tensor, LogprobTensors | None, torch.Tensor | None]:
+        """Logits, log-probabilities of prompts, embeddings."""
         header, spans = packed[:HEADER_SIZE], section_spans(packed[:HEADER_SIZE])
         num_decodes = int(header[Header.NUM_DECODES])
         token_ids, rows = sections["token_ids"], sections["rows"]
@@ -276,12 +279,12 @@ class ModelRunner(RankCommands):
             hidden_SD = self.model(step, self.kv, select_S)
         logits_SV = self.model.logits(hidden_SD)
         self._sample(logits_SV, sections["sample_rows"], sections["sample_positions"], extras)
-        return logits_SV, prompt
+        return logits_SV, prompt, unit_rows(hidden_SD, extras.embeds) if extras is not None and extras.embeds else None
 
     def _prompt_logprobs(self, hidden_PD: torch.Tensor, extras: Extras | None) -> LogprobTensors | None:
         """Every rank joins the product; rank 0 keeps the figures. In pieces, so that no [P, V] tensor of a long prompt is made."""
         pieces = []
-        for piece in prompt_logprob_pieces(hidden_PD.shape[0], self.model_config.vocab_size):
+        for piece in row_pieces(hidden_PD.shape[0], self.model_config.vocab_size):
             logits_PV = self.model.logits(hidden_PD[piece])
             if extras is not None:
                 targets = torch.tensor(extras.prompt_targets[piece], device=self.device)
@@ -305,16 +308,17 @@ class ModelRunner(RankCommands):
                 self.table[at_S, Field.TOKEN] = out_S
                 self.table[at_S, Field.POSITION] = positions_S + 1
 
-    def _collect(self, num_samples: int, chosen: LogprobTensors | None, prompt: LogprobTensors | None) -> StepResult:
+    def _collect(self, num_samples: int, chosen: LogprobTensors | None, prompt: LogprobTensors | None,
+                 embeddings: torch.Tensor | None) -> StepResult:
         """Starts the copy of the step's tokens to the host, after those of its log-probabilities."""
         tokens = self.results[self.num_steps % RING][:num_samples]
         self.num_steps += 1
         tokens.copy_(self.out_B[:num_samples], non_blocking=True)
         if self.device.type == "cpu":
-            return StepResult(tokens, None, chosen, prompt)
+            return StepResult(tokens, None, chosen, prompt, embeddings)
         done = torch.cuda.Event()
         done.record()
-        return StepResult(tokens, done, chosen, prompt)
+        return StepResult(tokens, done, chosen, prompt, embeddings)
 
     # Other commands
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shoal.engine.batch import Extras
 from shoal.kernels import logits as shaping
 
-MAX_LOGPROB_ELEMENTS = 1 << 24    # of one [rows, V] float32 piece of prompt log-probabilities: 64 MiB
+MAX_PIECE_ELEMENTS = 1 << 24    # of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB
 
 
 @dataclass(slots=True)
@@ -41,10 +42,11 @@ class LogprobTensors:
 
     def to_host(self) -> LogprobTensors:
         """Starts the copies; they are complete when an event recorded after this call has passed."""
-        return LogprobTensors(*(_start_copy(x) for x in (self.chosen, self.ranks, self.top_ids, self.top)))
+        return LogprobTensors(*(start_copy(x) for x in (self.chosen, self.ranks, self.top_ids, self.top)))
 
 
-def _start_copy(x: torch.Tensor) -> torch.Tensor:
+def start_copy(x: torch.Tensor) -> torch.Tensor:
+    """To the host; complete when an event recorded after this call has passed."""
     if x.device.type == "cpu":
         return x
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
@@ -64,8 +66,10 @@ class LogitShaper:
         return self.num_rows * self.vocab_size * (torch.bool.itemsize + torch.int32.itemsize)
 
     def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
-        """float32 [S, V] in vLLM's order: allowed ids, bias, penalties, then banned ids (which nothing may lift)."""
+        """float32 [S, V] in vLLM's order: grammars, allowed ids, bias, penalties, then banned ids (which nothing may lift)."""
         logits_SV = logits_SV.float().clone()
+        if extras.masks is not None:
+            self._mask(logits_SV, [row.sample for row in extras.grammars], extras.masks)
         if extras.allowed:
             shaping.keep_only(logits_SV, extras.allowed)
         if extras.bias:
@@ -98,6 +102,12 @@ class LogitShaper:
         tokens = tokens_S[self._ids(samples)].long()
         self.output_counts.index_put_((self._ids(rows), tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
+    def _mask(self, logits_SV: torch.Tensor, samples: list[int], masks: np.ndarray) -> None:
+        """Only tokens whose bit is set stay possible. One asynchronous copy: each row's sample index travels before its mask."""
+        packed = upload(torch.from_numpy(np.concatenate([np.array(samples, np.int32)[:, None], masks], axis=1)), self.device)
+        for piece in row_pieces(len(samples), self.vocab_size):
+            shaping.keep_bits(logits_SV, packed[piece, 0].long(), packed[piece, 1:])
+
     def _penalize(self, logits_SV: torch.Tensor, extras: Extras) -> None:
         assert self.output_counts is not None and self.prompt_mask is not None
         samples, rows, repetition, presence, frequency = zip(*extras.penalties)
@@ -106,7 +116,7 @@ class LogitShaper:
         logits_SV[at] = shaping.penalize(logits_SV[at], self.prompt_mask[rows_P], self.output_counts[rows_P], *strengths)
 
     def _ids(self, values: object) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
+        return upload(torch.tensor(values, dtype=torch.long), self.device)
 
 
 def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> LogprobTensors:
@@ -115,10 +125,20 @@ def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> Logpr
     return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, vocab_size if num < 0 else min(num, vocab_size)))
 
 
-def prompt_logprob_pieces(num_tokens: int, vocab_size: int) -> list[slice]:
-    """Slices of the prompt tokens whose float32 logits fit a bounded piece of memory."""
-    rows = max(1, MAX_LOGPROB_ELEMENTS // vocab_size)
-    return [slice(i, min(i + rows, num_tokens)) for i in range(0, num_tokens, rows)]
+def unit_rows(hidden_SD: torch.Tensor, samples: list[int]) -> torch.Tensor:
+    """These rows as float32, of unit length: embeddings."""
+    return torch.nn.functional.normalize(hidden_SD[upload(torch.tensor(samples), hidden_SD.device)].float(), dim=-1)
+
+
+def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From the host, without waiting for what the device does."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+def row_pieces(num_rows: int, vocab_size: int) -> list[slice]:
+    """Slices of rows whose float32 logits fit a bounded piece of memory."""
+    rows = max(1, MAX_PIECE_ELEMENTS // vocab_size)
+    return [slice(i, min(i + rows, num_rows)) for i in range(0, num_rows, rows)]
 
 
 def concatenate(pieces: list[LogprobTensors]) -> LogprobTensors:

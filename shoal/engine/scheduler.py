@@ -84,19 +84,19 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another or wait until that request has ended")
         if num_tokens == 0:
             raise RequestError("the prompt is empty (0 tokens); give at least one token")
-        if num_tokens >= limit:
+        if num_tokens + (not request.embed) > limit:
             cache = f"the whole KV cache ({self.pool.num_blocks} blocks of {self._block_size})"
             what = "max_model_len" if limit == self._max_model_len else cache
-            raise RequestError(f"the prompt has {num_tokens} tokens, and {what} {limit} must hold it and at least one more; "
-                               "shorten it or raise the limit")
+            raise RequestError(f"the prompt has {num_tokens} tokens, and {what} {limit} must hold it"
+                               f"{'' if request.embed else ' and at least one more'}; shorten it or raise the limit")
 
     def add(self, request: Request) -> Sequence:
         """Raises RequestError as check_request does."""
         self.check_request(request)
-        order, max_tokens = self._num_added, request.params.max_tokens
+        order, max_tokens = self._num_added, 1 if request.embed else request.params.max_tokens
         self._num_added += 1
         turn = (request.priority, request.arrival, order) if self._by_priority else (order,)
-        limit = self._max_num_tokens
+        limit = self._max_num_tokens + request.embed    # the token that an embedding draws, for nobody, is never an input
         seq = Sequence(request, turn, limit if max_tokens is None else min(limit, len(request.prompt_token_ids) + max_tokens))
         insort(self.waiting, seq, key=_turn)
         self._sequences[request.request_id] = seq
@@ -115,16 +115,17 @@ class Scheduler:
         while self.running:
             self._preempt_last()
 
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Sequence | None:
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None,
+               error: str | None = None) -> Sequence | None:
         """Ends a request from outside, wherever it is; tokens still in flight are dropped. None if it has ended already or never was."""
         seq = self._sequences.get(request_id)
         if seq is not None:
-            self._finish(seq, reason, stop_reason)
+            self._finish(seq, reason, stop_reason, error)
             self.ended.append(seq)
         return seq
 
     def take_ended(self) -> list[Sequence]:
-        """Those ended from outside since the last call: no `update` tells of them."""
+        """Those ended from outside or with an error since the last call: no `update` tells of them."""
         ended, self.ended = self.ended, []
         return ended
 
@@ -149,7 +150,7 @@ class Scheduler:
     def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenResult]:
         """Takes in the tokens that a step has drawn, one for each of its entries that samples. Plans are updated in order.
 
-        Tokens of sequences that have ended meanwhile are dropped.
+        Tokens of sequences that have ended meanwhile are dropped, and those that a grammar does not take: they end their sequence.
         """
         results = []
         sample = -1
@@ -160,13 +161,23 @@ class Scheduler:
             seq = entry.seq
             if seq.status is FINISHED:
                 continue
-            token_id = token_ids[sample]
+            token_id, grammar = token_ids[sample], seq.grammar
+            if seq.request.embed:    # drawn only because sampled rows give their hidden state
+                self._finish(seq, FinishReason.STOP)
+                results.append(TokenResult(seq, token_id, sample, FinishReason.STOP))
+                continue
+            if grammar is not None and not grammar.accept(token_id):
+                self.finish(seq.request.request_id, FinishReason.ERROR, error=grammar.error)
+                continue
             known = seq.token_ids
             known.append(token_id)
             if seq.num_computed >= seq.register_at <= len(known):
                 self._register(seq)
             reason = None
-            if token_id in seq.stop_ids and len(known) - seq.num_prompt_tokens >= seq.request.params.min_tokens:
+            if grammar is not None and grammar.ended:
+                reason = FinishReason.STOP
+                self._finish(seq, reason)
+            elif token_id in seq.stop_ids and len(known) - seq.num_prompt_tokens >= seq.request.params.min_tokens:
                 reason = FinishReason.STOP
                 self._finish(seq, reason, seq.stop_reason_of(token_id))
             elif len(known) >= seq.max_num_tokens:
@@ -269,11 +280,14 @@ class Scheduler:
         """Starts waiting sequences in turn while budget, rows and blocks last. Returns what is left of the budget.
 
         A sequence starts when all its tokens have room, so that prompts half done don't put each other out. None overtakes one
-        that lacks room; only whoever waits for a prefix that is being computed is passed over.
+        that lacks room; only whoever waits for its grammar, or for a prefix that is being computed, is passed over.
         """
         index = 0
         while budget and self._free_rows and index < len(self.waiting):
             seq = self.waiting[index]
+            if seq.held:
+                index += 1
+                continue
             if seq.num_pending:
                 break    # preempted with a token in flight
             hits = self._find_prefix(seq)
@@ -337,13 +351,13 @@ class Scheduler:
             self.pool.register(seq.block_ids[i], seq.keys[i])
         seq.register_at = (num_full + 1) * size
 
-    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
         del self._sequences[seq.request.request_id]
         queue = self.waiting if seq.status is WAITING else self.running
         del queue[bisect_left(queue, seq.turn, key=_turn)]
         if seq.status is not WAITING:
             self._let_go(seq)
-        seq.status, seq.finish_reason, seq.stop_reason = FINISHED, reason, stop_reason
+        seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
 
     def _let_go(self, seq: Sequence) -> None:
         """Gives back row and blocks. Steps in flight may still write there; whoever gets them next writes later."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shoal.api import FinishReason, Request, TokenLogprobs
 from shoal.hashing import root_key
@@ -18,6 +19,17 @@ class SequenceStatus(enum.Enum):
     PREFILL = enum.auto()     # holds a row and blocks for all its known tokens; some are still to be computed
     DECODE = enum.auto()      # its last token, seen or pending, is the next input; the device has it in the sequence's row
     FINISHED = enum.auto()
+
+
+class Grammar(Protocol):
+    """What the scheduler needs of a grammar (engine/grammar.py)."""
+
+    ended: bool
+    error: str | None
+
+    def accept(self, token_id: int) -> bool:
+        """Takes a drawn token. False, with `error` set, if the sequence cannot go on; `ended` is true after its last token."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -42,9 +54,12 @@ class Sequence:
     stop_ids: frozenset[int] = field(init=False)       # end-of-text ids and stop ids
     lockstep: bool = field(init=False)      # the next token may be drawn only when the host has seen the last
     special: bool = field(init=False)       # sampling needs more than the fields of a state row
+    held: bool = False                      # not to be admitted yet: its grammar is being compiled
+    grammar: Grammar | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None    # gathered by the core
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None                # why, where the finish reason is ERROR
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
@@ -52,9 +67,10 @@ class Sequence:
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.root = root_key(request.adapter, request.cache_salt)
         self.stop_ids = frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)))
-        self.lockstep = any(len(word) > 1 for word in request.bad_word_ids)
+        self.lockstep = params.structured_outputs is not None or any(len(word) > 1 for word in request.bad_word_ids)
         self.special = bool(params.has_penalties or params.logit_bias or params.allowed_token_ids is not None or request.bad_word_ids
-                            or params.min_tokens or params.logprobs is not None)
+                            or params.min_tokens or params.logprobs is not None or params.structured_outputs is not None
+                            or request.embed)
 
     @property
     def num_pending(self) -> int:
