@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,25 +135,32 @@ class ServerConfig:
     max_queued_requests: int = 1024            # beyond what runs; more are a 429
     request_timeout: float | None = None       # seconds a request may take in all; a request's own `timeout` may be shorter
     read_timeout: float = 30.0                 # seconds a client may take to send its request
+    write_timeout: float = 120.0               # seconds a client may take none of its answer
     shutdown_timeout: float = 30.0             # seconds running requests get after SIGTERM
     restart: bool = False                      # start a dead engine core again
     tool_call_parser: str = "auto"             # "hermes" | "llama3_json" | "none"; auto: by the chat template
     reasoning_parser: str = "auto"             # "qwen3" | "none"; auto: by the chat template
+    trust_request_chat_template: bool = False  # requests may bring a chat template (in the sandbox, but one may run for ever)
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in (("port", 0, 65535), ("admin_port", 0, 65535), ("max_body_bytes", 1024, None), ("max_queued_requests", 0, None)):
+        for name, low, high in (("port", 0, 65535), ("admin_port", 0, 65535), ("max_body_bytes", 1024, None),
+                                ("max_queued_requests", 0, None)):
             value = getattr(self, name)
             if value is None and name == "admin_port":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-                raise ConfigError(f"{name} {value!r} is not an integer {f'from {low} to {high}' if high else f'of at least {low}'}; choose one")
-        for name in ("request_timeout", "read_timeout", "shutdown_timeout"):
+                limit = f"from {low} to {high}" if high else f"of at least {low}"
+                raise ConfigError(f"{name} {value!r} is not an integer {limit}; choose one")
+        for name, is_open in (("request_timeout", True), ("read_timeout", True), ("write_timeout", True), ("shutdown_timeout", False)):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name} {value!r} is not a number of seconds from 0 up")
-        for name, choices in (("tool_call_parser", ("auto", "hermes", "llama3_json", "none")), ("reasoning_parser", ("auto", "qwen3", "none"))):
+            if value is not None and not (0 < value < math.inf or (value == 0 and not is_open)):
+                raise ConfigError(f"{name} {value!r} is not a finite number of seconds {'above' if is_open else 'from'} 0")
+        if self.allow_credentials and "*" in (self.allowed_origins or ()):
+            raise ConfigError("allow_credentials with allowed_origins '*' is what no browser accepts; name the origins")
+        for name, choices in (("tool_call_parser", ("auto", "hermes", "llama3_json", "none")),
+                              ("reasoning_parser", ("auto", "qwen3", "none"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

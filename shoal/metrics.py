@@ -18,17 +18,18 @@ from prometheus_client.process_collector import ProcessCollector
 
 from shoal.api import FinishReason, Request, Stats
 
-FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
-                       2560.0)
+FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+                       640.0, 2560.0)
 TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+                   1920.0, 7680.0)
 ANSWERS = (1, 2, 5, 10, 20)
 LABELS = ("model_name", "engine")
 
 
 class Histogram:
     def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
-        self.name, self.text, self.buckets = name, text, buckets
+        self.name, self.text, self.buckets = "vllm:" + name, text, buckets
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
 
@@ -54,26 +55,25 @@ class ModelMetrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
-        self.refused = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         sizes = _one_two_five(max_model_len)
-        self.first_token = Histogram("vllm:time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN_SECONDS)
-        self.between_tokens = Histogram("vllm:inter_token_latency_seconds", "Seconds between tokens of an answer.", TOKEN_SECONDS)
-        self.per_token = Histogram("vllm:request_time_per_output_token_seconds", "Mean seconds a token after the first, by request.", TOKEN_SECONDS)
-        self.whole = Histogram("vllm:e2e_request_latency_seconds", "Seconds from arrival to the last token.", REQUEST_SECONDS)
-        self.decode = Histogram("vllm:request_decode_time_seconds", "Seconds from the first to the last token.", REQUEST_SECONDS)
-        self.prompt_sizes = Histogram("vllm:request_prompt_tokens", "Prompt tokens, by request.", sizes)
-        self.answer_sizes = Histogram("vllm:request_generation_tokens", "Generated tokens, by request.", sizes)
-        self.max_tokens = Histogram("vllm:request_params_max_tokens", "max_tokens, by request.", sizes)
-        self.answers = Histogram("vllm:request_params_n", "n, by request.", ANSWERS)
-        self.histograms = (self.first_token, self.between_tokens, self.per_token, self.whole, self.decode, self.prompt_sizes, self.answer_sizes,
-                           self.max_tokens, self.answers)
+        self.first_token = Histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.", FIRST_TOKEN_SECONDS)
+        self.between_tokens = Histogram("inter_token_latency_seconds", "Seconds between tokens of an answer.", TOKEN_SECONDS)
+        self.per_token = Histogram("request_time_per_output_token_seconds", "Mean seconds a token after the first.", TOKEN_SECONDS)
+        self.whole = Histogram("e2e_request_latency_seconds", "Seconds from arrival to the last token.", REQUEST_SECONDS)
+        self.decode = Histogram("request_decode_time_seconds", "Seconds from the first to the last token.", REQUEST_SECONDS)
+        self.prompt_sizes = Histogram("request_prompt_tokens", "Prompt tokens, by request.", sizes)
+        self.answer_sizes = Histogram("request_generation_tokens", "Generated tokens, by request.", sizes)
+        self.max_tokens = Histogram("request_params_max_tokens", "max_tokens, by request.", sizes)
+        self.answers = Histogram("request_params_n", "n, by request.", ANSWERS)
+        self.histograms = (self.first_token, self.between_tokens, self.per_token, self.whole, self.decode, self.prompt_sizes,
+                           self.answer_sizes, self.max_tokens, self.answers)
 
     def begin(self, request: Request) -> RequestTimes:
         return RequestTimes(self, request)
 
-    def collect(self, stats: Stats, sleeping: tuple[bool, bool, bool]) -> Iterable[Metric]:
-        """sleeping: (awake, weights gone to the host, all gone)."""
+    def collect(self, stats: Stats, sleeping_level: int | None, refused: int) -> Iterable[Metric]:
+        """sleeping_level: None while the engine is awake. refused: requests that found the queue full."""
         for name, text, value in (
                 ("num_requests_running", "Requests that are being computed.", stats.num_running),
                 ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
@@ -81,8 +81,8 @@ class ModelMetrics:
             yield self._one(GaugeMetricFamily("vllm:" + name, text, labels=LABELS), value)
         state = GaugeMetricFamily("vllm:engine_sleep_state", "Whether the engine is awake, or asleep at level 1 or 2.",
                                   labels=(*LABELS, "sleep_state"))
-        for name, value in zip(("awake", "weights_offloaded", "discard_all"), sleeping):
-            state.add_metric((*self.labels, name), int(value))
+        for name, levels in (("awake", (None, 0)), ("weights_offloaded", (1,)), ("discard_all", (2,))):
+            state.add_metric((*self.labels, name), int(sleeping_level in levels))
         yield state
         for name, text, value in (
                 ("num_preemptions", "Sequences that lost their blocks and were computed again.", stats.num_preemptions),
@@ -91,7 +91,7 @@ class ModelMetrics:
                 ("prompt_tokens", "Prompt tokens taken in.", self.prompt_tokens),
                 ("prompt_tokens_cached", "Of them, found in the prefix cache.", self.cached_tokens),
                 ("generation_tokens", "Tokens generated.", self.generation_tokens),
-                ("admission_rejections", "Requests refused as the queue was full.", self.refused)):
+                ("admission_rejections", "Requests refused as the queue was full.", refused)):
             yield self._one(CounterMetricFamily("vllm:" + name, text, labels=LABELS), value)
         ended = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason"))
         for reason, count in self.finished.items():

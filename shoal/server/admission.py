@@ -23,7 +23,8 @@ class Admission:
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
         if count > self.limit:
-            raise ApiError(400, f"the request asks for {count} answers, and the queue takes {self.limit}; lower n or send fewer prompts", param="n")
+            raise ApiError(400, f"the request asks for {count} answers, and the queue takes {self.limit}; lower n or send fewer prompts",
+                           param="n")
         if self.active + count > self.limit:
             self.refused += count
             raise ApiError(429, f"the queue is full: {self.active} of {self.limit} requests run or wait; try again later")

@@ -70,13 +70,15 @@ class Generation:
     async def __aenter__(self) -> Generation:
         params = self.params
         if params.structured_outputs is not None:
-            from shoal.structured import check    # here, as the grammar library takes a while to import and most requests do without
-            await self.model.for_text(len(repr(params.structured_outputs)), lambda: check(params.structured_outputs))
+            from shoal.structured import check  # here, as the grammar library takes a while to import and most requests do without
+            wanted = params.structured_outputs
+            await self.model.for_text(len(repr(wanted)), lambda: check(wanted))
         requests = self._requests()
         needs_text = params.detokenize and not self.embed
         answers = [_Answer(i, r, self.model, needs_text) for i, r in enumerate(requests)]
         self.model.admission.enter(len(answers))
         self._answers = answers
+        self.model.metrics.answers.observe(params.n)
         await self._timeout.__aenter__()
         return self
 
@@ -205,17 +207,17 @@ class Generation:
         room = model.max_model_len - len(ids)
         if self.embed:
             if room < 0:
-                raise RequestError(f"input has {len(ids)} tokens, more than the model's maximum of {model.max_model_len}; send less, or set "
-                                   "truncate_prompt_tokens")
+                raise RequestError(f"input has {len(ids)} tokens, more than the model's maximum of {model.max_model_len}; send less, or "
+                                   "set truncate_prompt_tokens")
             return 1
         if room < 1:
-            raise RequestError(f"prompt has {len(ids)} tokens, and the model's maximum context length is {model.max_model_len} with at least "
-                               "one token of output; send a shorter prompt")
+            raise RequestError(f"prompt has {len(ids)} tokens, and the model's maximum context length is {model.max_model_len}, at least "
+                               "one token of output included; send a shorter prompt")
         if asked is None:
             return min(room, model.default_max_tokens or room)
         if asked > room:
-            raise RequestError(f"max_tokens {asked} is too large: the model's maximum context length is {model.max_model_len} tokens and the "
-                               f"prompt has {len(ids)} ({asked} > {model.max_model_len} - {len(ids)}); ask for at most {room}")
+            raise RequestError(f"max_tokens {asked} is too large: the model's maximum context length is {model.max_model_len} tokens and "
+                               f"the prompt has {len(ids)} ({asked} > {model.max_model_len} - {len(ids)}); ask for at most {room}")
         return asked
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shoal.api import Control, Engine
+from shoal.api import Control, Engine, Stats
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.server.admission import Admission
@@ -62,6 +62,8 @@ class ServedModel:
         self.seeds = random.Random(self.seed)
         self.default_params = {k: v for k in DEFAULT_NAMES if (v := self.generation_config.get(k)) is not None}
         self.default_max_tokens: int | None = self.generation_config.get("max_new_tokens")
+        self.last_stats = Stats()
+        self._last_level = 1
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
     def need_tokenizer(self) -> Tokenizer:
@@ -73,8 +75,9 @@ class ServedModel:
         tokenizer = self.need_tokenizer()
         return await self.for_text(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
-    async def chat_prompt(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, chat_template: str | None = None,
-                          add_generation_prompt: bool | None = None, continue_final_message: bool | None = None,
+    async def chat_prompt(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+                          chat_template: str | None = None, add_generation_prompt: bool | None = None,
+                          continue_final_message: bool | None = None,
                           add_special_tokens: bool | None = None, documents: list[dict[str, Any]] | None = None,
                           variables: dict[str, Any] | None = None) -> Prompt:
         """A conversation through the model's chat template. Raises RequestError with the template's own words where it refuses."""
@@ -84,7 +87,8 @@ class ServedModel:
                                 "as a template may run for ever", param="chat_template")
         variables = dict(variables or {})
         if taken := TEMPLATE_NAMES & variables.keys():
-            raise ApiError(400, f"chat_template_kwargs: {sorted(taken)} cannot be set here; use the request's own fields", param="chat_template_kwargs")
+            raise ApiError(400, f"chat_template_kwargs: {sorted(taken)} cannot be set here; use the request's own fields",
+                           param="chat_template_kwargs")
         if documents is not None:
             variables["documents"] = documents
         generates = not continue_final_message if add_generation_prompt is None else add_generation_prompt
@@ -102,6 +106,14 @@ class ServedModel:
         if size < LONG_TEXT:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def slept(self, level: int) -> None:
+        """The level that the model was put to sleep at, which engines don't tell."""
+        self._last_level = level
+
+    async def sleeping_level(self) -> int | None:
+        """None while it is awake."""
+        return self._last_level if await self.engine.is_sleeping() else None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

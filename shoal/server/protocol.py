@@ -101,7 +101,6 @@ class TextFields(GenerationFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: MinusOneOrMore | None = None    # keep the last so many; -1: as many as fit
-    echo: bool | None = None
 
 
 class ChatCompletionRequest(TextFields, kw_only=True):
@@ -123,6 +122,7 @@ class ChatCompletionRequest(TextFields, kw_only=True):
 
 class CompletionRequest(TextFields, kw_only=True):
     prompt: Prompts
+    echo: bool | None = None                      # the prompt before its continuation
     logprobs: MinusOneOrMore | None = None
     suffix: str | None = None                     # refused: no model here fills in the middle
 

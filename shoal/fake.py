@@ -1,0 +1,194 @@
+"""FakeEngine: an Engine and its Control without a model, for tests of what stands above engines, and for measuring it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, Stats, TokenLogprobs
+from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
+
+TAGS = ("weights", "kv_cache")
+MODES = ("wait", "abort", "keep")
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """Answers every request with `reply`, again and again, until its tokens are used up, or once, followed by an end-of-text id, if `ends`.
+
+    Settings may be changed while it runs. Greedy, seeded, constrained: all the same here.
+    """
+
+    vocab_size: int
+    reply: Sequence[int] = (72, 101, 108, 108, 111, 32)
+    ends: bool = False
+    token_seconds: float = 0.0               # between tokens; a slow reader gets those that are due in one output
+    prefill_seconds: float = 0.0
+    hidden_size: int = 64
+    num_blocks: int = 1024
+    cached_tokens: int = 0                   # told of each request
+    error_after: int | None = None           # tokens after which a request ends with FinishReason.ERROR
+    refuses: str | None = None               # RequestError of every new request
+
+    sleeping_level: int | None = None
+    asleep: set[str] = field(default_factory=set)
+    weights_version: int = 0
+    seen: list[Request] = field(default_factory=list)    # the last requests
+    _running: dict[str, asyncio.Event] = field(default_factory=dict)
+    _dead: EngineDeadError | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # Engine
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        self._check_alive()
+        if self.refuses is not None:
+            raise RequestError(self.refuses)
+        if self.sleeping_level is not None:
+            raise UnavailableError(f"the engine sleeps at level {self.sleeping_level}; wake it up first")
+        self.seen = [*self.seen[-99:], request]
+        self._running[request.request_id] = stopped = asyncio.Event()
+        try:
+            await self._pause(stopped, self.prefill_seconds)
+            if request.embed and not stopped.is_set():
+                yield Output(request.request_id, [], finish_reason=FinishReason.STOP, embedding=self._embedding(request))
+                return
+            start, done, limit = time.monotonic(), 0, request.params.max_tokens or 16
+            while not stopped.is_set():
+                while self.sleeping_level is not None and not stopped.is_set():    # kept for after the wake-up
+                    await self._changed.wait()
+                if self.token_seconds:
+                    due = int((time.monotonic() - start) / self.token_seconds) + 1
+                    if due <= done:
+                        await self._pause(stopped, start + done * self.token_seconds - time.monotonic())
+                        continue
+                else:
+                    due = done + 1
+                    await asyncio.sleep(0)
+                output = self._output(request, done, min(due, limit), limit)
+                done += len(output.token_ids)
+                yield output
+                if output.finish_reason is not None:
+                    return
+            self._check_alive()
+            yield Output(request.request_id, [], finish_reason=FinishReason.ABORT)
+        finally:
+            self._running.pop(request.request_id, None)
+            self._announce()
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            self._running[request_id].set()
+            self._announce()
+
+    async def stats(self) -> Stats:
+        self._check_alive()
+        running = len(self._running)
+        return Stats(num_running=running, num_blocks=self.num_blocks, num_free_blocks=max(0, self.num_blocks - running))
+
+    def kill(self) -> None:
+        """The engine dies: running requests and all later calls raise EngineDeadError."""
+        self._dead = EngineDeadError("the engine's process died (signal 9)")
+        self._stop_all()
+
+    # Control
+
+    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
+        if level not in (0, 1, 2):
+            raise ConfigError(f"level {level!r} is not 0, 1 or 2")
+        if mode not in MODES:
+            raise ConfigError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        self._check_tags(tags)
+        self._check_alive()
+        if mode == "wait":
+            while self._running:
+                await self._changed.wait()
+        self.sleeping_level = level
+        self.asleep = set(tags or TAGS) if level else set()
+        if mode == "abort":
+            self._stop_all()
+        return MemoryReport(freed_bytes=len(self.asleep) << 30)
+
+    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
+        self._check_tags(tags)
+        self._check_alive()
+        woken = self.asleep & set(tags or TAGS)
+        self.asleep -= woken
+        if not self.asleep:
+            self.sleeping_level = None
+        self._announce()
+        return MemoryReport(taken_bytes=len(woken) << 30)
+
+    async def is_sleeping(self) -> bool:
+        return self.sleeping_level is not None
+
+    async def reset_prefix_cache(self) -> bool:
+        return not self._running
+
+    async def update_weights(self, source: str) -> int:
+        if not source.strip("/."):
+            raise ConfigError(f"the model path {source!r} does not exist")
+        self.weights_version += 1
+        return self.weights_version
+
+    async def check_weights(self) -> dict[str, str]:
+        return {"rank0.embed": f"{self.weights_version:016x}"}
+
+    async def memory_usage(self) -> dict[str, dict[str, int]]:
+        return {tag: {"device_bytes": 0 if tag in self.asleep else 1 << 30, "reserved_bytes": 1 << 30, "host_bytes": 0} for tag in TAGS}
+
+    # Inside
+
+    def _output(self, request: Request, done: int, end: int, limit: int) -> Output:
+        params = request.params
+        ids = [self.reply[i % len(self.reply)] for i in range(done, end)]
+        reason: FinishReason | None = FinishReason.LENGTH if end == limit else None
+        if self.ends and not params.ignore_eos and end > len(self.reply):
+            ids = [*ids[:len(self.reply) - done], *request.eos_token_ids[:1]]
+            reason = FinishReason.STOP
+        if self.error_after is not None and end >= self.error_after:
+            return Output(request.request_id, [], finish_reason=FinishReason.ERROR, error="the fake engine was told to fail")
+        logprobs = None if params.logprobs is None else [self._logprobs(i, params.logprobs) for i in ids]
+        prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None and not done:
+            prompt_logprobs = [None, *[self._logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]]
+        return Output(request.request_id, ids, logprobs, prompt_logprobs, reason, num_cached_tokens=self.cached_tokens)
+
+    def _logprobs(self, token_id: int, count: int) -> TokenLogprobs:
+        """The token is the best; its followers in the vocabulary come next, each half as likely."""
+        ids = [(token_id + k) % self.vocab_size for k in range(max(1, count))]
+        return {i: Logprob(-math.log(2.0) * (k + 1), rank=k + 1) for k, i in enumerate(ids)}
+
+    def _embedding(self, request: Request) -> list[float]:
+        values = [math.sin(sum(request.prompt_token_ids) + i) for i in range(self.hidden_size)]
+        length = math.sqrt(sum(v * v for v in values))
+        return [v / length for v in values]
+
+    async def _pause(self, stopped: asyncio.Event, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        try:
+            await asyncio.wait_for(stopped.wait(), seconds)
+        except TimeoutError:
+            pass
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _check_tags(self, tags: list[str] | None) -> None:
+        if unknown := set(tags or ()) - set(TAGS):
+            raise ConfigError(f"tags {sorted(unknown)} are unknown; there are {', '.join(TAGS)}")
+
+    def _stop_all(self) -> None:
+        for stopped in self._running.values():
+            stopped.set()
+        self._announce()
+
+    def _announce(self) -> None:
+        """Wakes whoever waits for a change."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

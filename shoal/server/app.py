@@ -1,0 +1,184 @@
+"""The server as an ASGI application: routes, keys, CORS, and what becomes of errors. No framework: a table and one function."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.config import ServerConfig
+from shoal.server.errors import ApiError, to_api_error
+from shoal.server.http import ClientGone, Exchange, Receive, Scope, Send
+from shoal.server.keys import read_keys
+from shoal.server.model import ServedModel
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`path` may end in `/{id}`: one more segment or several, which the handler takes from the path."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    request: type | None = None        # the Struct of the body, for the OpenAPI document
+    response: Any = None               # the type of a JSON answer, likewise
+    public: bool = False               # asks for no key
+    error_body: Callable[[ApiError], bytes] = ApiError.body    # the shape of its errors
+
+
+class Server:
+    """One port. Shared by its handlers as `exchange.server`."""
+
+    def __init__(self, models: Sequence[ServedModel], config: ServerConfig, routes: Sequence[Route]) -> None:
+        self.models, self.config, self.routes = list(models), config, list(routes)
+        self.by_name = {name: model for model in self.models for name in model.names}
+        self.exchanges: set[Exchange] = set()
+        self.draining = False
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in read_keys(config)]
+        self._table: dict[str, dict[str, Route]] = {}
+        self._prefixes: dict[str, dict[str, Route]] = {}
+        for route in self.routes:
+            table = self._prefixes if route.path.endswith("{id}") else self._table
+            table.setdefault(route.path.removesuffix("{id}"), {})[route.method] = route
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of a request, the first if it names none."""
+        if name is None:
+            return self.models[0]
+        if (model := self.by_name.get(name)) is None:
+            raise ApiError(404, f"the model {name!r:.100} does not exist; there are {', '.join(m.name for m in self.models)}",
+                           param="model", code="model_not_found")
+        return model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no {scope['type']} here")
+        exchange = Exchange(self, scope, receive, send)
+        self.exchanges.add(exchange)
+        watch: asyncio.Task[None] | None = None
+        try:
+            route = self._route(exchange)
+            if route is None:
+                return await self._preflight(exchange)
+            await exchange.read()
+            watch = asyncio.create_task(exchange.watch())
+            await route.handler(exchange)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            if exchange.is_gone:
+                pass
+            elif exchange.end_error is not None:
+                await exchange.fail(exchange.end_error)
+            else:
+                raise
+        except Exception as error:    # noqa: BLE001 - whatever it is, the client is told, and never how our stack looks
+            await exchange.fail(to_api_error(error))
+        finally:
+            self.exchanges.discard(exchange)
+            if watch is not None:
+                watch.cancel()
+
+    # Before a handler
+
+    def _route(self, exchange: Exchange) -> Route | None:
+        """None for a CORS preflight. Raises ApiError: 404, 405, 401."""
+        self._add_cors(exchange)
+        path, method = exchange.path, "GET" if exchange.method == "HEAD" else exchange.method
+        methods = self._table.get(path)
+        if methods is None:
+            methods = next((m for prefix, m in self._prefixes.items() if path.startswith(prefix) and len(path) > len(prefix)), None)
+        if methods is None:
+            raise ApiError(404, f"there is nothing at {path!r:.100}; /openapi.json lists what there is")
+        if method == "OPTIONS" and b"origin" in exchange.headers and b"access-control-request-method" in exchange.headers:
+            return None
+        route = methods.get(method)
+        if route is None:
+            allowed = sorted({*methods, *(["HEAD"] if "GET" in methods else [])})
+            raise ApiError(405, f"{path} takes {' or '.join(methods)}, not {method:.20}", headers={"allow": ", ".join(allowed)})
+        exchange.error_body = route.error_body
+        if self._keys and not route.public:
+            self._check_key(exchange)
+        return route
+
+    def _check_key(self, exchange: Exchange) -> None:
+        given = exchange.headers.get(b"x-api-key")
+        if given is None:
+            scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
+            given = value.strip() if scheme.lower() == b"bearer" else b""
+        digest = hashlib.sha256(given).digest()
+        # All keys are compared, whichever fits, and by their digests: the time says nothing about any of them.
+        if not sum([hmac.compare_digest(digest, key) for key in self._keys]):
+            raise ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", code="invalid_api_key",
+                           headers={"www-authenticate": "Bearer"})
+
+    # CORS
+
+    def _allowed_origin(self, exchange: Exchange) -> bytes | None:
+        origins, origin = self.config.allowed_origins or (), exchange.headers.get(b"origin")
+        if origin is None:
+            return None
+        if "*" in origins:
+            return b"*"
+        return origin if origin.decode("latin-1") in origins else None
+
+    def _add_cors(self, exchange: Exchange) -> None:
+        if (origin := self._allowed_origin(exchange)) is None:
+            return
+        exchange.more_headers += [(b"access-control-allow-origin", origin),
+                                  (b"access-control-expose-headers", b"x-request-id, retry-after")]
+        if origin != b"*":
+            exchange.more_headers.append((b"vary", b"origin"))
+        if self.config.allow_credentials:
+            exchange.more_headers.append((b"access-control-allow-credentials", b"true"))
+
+    async def _preflight(self, exchange: Exchange) -> None:
+        """A browser asks before a page of another site may call."""
+        asked_method = exchange.headers[b"access-control-request-method"].decode("latin-1")
+        asked_headers = exchange.headers.get(b"access-control-request-headers", b"").decode("latin-1")
+        methods, headers = self.config.allowed_methods or ["*"], [h.lower() for h in self.config.allowed_headers or ["*"]]
+        names = [h.strip().lower() for h in asked_headers.split(",") if h.strip()]
+        wrong = [what for what, is_wrong in (("origin", self._allowed_origin(exchange) is None),
+                                             ("method", "*" not in methods and asked_method not in methods),
+                                             ("headers", "*" not in headers and not set(names) <= set(headers))) if is_wrong]
+        if wrong:
+            raise ApiError(400, f"this server's CORS options do not allow the {' and '.join(wrong)} (--allowed-origins and the like)")
+        exchange.read_all = True
+        allowed = {"access-control-allow-methods": asked_method if "*" in methods else ", ".join(methods), "access-control-max-age": "600"}
+        if names:
+            allowed["access-control-allow-headers"] = ", ".join(names) if "*" in headers else ", ".join(headers)
+        await exchange.respond(b"", 204, b"text/plain", allowed)
+
+    # The end
+
+    async def drain(self, grace: float) -> None:
+        """Refuses new requests, waits for the running ones, and ends what still runs after `grace` seconds."""
+        self.draining = True
+        for model in self.models:
+            model.admission.draining = True
+        try:
+            async with asyncio.timeout(grace):
+                for model in self.models:
+                    await model.admission.wait_idle()
+        except TimeoutError:
+            for exchange in list(self.exchanges):
+                exchange.stop(ApiError(503, "the server is shutting down and its grace period is over"))
+
+
+def create_app(models: Sequence[ServedModel], config: ServerConfig) -> Server:
+    """The public port."""
+    from shoal.server.routes import PUBLIC_ROUTES
+    return Server(models, config, PUBLIC_ROUTES)
+
+
+def create_admin_app(models: Sequence[ServedModel], config: ServerConfig) -> Server:
+    """The port for whoever operates the server: sleep, weights, pause."""
+    from shoal.server.admin import ADMIN_ROUTES
+    return Server(models, config, ADMIN_ROUTES)
+

@@ -1,0 +1,144 @@
+"""/v1/chat/completions: a conversation in, the next message out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shoal.api import CompletionOutput
+from shoal.server.answers import Chunks, LogprobShapes, encode, prompt_logprobs_list, usage_dict
+from shoal.server.errors import ApiError
+from shoal.server.generation import Delta, Generation
+from shoal.server.http import DONE, Exchange
+from shoal.server.model import Prompt, ServedModel
+from shoal.server.params import check_stream_options, num_kept, shortened, text_params
+from shoal.server.protocol import ChatCompletionRequest
+from shoal.server.tool_parsers import Part, TextDelta
+from shoal.server.tools import AnswerFormat, AnswerParser, ToolPlan, plan_tools, whole
+
+
+async def create_chat_completion(exchange: Exchange) -> None:
+    request = exchange.decode(ChatCompletionRequest)
+    model = exchange.server.find(request.model)
+    options = check_stream_options(request.stream, request.stream_options)
+    plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser)
+    prompt = await _prompt(model, request, plan)
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    params = text_params(model, request, max_tokens=max_tokens, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    plan.constrain(params)
+    request_id = request.request_id or exchange.request_id
+    generation = Generation(model, [prompt], params, request_id=f"chatcmpl-{request_id}", priority=request.priority,
+                            cache_salt=request.cache_salt, timeout=request.timeout)
+    is_plain = plan.mode == "none" and model.reasoning_parser == "none"
+    form = None if is_plain else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
+    answer = _Answer(model, request, generation, form)
+    if request.stream:
+        usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
+        chunks = Chunks(answer.id, "chat.completion.chunk", answer.created, model.name, usage=usage,
+                        ends_with_usage=bool(options.include_usage))
+        async with generation:
+            async for deltas in generation:
+                if events := b"".join([chunk for delta in deltas for chunk in answer.chunks(delta, chunks)]):
+                    await exchange.send(events)
+        await exchange.end((chunks.last(generation.usage) if options.include_usage else b"") + DONE)
+        return
+    async with generation:
+        wholes = await generation.collect()
+    body = {"id": answer.id, "object": "chat.completion", "created": answer.created, "model": model.name,
+            "choices": [answer.choice(w) for w in wholes], "usage": usage_dict(generation.usage)}
+    if request.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs_list(generation.prompt_logprobs[0])
+    if request.return_token_ids:
+        body["prompt_token_ids"] = prompt.token_ids
+    await exchange.json(body)
+
+
+async def _prompt(model: ServedModel, request: ChatCompletionRequest, plan: ToolPlan) -> Prompt:
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    prompt = await model.chat_prompt(request.messages, tools=plan.tools, chat_template=request.chat_template,
+                                     add_generation_prompt=request.add_generation_prompt,
+                                     continue_final_message=request.continue_final_message,
+                                     add_special_tokens=request.add_special_tokens, documents=request.documents, variables=variables)
+    wanted = request.max_completion_tokens or request.max_tokens
+    return shortened(prompt, num_kept(model, request.truncate_prompt_tokens, wanted))
+
+
+class _Answer:
+    """How one request's choices look. The text is read by `form`, if there may be reasoning or calls in it."""
+
+    def __init__(self, model: ServedModel, request: ChatCompletionRequest, generation: Generation, form: AnswerFormat | None) -> None:
+        self.request, self.generation, self.form = request, generation, form
+        self.id, self.created = generation.request_id, int(time.time())
+        self.shapes = LogprobShapes(model, request.top_logprobs or 0, bool(request.return_tokens_as_token_ids))
+        self._parsers: dict[int, AnswerParser] = {}
+        self._begun: set[int] = set()
+        self._is_plain = form is None and not request.logprobs and not request.return_token_ids
+
+    def choice(self, answer: CompletionOutput) -> dict[str, Any]:
+        request, reason = self.request, answer.finish_reason or "stop"
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if self.form is not None:
+            parser = self.form.parser()
+            read = whole(parser.push(answer.text, last=True))
+            message["content"] = read.content if read.content or not (read.calls or read.reasoning) else None
+            if read.reasoning and request.include_reasoning is not False:
+                message["reasoning_content"] = read.reasoning
+            if read.calls:
+                message["tool_calls"] = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                                         for c in read.calls]
+            reason = parser.finish_reason(reason)
+        logprobs = None if answer.logprobs is None else self.shapes.chat(answer.token_ids, answer.logprobs)
+        return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason, "stop_reason": answer.stop_reason,
+                **({"token_ids": answer.token_ids} if request.return_token_ids else {})}
+
+    def chunks(self, delta: Delta, chunks: Chunks) -> list[bytes]:
+        """The chunks of a delta: the role if the choice begins, then one, or one for each part that tools and reasoning make of it."""
+        found = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            more = b""
+            if self.request.return_token_ids:
+                more = b',"prompt_token_ids":' + encode(self.generation.prompts[0].token_ids)
+            if delta.prompt_logprobs is not None:
+                more += b',"prompt_logprobs":' + encode(prompt_logprobs_list(delta.prompt_logprobs))
+            role = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % delta.index
+            found.append(chunks.chunk(role, more))
+        if self._is_plain and delta.finish_reason is None:
+            if delta.text:    # half a character or the start of a stop string shows nothing yet
+                content = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (delta.index, encode(delta.text))
+                found.append(chunks.chunk(content))
+            return found
+        reason, parts = delta.finish_reason, [{"content": delta.text}] if delta.text else []
+        if self.form is not None:
+            parser = self._parsers.get(delta.index)
+            if parser is None:
+                parser = self._parsers[delta.index] = self.form.parser()
+            parts = [p for part in parser.push(delta.text, last=reason is not None) if (p := self._part(part))]
+            reason = None if reason is None else parser.finish_reason(reason)
+        if not parts and reason is None and delta.logprobs is None and not self.request.return_token_ids:
+            return found
+        parts = parts or [{}]
+        for i, part in enumerate(parts):
+            is_last = i == len(parts) - 1    # it carries what belongs to the delta as a whole
+            choice = {"index": delta.index, "delta": part, "logprobs": None, "finish_reason": reason if is_last else None}
+            if is_last and delta.logprobs is not None:
+                choice["logprobs"] = self.shapes.chat(delta.token_ids, delta.logprobs)
+            if is_last and self.request.return_token_ids:
+                choice["token_ids"] = delta.token_ids
+            if is_last and reason is not None:
+                choice["stop_reason"] = delta.stop_reason
+            found.append(chunks.chunk(encode(choice)))
+        return found
+
+    def _part(self, part: Part) -> dict[str, Any] | None:
+        if isinstance(part, TextDelta):
+            if part.reasoning:
+                return {"reasoning_content": part.text} if self.request.include_reasoning is not False else None
+            return {"content": part.text}
+        function = {"arguments": part.arguments} if part.name is None else {"name": part.name, "arguments": part.arguments}
+        begin = {} if part.id is None else {"id": part.id, "type": "function"}
+        return {"tool_calls": [{"index": part.index, **begin, "function": function}]}

@@ -1,0 +1,178 @@
+"""One HTTP request and its answer, straight on ASGI: reading the body within limits, answering, streaming, and noticing who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.parse
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from shoal.server.errors import ApiError
+from shoal.server.protocol import decode
+
+if TYPE_CHECKING:
+    from shoal.server.app import Server
+
+T = TypeVar("T")
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = b"application/json"
+DONE = b"data: [DONE]\n\n"
+LINGER_SECONDS = 2.0    # a client that is still sending when it is refused gets so long to see why
+
+
+class ClientGone(Exception):
+    """The client left before its request was whole."""
+
+
+class Exchange:
+    """Handlers get one, read `body` through `decode`, and answer with `json`, `respond`, or `send` as often as they like and `end`."""
+
+    def __init__(self, server: Server, scope: Scope, receive: Receive, send: Send) -> None:
+        self.server, self.scope = server, scope
+        self._receive, self._send = receive, send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])    # lower-case names; of repeated ones the last
+        self.body = b""
+        self.more_headers: list[tuple[bytes, bytes]] = []            # CORS and the like, of every answer
+        self.started = False          # the status is out
+        self.ended = False
+        self.read_all = False         # nothing of the body is left in the socket
+        self.is_gone = False
+        self.end_error: ApiError | None = None                       # why the server ended it
+        self.error_body: Callable[[ApiError], bytes] = ApiError.body          # other protocols have other shapes
+        self.error_event: Callable[[ApiError], bytes] = openai_error_event    # what a stream says when it fails midway
+        self._task = asyncio.current_task()
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        self.request_id = given if 0 < len(given) <= 256 and given.isascii() and given.isprintable() else uuid.uuid4().hex
+
+    # What the client sent
+
+    async def read(self) -> None:
+        """Takes in the body. Raises ApiError (413, 408), ClientGone."""
+        limit = self.server.config.max_body_bytes
+        try:
+            length = int(self.headers.get(b"content-length", b"0"))
+        except ValueError:
+            raise ApiError(400, "the header Content-Length is no number") from None
+        if length > limit:
+            raise too_large(limit)
+        seconds = self.server.config.read_timeout
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > limit:
+                        raise too_large(limit)
+                    parts.append(part)
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise ApiError(408, f"the request did not arrive within {seconds:g} s; send its body at once") from None
+        self.read_all = True
+        self.body = b"".join(parts)
+
+    def decode(self, kind: type[T]) -> T:
+        """The body as this Struct. Raises ApiError (400) that names the field."""
+        return decode(kind, self.body)
+
+    def query(self) -> dict[str, list[str]]:
+        """Parameters of the URL: all values of each name."""
+        try:
+            return urllib.parse.parse_qs(self.scope["query_string"].decode("ascii"), keep_blank_values=True, errors="strict")
+        except ValueError:
+            raise ApiError(400, "the URL's query is no valid UTF-8, percent-encoded") from None
+
+    async def watch(self) -> None:
+        """Cancels the handler when the client leaves. Runs beside it, once the body is in."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self.ended and self._task is not None:
+            self.is_gone = True
+            self._task.cancel()
+
+    def stop(self, error: ApiError) -> None:
+        """Ends the exchange from outside: its handler is cancelled, its client told `error`."""
+        if not self.ended and self._task is not None:
+            self.end_error = error
+            self._task.cancel()
+
+    # What the client gets
+
+    async def json(self, value: Any, status: int = 200) -> None:
+        await self.respond(value if isinstance(value, bytes) else msgspec.json.encode(value), status)
+
+    async def respond(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Mapping[str, str] | None = None) -> None:
+        await self._start(status, content_type, [(b"content-length", b"%d" % len(body))], headers)
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send(self, events: bytes) -> None:
+        """The next piece of an event stream, begun by the first. Waits while the client is slow to read."""
+        if not self.started:
+            await self._start(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes = DONE) -> None:
+        """The last piece."""
+        if not self.started:
+            await self.send(b"")
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": events})
+
+    async def fail(self, error: ApiError) -> None:
+        """Tells the client of an error: as an answer, or as a stream's last event."""
+        if self.ended:
+            return
+        if self.started:
+            await self.end(self.error_event(error))
+            return
+        body = self.error_body(error)
+        if self.read_all:
+            await self.respond(body, error.status, headers=error.headers)
+            return
+        await self._start(error.status, JSON, [(b"content-length", b"%d" % len(body)), (b"connection", b"close")], error.headers)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._linger()
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]],
+                     more: Mapping[str, str] | None = None) -> None:
+        self.started = True
+        headers = [(b"content-type", content_type), *headers, (b"x-request-id", self.request_id.encode("ascii")), *self.more_headers]
+        headers += [(name.encode("ascii"), value.encode("ascii")) for name, value in (more or {}).items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _linger(self) -> None:
+        """A socket closed with data unread is reset, and the client never sees the answer: some of what it still sends is thrown away."""
+        left = self.server.config.max_body_bytes
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while left > 0:
+                    message = await self._receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        return
+        except TimeoutError:
+            pass
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes, the most this server takes (--max-body-bytes); send less")
+
+
+def openai_error_event(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n" + DONE

@@ -1,0 +1,26 @@
+"""The keys that open the server: from options, a file, and the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shoal.config import ServerConfig
+from shoal.errors import ConfigError
+
+VARIABLE = "SHOAL_API_KEY"
+
+
+def read_keys(config: ServerConfig) -> list[str]:
+    """All keys, none if the server is open. Raises ConfigError for an unreadable file, or one without keys: nobody means that."""
+    keys = [*(config.api_key or ()), *os.environ.get(VARIABLE, "").split(",")]
+    if config.api_key_file is not None:
+        try:
+            lines = Path(config.api_key_file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file {config.api_key_file!r} cannot be read: {error}; name a text file, one key a line") from None
+        keys += lines
+    keys = [key for k in keys if (key := k.strip())]
+    if not keys and (config.api_key or config.api_key_file is not None):
+        raise ConfigError("api_key and api_key_file hold no key; write at least one, or leave both out for an open server")
+    return keys

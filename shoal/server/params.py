@@ -1,0 +1,77 @@
+"""From a request's fields to SamplingParams and prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.server.errors import ApiError
+from shoal.server.model import Prompt, ServedModel
+from shoal.server.protocol import Prompts, ResponseFormat, StreamOptions, TextFields
+
+
+def text_params(model: ServedModel, request: TextFields, *, max_tokens: int | None, logprobs: int | None,
+                prompt_logprobs: int | None = None) -> SamplingParams:
+    """Raises ApiError and RequestError. max_tokens None: as many as fit. prompt_logprobs: instead of the request's own."""
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise ApiError(400, f"best_of {request.best_of} is not n = {request.n or 1}; answers are not ranked here, leave best_of out",
+                       param="best_of")
+    more: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs, "detokenize": model.tokenizer is not None}
+    if prompt_logprobs is not None:
+        more["prompt_logprobs"] = prompt_logprobs
+    if (wanted := from_response_format(request.response_format)) is not None:
+        if request.structured_outputs is not None:
+            raise ApiError(400, "response_format and structured_outputs both say what the text must be; give one of them",
+                           param="response_format")
+        more["structured_outputs"] = wanted
+    return request.sampling_params(model.default_params, **more)
+
+
+def from_response_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise ApiError(400, "response_format.json_schema.schema is missing; give the schema, or the type json_object for any object",
+                       param="response_format.json_schema")
+    return StructuredOutputsParams(json=wanted.json_schema.schema)
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:
+    """Raises ApiError for options without a stream, as OpenAI and vLLM do."""
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options is for streams; set stream to true or leave it out", param="stream_options")
+    return options or StreamOptions()
+
+
+async def read_prompts(model: ServedModel, given: Prompts, *, field: str, add_special_tokens: bool = True,
+                       keep: int | None = None) -> list[Prompt]:
+    """The prompts of a completion or embedding request. `keep`: so many last tokens of each. Raises ApiError for a mixture."""
+    if isinstance(given, str):
+        texts: list[Any] = [given]
+    elif not given:
+        raise ApiError(400, f"{field} is empty; give at least one prompt", param=field)
+    elif all(isinstance(p, int) for p in given):
+        texts = [given]
+    elif all(isinstance(p, str) for p in given) or all(isinstance(p, list) for p in given):
+        texts = list(given)
+    else:
+        raise ApiError(400, f"{field} mixes texts and token ids; give a text, a list of texts, ids, or a list of lists of ids", param=field)
+    prompts = []
+    for text in texts:
+        prompt = Prompt(await model.encode(text, add_special_tokens), text) if isinstance(text, str) else Prompt(text)
+        prompts.append(shortened(prompt, keep))
+    return prompts
+
+
+def shortened(prompt: Prompt, keep: int | None) -> Prompt:
+    """With its last `keep` tokens only, and then without its text."""
+    if keep is None or len(prompt.token_ids) <= keep:
+        return prompt
+    return Prompt(prompt.token_ids[len(prompt.token_ids) - keep:])
+
+
+def num_kept(model: ServedModel, asked: int | None, max_tokens: int | None) -> int | None:
+    """truncate_prompt_tokens as a number of tokens: -1 is what leaves room for the answer."""
+    return max(1, model.max_model_len - (max_tokens or 1)) if asked == -1 else asked

@@ -1,0 +1,181 @@
+"""The application under uvicorn: sockets, clients that dawdle, signals, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from shoal.config import ServerConfig
+from shoal.errors import ConfigError
+from shoal.server.app import Server
+from shoal.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 64 << 10
+KEEP_ALIVE_SECONDS = 75    # longer than clients and proxies keep theirs, so that they close and never meet a closing socket
+LAST_WORDS_SECONDS = 5     # for answers that are whole and not yet read when the server ends
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def serve(app: Server, admin: Server | None, config: ServerConfig, *, ready: Callable[[int, int | None], None] | None = None,
+                ending: asyncio.Event | None = None) -> bool:
+    """Serves until SIGTERM, SIGINT or `ending`; then drains. A second signal ends at once: False, True otherwise.
+
+    ready: called with both ports once they are open. Raises ConfigError for an address that cannot be had.
+    """
+    loop = asyncio.get_running_loop()
+    drain, force = ending or asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (force if drain.is_set() else drain).set()
+
+    listeners = [(app, listen(config.host, config.port, "port"))]
+    if admin is not None:
+        listeners.append((admin, listen(config.admin_host, config.admin_port or 0, "admin_port")))
+    servers = [_Uvicorn(_settings(one, config)) for one, _ in listeners]
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, (_, listener) in zip(servers, listeners)]
+    try:
+        while not all(server.started for server in servers):
+            if failed := next((t for t in tasks if t.done()), None):
+                failed.result()
+                raise ConfigError("the HTTP server ended before it began; the log says why")
+            await asyncio.sleep(0.01)
+        ports = [listener.getsockname()[1] for _, listener in listeners]
+        if ready is not None:
+            ready(ports[0], ports[1] if admin is not None else None)
+        await _first(drain.wait(), *tasks)
+        # The ports stay open meanwhile: who still comes is told 503 and when to try again, where a closed one tells nothing.
+        await _first(app.drain(config.shutdown_timeout), force.wait())
+        for server in servers:
+            server.should_exit, server.force_exit = True, force.is_set()
+        await _first(asyncio.wait(tasks), force.wait())
+        return not force.is_set()
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for model in app.models:
+            model.close()
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """A listening socket. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"{option} {port} on host {host!r} cannot be opened: {error}; choose another") from None
+
+
+def _settings(app: Server, config: ServerConfig) -> uvicorn.Config:
+    connection = functools.partial(_Connection, limits=config)
+    return uvicorn.Config(app, http=connection, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,    # type: ignore[arg-type]
+                          proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                          timeout_graceful_shutdown=LAST_WORDS_SECONDS, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
+
+
+async def _first(*awaitables: Any) -> None:
+    """Waits for one of them, and lets a failure of it out. Tasks among them go on, the rest is cancelled."""
+    futures = [asyncio.ensure_future(a) for a in awaitables]
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    finally:
+        for future, given in zip(futures, awaitables):
+            if future is not given:
+                future.cancel()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours: uvicorn's own would end the process while answers run."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's connection, with limits that it lacks: on a request's head, in time and size, and on an answer that nobody reads."""
+
+    def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._in_head, self._head_bytes = True, 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:    # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEADER_BYTES:
+                self._refuse(ApiError(431, f"the request's head has more than {MAX_HEADER_BYTES} bytes"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, msg))
+
+    def _head_is_late(self) -> None:
+        self._refuse(ApiError(408, f"the request's head did not arrive within {self._limits.read_timeout:g} s"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers what never became a request."""
+        self._stop_timers()
+        if self.transport.is_closing():
+            return
+        body = error.body()
+        self.transport.write(b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
+            error.status, REASONS[error.status], len(body), body))
+        self.transport.close()
+
+    def _stop_timers(self) -> None:
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+
+
+REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}

@@ -1,0 +1,94 @@
+"""What operators and probes ask: models, health, version, load, metrics; and the chat page."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Iterable
+from urllib.parse import unquote
+
+from prometheus_client.core import Metric
+
+from shoal.api import Stats
+from shoal.errors import EngineDeadError
+from shoal.metrics import exposition
+from shoal.server.chat_page import chat_page
+from shoal.server.errors import ApiError
+from shoal.server.http import Exchange
+from shoal.server.model import ServedModel
+from shoal.version import __version__
+
+STARTED = int(time.time())
+METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
+PATIENCE_SECONDS = 5.0    # an engine that does not answer in this time is busy, not dead: its figures are the last ones known
+
+
+async def list_models(exchange: Exchange) -> None:
+    await exchange.json({"object": "list", "data": [_card(m, name) for m in exchange.server.models for name in m.names]})
+
+
+async def get_model(exchange: Exchange) -> None:
+    name = unquote(exchange.path.removeprefix("/v1/models/"))
+    await exchange.json(_card(exchange.server.find(name), name))
+
+
+def _card(model: ServedModel, name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": STARTED, "owned_by": "shoal", "root": model.name, "parent": None,
+            "max_model_len": model.max_model_len}
+
+
+async def health(exchange: Exchange) -> None:
+    """200 while the server can do its work, asleep or not: sleeping is a state that somebody chose, and a restart would not mend it.
+
+    503 when an engine is dead, and while draining: load balancers then send new requests elsewhere, as Kubernetes' readiness wants it.
+    """
+    if exchange.server.draining:
+        raise ApiError(503, "the server is shutting down")
+    for model in exchange.server.models:
+        try:
+            await _stats(model)
+        except EngineDeadError as error:
+            raise ApiError(503, str(error), code="engine_dead") from None
+    await exchange.respond(b"", content_type=b"text/plain")
+
+
+async def version(exchange: Exchange) -> None:
+    await exchange.json({"version": __version__})
+
+
+async def load(exchange: Exchange) -> None:
+    await exchange.json({"server_load": sum(m.admission.active for m in exchange.server.models)})
+
+
+async def metrics(exchange: Exchange) -> None:
+    families: list[Metric] = []
+    for model in exchange.server.models:
+        families += await _families(model)
+    await exchange.respond(exposition(families), content_type=METRICS_TYPE)
+
+
+async def _families(model: ServedModel) -> Iterable[Metric]:
+    try:
+        stats, level = await _stats(model), await model.sleeping_level()
+    except EngineDeadError:
+        stats, level = Stats(), None    # nothing runs any more; what was counted here stays
+    return model.metrics.collect(stats, level, model.admission.refused)
+
+
+async def _stats(model: ServedModel) -> Stats:
+    try:
+        model.last_stats = await asyncio.wait_for(model.engine.stats(), PATIENCE_SECONDS)
+    except TimeoutError:
+        pass
+    return model.last_stats
+
+
+@functools.cache
+def _page() -> tuple[bytes, dict[str, str]]:
+    return chat_page()
+
+
+async def page(exchange: Exchange) -> None:
+    body, headers = _page()
+    await exchange.respond(body, content_type=b"text/html; charset=utf-8", headers=headers)

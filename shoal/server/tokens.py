@@ -1,0 +1,124 @@
+"""Token ids: /tokenize, /detokenize, /v1/embeddings, and the token-level endpoint that a router speaks to a worker."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from typing import Any
+
+from shoal.api import SamplingParams, TokenLogprobs
+from shoal.server.answers import LOWEST, encode
+from shoal.server.errors import ApiError
+from shoal.server.generation import Delta, Generation
+from shoal.server.http import DONE, Exchange
+from shoal.server.model import Prompt
+from shoal.server.params import read_prompts
+from shoal.server.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, TokenRequest, TokenSampling
+
+TOKEN_PROTOCOL = 1    # version of /inference/v1/generate
+
+
+async def tokenize(exchange: Exchange) -> None:
+    request = exchange.decode(TokenizeRequest)
+    model = exchange.server.find(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
+    if request.messages is not None:
+        prompt = await model.chat_prompt(request.messages, tools=request.tools, chat_template=request.chat_template,
+                                         add_generation_prompt=request.add_generation_prompt,
+                                         continue_final_message=request.continue_final_message,
+                                         add_special_tokens=request.add_special_tokens, variables=request.chat_template_kwargs)
+        ids = prompt.token_ids
+    else:
+        ids = await model.encode(request.prompt or "", request.add_special_tokens is not False)
+    texts = model.need_tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else None
+    await exchange.json({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts})
+
+
+async def detokenize(exchange: Exchange) -> None:
+    request = exchange.decode(DetokenizeRequest)
+    model = exchange.server.find(request.model)
+    tokenizer = model.need_tokenizer()
+    text = await model.for_text(len(request.tokens), lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
+    await exchange.json({"prompt": text})
+
+
+async def create_embeddings(exchange: Exchange) -> None:
+    request = exchange.decode(EmbeddingRequest)
+    model = exchange.server.find(request.model)
+    keep = model.max_model_len if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
+    prompts = await read_prompts(model, request.input, field="input", keep=keep, add_special_tokens=request.add_special_tokens is not False)
+    generation = Generation(model, prompts, SamplingParams(max_tokens=1), request_id=f"embd-{request.request_id or exchange.request_id}",
+                            priority=request.priority, cache_salt=request.cache_salt, timeout=request.timeout, embed=True)
+    found: dict[int, list[float]] = {}
+    async with generation:
+        async for deltas in generation:
+            for delta in deltas:
+                if delta.embedding is None:    # the engine put it aside, to sleep
+                    raise ApiError(503, "the engine ended this request before it was computed; send it again")
+                found[delta.index] = _scaled(delta.embedding, request.dimensions)
+    data = [{"object": "embedding", "index": i, "embedding": _packed(found[i]) if request.encoding_format == "base64" else found[i]}
+            for i in range(len(prompts))]
+    tokens = generation.usage.prompt_tokens
+    await exchange.json({"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+
+
+def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
+    """Its first so many numbers, of unit length again."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if dimensions > len(vector):
+        raise ApiError(400, f"dimensions {dimensions} is more than the model's {len(vector)}; ask for fewer", param="dimensions")
+    length = math.sqrt(sum(v * v for v in vector[:dimensions])) or 1.0
+    return [v / length for v in vector[:dimensions]]
+
+
+def _packed(vector: list[float]) -> str:
+    """OpenAI's base64: little-endian float32."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
+
+
+async def generate_tokens(exchange: Exchange) -> None:
+    """Ids in, ids out. As a stream, an event is what came of the answer since the last one; the last one has the finish reason."""
+    request = exchange.decode(TokenRequest)
+    model = exchange.server.find(request.model)
+    sampling = request.sampling_params or TokenSampling()
+    if sampling.n not in (None, 1):
+        raise ApiError(400, f"sampling_params.n is {sampling.n}, and this endpoint gives one answer; send the request once for each",
+                       param="sampling_params.n")
+    # Stop strings need text; whoever has only ids looks for them himself.
+    if sampling.stop:
+        raise ApiError(400, "sampling_params.stop is text, and this endpoint knows only ids; use stop_token_ids",
+                       param="sampling_params.stop")
+    more: dict[str, Any] = {"detokenize": False, "logprobs": sampling.logprobs}
+    params = sampling.sampling_params({}, **more, **({"max_tokens": None} if sampling.max_tokens is None else {}))
+    request_id = request.request_id or exchange.request_id
+    generation = Generation(model, [Prompt(request.token_ids)], params, request_id=request_id, priority=request.priority,
+                            cache_salt=request.cache_salt, timeout=request.timeout)
+    head = {"version": TOKEN_PROTOCOL, "request_id": request_id}
+    if request.stream:
+        async with generation:
+            async for [delta] in generation:
+                await exchange.send(b"data: " + encode({**head, **_event(delta, generation.usage.cached_tokens)}) + b"\n\n")
+        await exchange.end(DONE)
+        return
+    async with generation:
+        [answer] = await generation.collect()
+    whole = Delta(0, "", answer.token_ids, answer.logprobs, generation.prompt_logprobs[0], answer.finish_reason, answer.stop_reason)
+    await exchange.json({**head, "prompt_tokens": len(request.token_ids), **_event(whole, generation.usage.cached_tokens)})
+
+
+def _event(delta: Delta, num_cached: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"token_ids": delta.token_ids, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason,
+                             "num_cached_tokens": num_cached}
+    if delta.logprobs is not None:
+        found["logprobs"] = [_numbers(step) for step in delta.logprobs]
+    if delta.prompt_logprobs is not None:
+        found["prompt_logprobs"] = [_numbers(step) for step in delta.prompt_logprobs]
+    return found
+
+
+def _numbers(step: TokenLogprobs | None) -> dict[int, tuple[float, int | None]] | None:
+    """id: [log-probability, rank]."""
+    return None if step is None else {i: (max(e.logprob, LOWEST), e.rank) for i, e in step.items()}
