@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
+from shoal.server.errors import ApiError
 from shoal.server.reasoning import ThinkParser, opens_thinking
 from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser, Part, TaggedCalls, TextDelta
 
@@ -87,6 +88,20 @@ def plan_tools(tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, 
         raise RequestError("tool_choice 'auto' needs a parser of calls, and this server runs with --tool-call-parser none; "
                            "choose a function, 'required' or 'none'")
     return ToolPlan("auto", tools, parallel=many)
+
+
+def template_variables(given: dict[str, Any], params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:
+    """Of the chat template. A grammar holds from the first token on, so a model that would think is told not to."""
+    if params.structured_outputs is not None and reasoning_parser != "none":
+        return {"enable_thinking": False, **given}
+    return given
+
+
+def check_finish(reason: str | None) -> str:
+    """The reason, where the API has no word for answers that the server took back."""
+    if reason not in ("stop", "length"):
+        raise ApiError(503, "the answer was given up: the engine was put to sleep or is ending; try again")
+    return reason
 
 
 class AnswerFormat:

@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from jiter import from_json
 
 from shoal.server.reasoning import ThinkParser, opens_thinking
 from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, TaggedCalls
@@ -65,10 +66,13 @@ HERMES = {
     "arguments first": ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [["call", "f", '{"a": 1}']]),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', [["call", "f", "{}"]]),
     "null arguments": ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [["call", "f", "{}"]]),
-    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\u00e9\\"}"}</tool_call>', [["call", "f", '{"a": "\\u00e9"}']]),
-    "another key": ('<tool_call>{"id": [1, {"a": "b"}], "name": "f", "arguments": {"a": 1}, "x": 2}</tool_call>', [["call", "f", '{"a": 1}']]),
+    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\u00e9\\"}"}</tool_call>',
+        [["call", "f", '{"a": "\\u00e9"}']]),
+    "another key": ('<tool_call>{"id": [1, {"a": "b"}], "name": "f", "arguments": {"a": 1}, "x": 2}</tool_call>',
+        [["call", "f", '{"a": 1}']]),
     "line break in a string": ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', [["call", "f", '{"a": "x\\ny"}']]),
-    "a tag in a string": ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', [["call", "f", '{"a": "</tool_call>"}']]),
+    "a tag in a string": ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+        [["call", "f", '{"a": "</tool_call>"}']]),
     "no JSON": ("<tool_call>f(1)</tool_call> ok", [["content", "<tool_call>f(1)</tool_call> ok"]]),
     "no name": ('x <tool_call>{"arguments": {"a": 1}}</tool_call>', [["content", 'x <tool_call>{"arguments": {"a": 1}}</tool_call>']]),
     "cut before the name": ('<tool_call>{"na', [["content", '<tool_call>{"na']]),
@@ -81,7 +85,8 @@ HERMES = {
     "one brace too many": ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}}\n</tool_call>', [["call", "f", '{"a": 1}']]),
     "no closing tag": (f"<tool_call>{W}", [["call", "get_weather", WA]]),
     "a second try": (f"<tool_call><tool_call>{W}</tool_call>", [["content", "<tool_call>"], ["call", "get_weather", WA]]),
-    "unicode": ('<tool_call>{"name": "f", "arguments": {"ü": "日本 \\ud83d\\ude00"}}</tool_call>', [["call", "f", '{"ü": "日本 \\ud83d\\ude00"}']]),
+    "unicode": ('<tool_call>{"name": "f", "arguments": {"ü": "日本 \\ud83d\\ude00"}}</tool_call>',
+        [["call", "f", '{"ü": "日本 \\ud83d\\ude00"}']]),
     "half a character in the name": ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
                                      [["content", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>']]),
     "nested too deeply": ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 80 + "]" * 80 + "}}</tool_call>",
@@ -93,7 +98,8 @@ LLAMA = {
     "one call": (L, [["call", "get_weather", '{"city": "Paris"}']]),
     "behind the tag": (f"<|python_tag|>{L}", [["call", "get_weather", '{"city": "Paris"}']]),
     "text and the tag": (f"So: <|python_tag|>{L}\n", [["content", "So:"], ["call", "get_weather", '{"city": "Paris"}']]),
-    "several": (f'{L}; {{"type": "function", "name": "f", "parameters": {{}}}};', [["call", "get_weather", '{"city": "Paris"}'], ["call", "f", "{}"]]),
+    "several": (f'{L}; {{"type": "function", "name": "f", "parameters": {{}}}};',
+        [["call", "get_weather", '{"city": "Paris"}'], ["call", "f", "{}"]]),
     "an answer in JSON": ('{"name": "Bob", "age": 3}', [["content", '{"name": "Bob", "age": 3}']]),
     "JSON of other keys": (' {"f": {"name": "f"}}', [["content", ' {"f": {"name": "f"}}']]),
     "text in between": (f"{L} and {L}", [["call", "get_weather", '{"city": "Paris"}'], ["content", f"and {L}"]]),
@@ -114,9 +120,10 @@ def test_what_is_found_is_the_same_however_the_text_is_cut(make, text, expected)
         assert parse(make(), cut(text, i)) == expected
 
 
-FRAGMENTS = st.sampled_from(["<tool_call>", "</tool_call>", "<|python_tag|>", "<tool", "{", "}", '"name"', ": ", '"f"', ", ", '"arguments"', "[", "]", "\\", '"',
-                             "\n", " ", ";", "1", "-", "null", "x", "\\u12", "é", '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', '"a": "b"',
-                             "<think>", "</think>", "<thi"])
+FRAGMENTS = st.sampled_from([
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "<tool", "{", "}", '"name"', ": ", '"f"', ", ", '"arguments"', "[", "]", "\\", '"',
+    "\n", " ", ";", "1", "-", "null", "x", "\\u12", "é", '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', '"a": "b"',
+    "<think>", "</think>", "<thi"])
 
 
 @seed(4)
@@ -133,7 +140,7 @@ def test_random_text_cut_at_random_gives_the_same(text, cuts):
 
 
 def is_start_of_json(text):
-    from jiter import from_json    # what anthropic's client reads unfinished arguments with
+    """As anthropic's client reads unfinished arguments."""
     assert isinstance(from_json(text.encode(), partial_mode=True), dict)
 
 

@@ -1,0 +1,338 @@
+"""/v1/messages: Anthropic's API, for text and tools."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.errors import RequestError
+from shoal.server.errors import ApiError
+from shoal.server.generation import Generation, Usage
+from shoal.server.http import Exchange
+from shoal.server.model import Prompt, ServedModel
+from shoal.server.protocol import MinusOneOrMore, Positive
+from shoal.server.tool_parsers import CallDelta, Part
+from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools
+
+ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+          408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+class AnthropicTool(Struct, kw_only=True):
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None                       # "custom"; Anthropic's own tools are refused
+
+
+class AnthropicToolChoice(Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None              # not enforced: max_tokens is
+
+
+class OutputFormat(Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True):
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Struct, kw_only=True):
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None              # left out: no thinking, as Anthropic's API has it
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: Positive
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: MinusOneOrMore | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class TextBlock(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw | dict[str, Any]
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(Struct):
+    input_tokens: int                             # without the cached ones
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class Message(Struct, kw_only=True):
+    id: str
+    model: str
+    content: list[Block]
+    usage: MessageUsage
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_sequence: str | None = None
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
+
+async def create_message(exchange: Exchange) -> None:
+    exchange.error_event = error_event
+    request = exchange.decode(MessagesRequest)
+    model = exchange.server.find(request.model)
+    plan, params = _plan(request, model), _params(request, model)
+    plan.constrain(params)
+    prompt = await _prompt(request, model, plan, params)
+    parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
+    writer = _Writer(request.model or model.name, len(prompt.token_ids))
+    async with Generation(model, [prompt], params, request_id=exchange.request_id) as answers:
+        if not request.stream:
+            [answer] = await answers.collect()
+            writer.add(parser.push(answer.text, last=True))
+            writer.finish(check_finish(answer.finish_reason), answer.stop_reason, answers.usage)
+            await exchange.json(writer.message)
+            return
+        events = writer.begin()
+        async for [delta] in answers:
+            last = delta.finish_reason is not None
+            events += writer.add(parser.push(delta.text, last=last))
+            if last:
+                events += writer.finish(check_finish(delta.finish_reason), delta.stop_reason, answers.usage)
+            if events:
+                await exchange.send(events)
+                events = b""
+    await exchange.end(b"")
+
+
+async def count_tokens(exchange: Exchange) -> None:
+    request = exchange.decode(CountTokensRequest)
+    model = exchange.server.find(request.model)
+    plan, params = _plan(request, model), SamplingParams(structured_outputs=_structured(request))
+    plan.constrain(params)
+    prompt = await _prompt(request, model, plan, params)
+    await exchange.json(TokenCount(len(prompt.token_ids)))
+
+
+def error_body(error: ApiError) -> bytes:
+    """Anthropic's shape of an error."""
+    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+
+class _Writer:
+    """The message as it grows, and the events that tell of it."""
+
+    def __init__(self, model: str, prompt_tokens: int) -> None:
+        self.message = Message(id=f"msg_{uuid.uuid4().hex}", model=model, content=[], usage=MessageUsage(prompt_tokens, 0))
+        self._text: list[str] = []                # of the block that is open
+        self._delta = b""                         # the constant beginning of its delta events
+
+    def begin(self) -> bytes:
+        return _event("message_start", message=self.message)
+
+    def add(self, parts: list[Part]) -> bytes:
+        events = []
+        for part in parts:
+            text = part.arguments if isinstance(part, CallDelta) else part.text
+            if (opened := self._opened_by(part)) is not None:
+                events += [self._close(), self._open(opened)]
+            if text:
+                self._text.append(text)
+                events.append(b"%b%b}}\n\n" % (self._delta, msgspec.json.encode(text)))
+        return b"".join(events)
+
+    def finish(self, reason: str, stop: int | str | None, usage: Usage) -> bytes:
+        message = self.message
+        events = self._close()
+        message.usage = MessageUsage(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens, usage.cached_tokens)
+        if reason == "length":
+            message.stop_reason = "max_tokens"
+        elif isinstance(stop, str):
+            message.stop_reason, message.stop_sequence = "stop_sequence", stop
+        else:
+            message.stop_reason = "tool_use" if any(isinstance(b, ToolUseBlock) for b in message.content) else "end_turn"
+        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        return events + _event("message_delta", delta=delta, usage=message.usage) + _event("message_stop")
+
+    def _opened_by(self, part: Part) -> Block | None:
+        """The new block that `part` begins, None if it goes on with the open one."""
+        open_block = self.message.content[-1] if self.message.content else None
+        if isinstance(part, CallDelta):
+            return None if part.name is None else ToolUseBlock(part.id or "", part.name, {})
+        if part.reasoning:
+            return None if isinstance(open_block, ThinkingBlock) else ThinkingBlock("")
+        return None if isinstance(open_block, TextBlock) else TextBlock("")
+
+    def _open(self, block: Block) -> bytes:
+        content = self.message.content
+        content.append(block)
+        self._text = []
+        kind, field = (("text_delta", "text") if isinstance(block, TextBlock) else ("thinking_delta", "thinking")
+                       if isinstance(block, ThinkingBlock) else ("input_json_delta", "partial_json"))
+        self._delta = (b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+                       % (len(content) - 1, kind.encode(), field.encode()))
+        return _event("content_block_start", index=len(content) - 1, content_block=block)
+
+    def _close(self) -> bytes:
+        """The open block is done, if there is one."""
+        if not self.message.content:
+            return b""
+        block, text, index = self.message.content[-1], "".join(self._text), len(self.message.content) - 1
+        events = b""
+        if isinstance(block, TextBlock):
+            block.text = text
+        elif isinstance(block, ThinkingBlock):
+            block.thinking = text
+            events = _event("content_block_delta", index=index, delta={"type": "signature_delta", "signature": ""})
+        elif _is_json(text):                      # arguments that were cut short stay an empty input: the block has to hold an object
+            block.input = msgspec.Raw(text.encode())
+        return events + _event("content_block_stop", index=index)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
+
+
+def _plan(request: CountTokensRequest, model: ServedModel) -> ToolPlan:
+    for i, tool in enumerate(request.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise RequestError(f"tools[{i}] is of the type {tool.type!r:.100}; this server has none of Anthropic's own tools")
+    functions = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema or {"type": "object", "properties": {}}}
+                 for t in request.tools or ()]
+    choice, parallel = request.tool_choice, None
+    wanted: str | dict[str, Any] | None = None
+    if choice is not None:
+        parallel = not choice.disable_parallel_tool_use
+        wanted = "required" if choice.type == "any" else choice.type
+        if choice.type == "tool":
+            wanted = {"type": "function", "function": {"name": choice.name}}
+    return plan_tools([{"type": "function", "function": f} for f in functions], wanted, parallel, model.tool_call_parser)
+
+
+def _structured(request: CountTokensRequest) -> StructuredOutputsParams | None:
+    config = request.output_config
+    return StructuredOutputsParams(json=config.format.schema) if config is not None and config.format is not None else None
+
+
+def _params(request: MessagesRequest, model: ServedModel) -> SamplingParams:
+    given = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k, "stop": request.stop_sequences}
+    return SamplingParams(**{**model.default_params, **{k: v for k, v in given.items() if v is not None}}, max_tokens=request.max_tokens,
+                          structured_outputs=_structured(request))
+
+
+async def _prompt(request: CountTokensRequest, model: ServedModel, plan: ToolPlan, params: SamplingParams) -> Prompt:
+    messages = to_chat(request)
+    thinks = request.thinking is not None and request.thinking.type != "disabled" and params.structured_outputs is None
+    variables = {} if model.reasoning_parser == "none" else {"enable_thinking": thinks}
+    # An answer that the caller began is gone on with.
+    begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    return await model.chat_prompt(messages, tools=plan.tools, continue_final_message=begun, variables=variables)
+
+
+def to_chat(request: CountTokensRequest) -> list[dict[str, Any]]:
+    """The conversation as messages of OpenAI's chat API. Raises RequestError."""
+    if not request.messages:
+        raise RequestError("messages is empty; send at least one")
+    messages: list[dict[str, Any]] = []
+    if system := _text("system", request.system or ""):
+        messages.append({"role": "system", "content": system})
+    for i, message in enumerate(request.messages):
+        role, content = message.get("role"), message.get("content")
+        where = f"messages[{i}]"
+        if role not in ("user", "assistant", "system"):
+            raise RequestError(f"{where} has the role {role!r:.100}; there are user and assistant")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(b, dict) for b in blocks):
+            raise RequestError(f"{where} has the content {content!r:.100}, neither text nor a list of blocks")
+        messages += [_answer(where, blocks)] if role == "assistant" else _said(where, role, blocks)
+    return messages
+
+
+def _said(where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own in the chat API."""
+    found: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            if not isinstance(call := block.get("tool_use_id"), str):
+                raise RequestError(f"{where} has a tool_result without tool_use_id; name the call that it answers")
+            found.append({"role": "tool", "tool_call_id": call, "content": _text(where, block.get("content") or "")})
+        else:
+            texts.append(block)
+    if texts or not found:
+        found.append({"role": role, "content": _text(where, texts)})
+    return found
+
+
+def _answer(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_use":
+            if not isinstance(block.get("id"), str) or not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
+                raise RequestError(f"{where} has a tool_use {block!r:.100} without id, name or input")
+            function = {"name": block["name"], "arguments": block["input"]}
+            message.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
+        elif kind == "thinking":
+            if not isinstance(block.get("thinking"), str):
+                raise RequestError(f"{where} has a thinking block without its text")
+            message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+        else:
+            message["content"] += _text(where, [block])
+    return message
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise RequestError(f"{where} has the content {block!r:.100}; this server reads text: {{'type': 'text', 'text': ...}}")
+        texts.append(block["text"])
+    return "\n".join(texts)

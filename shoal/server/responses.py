@@ -1,0 +1,397 @@
+"""/v1/responses: OpenAI's newer API, its text core. Nothing is stored: a conversation is sent whole each time."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.errors import RequestError
+from shoal.server.errors import ApiError
+from shoal.server.generation import Generation, Usage
+from shoal.server.http import Exchange
+from shoal.server.model import ServedModel
+from shoal.server.protocol import GenerationFields, MinusOneOrMore, Positive
+from shoal.server.tool_parsers import CallDelta, Part
+from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, template_variables
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextFormat(Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(Struct, kw_only=True):
+    effort: str | None = None                     # "none" switches it off; the template sees the others as reasoning_effort
+    summary: str | None = None
+
+
+class ResponsesRequest(GenerationFields, kw_only=True):
+    """`n` and `max_tokens` of vLLM's names have no place here."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: MinusOneOrMore | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    # What needs storage is refused.
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    prompt: dict[str, Any] | None = None
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class OutputMessage(Struct, tag_field="type", tag="message"):
+    id: str
+    content: list[OutputText]
+    status: Status
+    role: Literal["assistant"] = "assistant"
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(Struct, tag_field="type", tag="reasoning"):
+    id: str
+    content: list[ReasoningText]
+    status: Status
+    summary: list[Any] = []
+
+
+class FunctionCall(Struct, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+Item = OutputMessage | ReasoningItem | FunctionCall
+
+
+class InputDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(Struct):
+    reasoning_tokens: int = 0                     # not counted apart
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens_details: OutputDetails
+
+
+class IncompleteDetails(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(Struct):
+    code: str
+    message: str
+
+
+class Response(Struct, kw_only=True):
+    id: str
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[Item]
+    object: Literal["response"] = "response"
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    usage: ResponseUsage | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float
+    top_p: float
+    parallel_tool_calls: bool
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    text: TextOptions
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["disabled"] = "disabled"
+    metadata: dict[str, Any]
+    user: str | None = None
+    previous_response_id: None = None
+    store: Literal[False] = False
+    background: Literal[False] = False
+
+
+async def create_response(exchange: Exchange) -> None:
+    request = exchange.decode(ResponsesRequest)
+    model = exchange.server.find(request.model)
+    _refuse(request)
+    params = _params(request, model)
+    plan = plan_tools(_chat_tools(request.tools), _chat_choice(request.tool_choice), request.parallel_tool_calls, model.tool_call_parser)
+    plan.constrain(params)
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    variables: dict[str, Any] = {} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    variables = template_variables(variables, params, model.reasoning_parser)
+    prompt = await model.chat_prompt(to_chat(request), tools=plan.tools, variables=variables)
+    parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
+    writer = _Writer(_response(request, model, params, plan))
+    exchange.error_event = writer.failed
+    async with Generation(model, [prompt], params, request_id=request.request_id or exchange.request_id, priority=request.priority,
+                          cache_salt=request.cache_salt, timeout=request.timeout) as answers:
+        if not request.stream:
+            [answer] = await answers.collect()
+            writer.add(parser.push(answer.text, last=True))
+            writer.finish(check_finish(answer.finish_reason), answers.usage)
+            await exchange.json(writer.response)
+            return
+        events = writer.begin()
+        async for [delta] in answers:
+            last = delta.finish_reason is not None
+            events += writer.add(parser.push(delta.text, last=last))
+            if last:
+                events += writer.finish(check_finish(delta.finish_reason), answers.usage)
+            if events:
+                await exchange.send(events)
+                events = b""
+    await exchange.end(b"")
+
+
+class _Writer:
+    """The response as it grows, and the events that tell of it."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+        self._number = 0                          # of the next event
+        self._text: list[str] = []                # of the item that is open
+        self._delta = b""                         # the constant beginning of its delta events
+
+    def begin(self) -> bytes:
+        return self._whole("response.created") + self._whole("response.in_progress")
+
+    def add(self, parts: list[Part]) -> bytes:
+        events = []
+        for part in parts:
+            text = part.arguments if isinstance(part, CallDelta) else part.text
+            if (opened := self._opened_by(part)) is not None:
+                events += [self._close("completed"), self._open(opened)]
+            if text:
+                self._text.append(text)
+                events.append(b"%b%b,\"sequence_number\":%d}\n\n" % (self._delta, msgspec.json.encode(text), self._number))
+                self._number += 1
+        return b"".join(events)
+
+    def finish(self, reason: str, usage: Usage) -> bytes:
+        response, status = self.response, "incomplete" if reason == "length" else "completed"
+        events = self._close(status)    # type: ignore[arg-type]
+        response.status = status    # type: ignore[assignment]
+        if reason == "length":
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        response.usage = ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, InputDetails(usage.cached_tokens),
+                                       OutputDetails())
+        return events + self._whole(f"response.{status}")
+
+    def failed(self, error: ApiError) -> bytes:
+        self.response.status = "failed"
+        self.response.error = ResponseError("rate_limit_exceeded" if error.status == 429 else "server_error", error.message)
+        return self._whole("response.failed")
+
+    def _opened_by(self, part: Part) -> Item | None:
+        """The new item that `part` begins, None if it goes on with the open one."""
+        open_item = self.response.output[-1] if self.response.output else None
+        if isinstance(part, CallDelta):
+            return None if part.name is None else FunctionCall(_new_id("fc"), part.id or "", part.name, "", "in_progress")
+        if part.reasoning:
+            return None if isinstance(open_item, ReasoningItem) else ReasoningItem(_new_id("rs"), [], "in_progress")
+        return None if isinstance(open_item, OutputMessage) else OutputMessage(_new_id("msg"), [], "in_progress")
+
+    def _open(self, item: Item) -> bytes:
+        output = self.response.output
+        output.append(item)
+        self._text = []
+        events = self._event("response.output_item.added", output_index=len(output) - 1, item=item)
+        kind, where = "function_call_arguments", {"item_id": item.id, "output_index": len(output) - 1}
+        if isinstance(item, OutputMessage):
+            kind, where = "output_text", {**where, "content_index": 0, "logprobs": []}
+            events += self._event("response.content_part.added", item_id=item.id, output_index=len(output) - 1, content_index=0,
+                                  part=OutputText(""))
+        elif isinstance(item, ReasoningItem):
+            kind, where = "reasoning_text", {**where, "content_index": 0}
+            events += self._event("response.content_part.added", **where, part=ReasoningText(""))
+        name = f"response.{kind}.delta"
+        self._delta = b"event: %b\ndata: %b,\"delta\":" % (name.encode(), msgspec.json.encode({"type": name, **where})[:-1])
+        return events
+
+    def _close(self, status: Status) -> bytes:
+        """The open item is done, if there is one."""
+        if not self.response.output:
+            return b""
+        item, index, text = self.response.output[-1], len(self.response.output) - 1, "".join(self._text)
+        where: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        item.status = status
+        if isinstance(item, FunctionCall):
+            item.arguments = text
+            events = self._event("response.function_call_arguments.done", **where, name=item.name, arguments=text)
+        else:
+            where["content_index"] = 0
+            if isinstance(item, OutputMessage):
+                item.content = [OutputText(text)]
+                events = self._event("response.output_text.done", **where, text=text, logprobs=[])
+            else:
+                item.content = [ReasoningText(text)]
+                events = self._event("response.reasoning_text.done", **where, text=text)
+            events += self._event("response.content_part.done", **where, part=item.content[0])
+        return events + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _whole(self, name: str) -> bytes:
+        return self._event(name, response=self.response)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = msgspec.json.encode({"type": kind, **fields, "sequence_number": self._number})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def to_chat(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The request's items as messages of the chat API: what the model said in a row becomes one message."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    items = request.input if isinstance(request.input, list) else [{"role": "user", "content": request.input}]
+    if not items:
+        raise RequestError("input is empty; give a text or a list of items")
+    for i, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": _text(i, item, "call_id"), "content": _content(i, item.get("output"))})
+        elif kind == "message" and item.get("role") in ("system", "developer"):
+            text = _content(i, item.get("content"))
+            if messages and all(m["role"] == "system" for m in messages):    # templates know one system message, at the start
+                messages[-1]["content"] += "\n\n" + text
+            else:
+                messages.append({"role": "system", "content": text})
+        elif kind == "message" and item.get("role") == "user":
+            messages.append({"role": "user", "content": _content(i, item.get("content"))})
+        else:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            _add_to_answer(messages[-1], i, item, kind)
+    return messages
+
+
+def _add_to_answer(message: dict[str, Any], i: int, item: dict[str, Any], kind: Any) -> None:
+    if kind == "message" and item.get("role") == "assistant":
+        message["content"] += _content(i, item.get("content"))
+    elif kind == "reasoning":
+        thoughts = _content(i, item.get("content") or item.get("summary") or "")
+        message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
+    elif kind == "function_call":
+        function = {"name": _text(i, item, "name"), "arguments": _text(i, item, "arguments")}
+        message.setdefault("tool_calls", []).append({"id": _text(i, item, "call_id"), "type": "function", "function": function})
+    elif kind == "message":
+        raise RequestError(f"input[{i}] has the role {item.get('role')!r:.100}; there are user, assistant, system and developer")
+    else:
+        raise RequestError(f"input[{i}] is of the type {kind!r:.100}; this server takes message, reasoning, function_call and "
+                           "function_call_output")
+
+
+def _text(i: int, item: dict[str, Any], name: str) -> str:
+    if not isinstance(value := item.get(name), str):
+        raise RequestError(f"input[{i}].{name} {value!r:.100} is no text")
+    return value
+
+
+def _content(i: int, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise RequestError(f"input[{i}] has the content {part!r:.100}; this server reads text: {{'type': 'input_text', 'text': ...}}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Functions have their fields a level higher here than in the chat API."""
+    for i, tool in enumerate(tools or ()):
+        if tool.get("type") != "function":
+            raise RequestError(f"tools[{i}] is of the type {tool.get('type')!r:.100}; this server has functions only")
+    return [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}} for tool in tools or ()]
+
+
+def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    return {"type": choice.get("type"), "function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
+
+
+def _refuse(request: ResponsesRequest) -> None:
+    """Raises ApiError for what cannot be had here."""
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if getattr(request, name) is not None:
+            raise ApiError(400, f"{name}: this server stores nothing; send the whole conversation as `input`", param=name)
+    for name in ("store", "background"):
+        if getattr(request, name):
+            raise ApiError(400, f"{name}: this server stores no responses; set it to false", param=name)
+    if request.truncation == "auto":
+        raise ApiError(400, "truncation 'auto' is not supported; send an input that fits, with 'disabled'", param="truncation")
+    if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
+        raise ApiError(400, "top_logprobs: this endpoint gives no logprobs; /v1/chat/completions does", param="top_logprobs")
+    if request.max_tokens is not None:
+        raise ApiError(400, "max_tokens is called max_output_tokens here", param="max_tokens")
+    if request.n not in (None, 1):
+        raise ApiError(400, f"n {request.n} is not 1: a response has one answer", param="n")
+
+
+def _params(request: ResponsesRequest, model: ServedModel) -> SamplingParams:
+    given = request.text.format if request.text is not None else None
+    more: dict[str, Any] = {}
+    if given is not None and given.type != "text":
+        if request.structured_outputs is not None:
+            raise RequestError("structured_outputs and text.format both say what the answer must be; drop one of them")
+        if given.type == "json_schema" and given.schema is None:
+            raise RequestError("text.format has no schema; give the JSON schema of the answer")
+        more["structured_outputs"] = (StructuredOutputsParams(json_object=True) if given.type == "json_object"
+                                      else StructuredOutputsParams(json=given.schema))
+    return request.sampling_params(model.default_params, max_tokens=request.max_output_tokens, **more)
+
+
+def _response(request: ResponsesRequest, model: ServedModel, params: SamplingParams, plan: ToolPlan) -> Response:
+    choice: str | dict[str, Any] = request.tool_choice or ("auto" if request.tools else "none")
+    return Response(id=_new_id("resp"), created_at=int(time.time()), model=request.model or model.name, status="in_progress", output=[],
+                    instructions=request.instructions, max_output_tokens=request.max_output_tokens, temperature=params.temperature,
+                    top_p=params.top_p, parallel_tool_calls=plan.parallel, tool_choice=choice, tools=request.tools or [],
+                    text=request.text if request.text and request.text.format else TextOptions(format=TextFormat()),
+                    reasoning=request.reasoning, metadata=request.metadata or {}, user=request.user)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+

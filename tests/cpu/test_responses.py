@@ -1,0 +1,127 @@
+"""/v1/responses as OpenAI's client sees it, over a fake engine."""
+
+import json
+
+import openai
+import pytest
+
+from tests.serving import Served
+
+CALL = '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TOOL = {"type": "function", "name": "weather", "description": "tells", "strict": False,
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = Served(tmp_path_factory.mktemp("tiny"))
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def ask(client, **options):
+    return client.responses.create(**{"model": "tiny", "input": "hello", **options})
+
+
+def test_text_is_answered_with_usage(served, client):
+    served.say("Hello there")
+    answer = ask(client, instructions="Be brief.", metadata={"a": "b"}, temperature=0.5)
+    assert answer.output_text == "Hello there" and answer.status == "completed" and answer.error is None
+    assert answer.usage.output_tokens == 12 and answer.usage.total_tokens == answer.usage.input_tokens + 12
+    assert served.prompt == "<system>Be brief.<user>hello<assistant>" and answer.metadata == {"a": "b"} and not answer.store
+    assert served.request.params.temperature == 0.5 and answer.temperature == 0.5
+
+
+def test_an_answer_cut_short_is_incomplete(served, client):
+    served.say("Hello there")
+    answer = ask(client, max_output_tokens=5)
+    assert answer.output_text == "Hello" and answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output[0].status == "incomplete"
+
+
+def test_reasoning_text_and_calls_are_items(served, client):
+    served.say(CALL)
+    answer = ask(client, tools=[TOOL])
+    reasoning, message, call = answer.output
+    assert reasoning.type == "reasoning" and reasoning.content[0].text == "Let me see."
+    assert message.content[0].text == "I ask." == answer.output_text
+    assert call.type == "function_call" and call.name == "weather" and json.loads(call.arguments) == {"city": "Paris"} and call.call_id
+    assert '"weather"' in served.prompt
+
+
+def test_the_clients_stream_adds_up_to_the_whole(served, client):
+    served.say(CALL)
+    with client.responses.stream(model="tiny", input="hello", tools=[TOOL]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    kinds = [e.type.removeprefix("response.") for e in events]
+    assert [k for i, k in enumerate(kinds) if i == 0 or kinds[i - 1] != k] == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed"]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "I ask." == final.output_text
+    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == '{"city": "Paris"}'
+    assert final.output[2].arguments == '{"city": "Paris"}' and final.usage.output_tokens > 0
+    assert [i.id for i in final.output] == [e.item.id for e in events if e.type == "response.output_item.added"]
+
+
+def test_a_cut_stream_ends_with_incomplete(served, client):
+    served.say("Hello there")
+    events = list(ask(client, stream=True, max_output_tokens=3))
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == "Hel"
+
+
+def test_a_conversation_comes_back_as_items(served, client):
+    served.say(CALL)
+    first = ask(client, tools=[TOOL])
+    items = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+             *[item.to_dict() for item in first.output],
+             {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "sunny"}]
+    served.say("It is sunny.")
+    assert ask(client, input=items, instructions="You help.").output_text == "It is sunny."
+    assert served.prompt == ('<system>You help.\n\nBe brief.<user>hello<assistant>(thought: Let me see.)I ask.'
+                             '<tool_call>weather{"city": "Paris"}</tool_call><tool>sunny<assistant>')
+
+
+def test_a_named_tool_and_a_schema_become_grammars(served, client):
+    served.say('{"city": "Rome"}')
+    answer = ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
+    assert answer.output[0].type == "function_call" and answer.output[0].arguments == '{"city": "Rome"}' and answer.output_text == ""
+    assert served.request.params.structured_outputs.json == TOOL["parameters"] and "<think>\n\n</think>" in served.prompt
+    schema = TOOL["parameters"]
+    answer = ask(client, text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}})
+    assert answer.output_text == '{"city": "Rome"}' and served.request.params.structured_outputs.json == schema
+    ask(client, reasoning={"effort": "none"})
+    assert "<think>\n\n</think>" in served.prompt
+
+
+@pytest.mark.parametrize("options, param", [
+    ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"store": True}, "store"), ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"), ({"truncation": "auto"}, "truncation"), ({"top_logprobs": 2}, "top_logprobs"),
+    ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, None),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
+    ({"tools": [{"type": "web_search"}]}, None), ({"tool_choice": "required"}, "tool_choice"),
+    ({"extra_body": {"max_tokens": 5}}, "max_tokens"), ({"extra_body": {"n": 2}}, "n"),
+])
+def test_what_cannot_be_had_is_refused_with_the_fields_name(client, options, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **options)
+    assert caught.value.param == param or param is None
+    assert len(caught.value.message) > 20
+
+
+def test_a_failure_in_mid_stream_is_an_event(served, client):
+    served.say("Hello there")
+    served.engine.error_after = 4
+    try:
+        events = list(ask(client, stream=True))
+    finally:
+        served.engine.error_after = None
+    assert events[-1].type == "response.failed" and "told to fail" in events[-1].response.error.message
