@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from shoal.config import EngineConfig
 from shoal.engine.regions import CpuRegions
+from shoal.errors import ShoalError
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
-from shoal.weights.transfer import Handle, WeightsGroup, open_tensor
+from shoal.weights.transfer import Handle, Listed, WeightsGroup, open_tensor
 from shoal.weights.update import checksums
 
 
@@ -51,21 +52,21 @@ class RankCommands:
 
     def load_checkpoint(self, path: str, dummy: bool) -> None:
         load_weights(self.model, resolve(path), dummy=dummy, show_progress=self.tp.rank == 0)
-        self._finish()
+        self._synchronize()
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.model.begin_loading(tensors)
-        for name, tensor in tensors.items():
-            self.model.load_weight(name, tensor)
-        self.model.finish_loading()
-        self._finish()
+        """Of rank 0, which has them and tells the others (load_broadcast)."""
+        def told(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if self.tp.size == 1 else self.tp.broadcast(tensor.detach().to(self.device).contiguous())
+
+        self._load(tensors, ((name, told(tensor)) for name, tensor in tensors.items()))
+
+    def load_broadcast(self, listed: Sequence[Listed]) -> None:
+        tensors = ((name, self.tp.broadcast(empty(dtype, shape, self.device))) for name, dtype, shape in listed)
+        self._load([name for name, _, _ in listed], tensors)
 
     def load_shared(self, handles: Sequence[Handle]) -> None:
-        self.model.begin_loading(h["name"] for h in handles)
-        for handle in handles:
-            self.model.load_weight(handle["name"], open_tensor(handle))
-        self.model.finish_loading()
-        self._finish()
+        self._load([h["name"] for h in handles], ((h["name"], open_tensor(h)) for h in handles))
 
     def join_weights_group(self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str) -> None:
         device = self.device if backend == "nccl" else torch.device("cpu")
@@ -76,21 +77,33 @@ class RankCommands:
         if group is not None:
             group.close()
 
-    def receive_weights(self, listed: Sequence[tuple[str, str, Sequence[int]]], taken: Sequence[str], group_name: str) -> None:
+    def receive_weights(self, listed: Sequence[Listed], taken: Sequence[str], group_name: str) -> None:
         """One whole tensor at a time; those that are not `taken` follow from others."""
-        group, names = self.weights_groups[group_name], set(taken)
-        self.model.begin_loading(names)
-        for name, dtype, shape in listed:
-            tensor = group.broadcast(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=group.device))
-            if name in names:
-                self.model.load_weight(name, tensor)
-        self.model.finish_loading()
-        self._finish()
+        group = self.weights_groups[group_name]
+        self._load(taken, ((name, group.broadcast(empty(dtype, shape, group.device))) for name, dtype, shape in listed))
 
     def checksums(self) -> dict[str, str]:
         return checksums(self.model)
 
-    def _finish(self) -> None:
-        """Sources may be let go when a command has returned: all copies have ended."""
+    def _load(self, names: Collection[str], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Every tensor is taken, an unfit one too, as others take part in sending it. They may be let go when this returns."""
+        self.model.begin_loading(names)
+        wanted, first = set(names), None
+        for name, tensor in tensors:
+            try:
+                if name in wanted:
+                    self.model.load_weight(name, tensor)
+            except ShoalError as error:
+                first = first or error
+        if first is not None:
+            raise first
+        self.model.finish_loading()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def empty(dtype: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)

@@ -15,7 +15,7 @@ import torch
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.loader import is_derived
 from shoal.weights.source import CheckpointFiles, resolve
-from shoal.weights.transfer import Handle, SharedTensors, check_group, parse_tensors
+from shoal.weights.transfer import Handle, check_group, parse_tensors
 from shoal.weights.update import check_checkpoint, check_same_packing, check_tensor, fingerprint
 
 if TYPE_CHECKING:
@@ -62,10 +62,9 @@ class Weights:
         if isinstance(tensors, Mapping):
             names = self._check_tensors([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
             tensors = {name: tensors[name] for name in names}
-            shared = SharedTensors(tensors if self.core.group is not None else {})
-            with shared:
-                own = self.core.runner.load_tensors if self.core.runner is not None else None
-                self._load("from tensors", names, "load_shared", shared.handles, own=(own, tensors))
+            described = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
+            assert self.core.runner is not None
+            self._load("from tensors", names, "load_broadcast", described, own=(self.core.runner.load_tensors, tensors))
         else:
             handles = list(tensors)
             try:

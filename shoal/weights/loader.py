@@ -37,8 +37,8 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
             if not is_derived(name, files.config):
                 model.load_weight(name, tensor)
         model.finish_loading()
-    except CheckpointError as error:
-        if str(files.path) in str(error):
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, CheckpointError) and str(files.path) in str(error):
             raise
         raise CheckpointError(f"{files.path}: {error}") from None
 

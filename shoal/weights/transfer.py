@@ -19,6 +19,7 @@ from shoal.errors import CheckpointError, ConfigError
 ALIGNMENT = 64
 TIMEOUT_S = 600.0
 Handle = dict[str, Any]    # one tensor: "name", "dtype", "shape", and where it lies
+Listed = tuple[str, str, Sequence[int]]    # name, dtype, shape
 
 
 class SharedTensors:
@@ -135,8 +136,7 @@ def check_group(address: str, port: int, rank: int, world_size: int, backend: st
         raise ConfigError(f"rank {rank} is outside the group's world_size {world_size}; rank_offset is the first rank of this engine")
 
 
-def parse_tensors(names: Sequence[str], dtypes: Sequence[str | torch.dtype], shapes: Sequence[Sequence[int]],
-                  ) -> list[tuple[str, str, list[int]]]:
+def parse_tensors(names: Sequence[str], dtypes: Sequence[str | torch.dtype], shapes: Sequence[Sequence[int]]) -> list[Listed]:
     """The parallel lists of update_weights_from_distributed as triples of plain data. Raises ConfigError unless they match."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ConfigError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each a tensor")

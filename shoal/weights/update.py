@@ -33,7 +33,7 @@ def check_checkpoint(ours: ModelConfig, shapes: Mapping[str, tuple[int, ...]], f
                                   "build a new engine for it")
     try:
         found = safetensors_shapes(files.folder) if files.file is None else gguf_shapes(files.header, theirs)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         raise _named(error, files) from None
     found = {name: shape for name, shape in found.items() if not is_derived(name, theirs)}
     if missing := sorted(shapes.keys() - found.keys()):
@@ -108,5 +108,7 @@ def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield piece.mul_(places[:piece.numel()]).sum()
 
 
-def _named(error: CheckpointError, files: CheckpointFiles) -> CheckpointError:
-    return error if str(files.path) in str(error) else CheckpointError(f"{files.path}: {error}")
+def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
+    if isinstance(error, CheckpointError) and str(files.path) in str(error):
+        return error
+    return CheckpointError(f"{files.path}: {error}")

@@ -1,0 +1,237 @@
+"""Sleep mode on a GPU: the memory really comes back, captured graphs stay valid, a wake-up without room loses nothing."""
+
+import gc
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal import LLM, SamplingParams
+from shoal.errors import ShoalError, UnavailableError
+from shoal.weights.transfer import SharedTensors
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((3, 17, 40, 70))]
+COUNT = 24
+GIB = 2**30
+
+
+def params(**options):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | options)
+
+
+def tokens(llm):
+    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params(), use_tqdm=False)]
+
+
+def free_bytes():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_model(tmp_path_factory.mktemp("models"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
+
+
+@pytest.fixture
+def build(folder):
+    engines = []
+
+    def make(path=folder, **options):
+        defaults = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
+        engines.append(LLM(str(path), **defaults | options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.exit()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("offload", ["host", "file"])
+def test_the_same_tokens_after_every_level_with_graphs(build, folder, expected, eager, offload):
+    llm = build(enforce_eager=eager, sleep_offload=offload)
+    assert tokens(llm) == expected
+    addresses = [p.data_ptr() for p in llm.core.runner.model.parameters()] + [llm.core.runner.kv.data_ptr()]
+    for level in (1, 2, 1, 2):
+        llm.sleep(level=level)
+        llm.wake_up(tags=["weights"])
+        if level == 2:
+            llm.update_weights(folder)
+        llm.wake_up(tags=["kv_cache"])
+        assert tokens(llm) == expected
+    assert addresses == [p.data_ptr() for p in llm.core.runner.model.parameters()] + [llm.core.runner.kv.data_ptr()]
+
+
+def test_the_memory_comes_back(build):
+    before = free_bytes()
+    llm = build(gpu_memory_utilization=0.5)
+    tokens(llm)
+    llm.generate(PROMPTS, params(repetition_penalty=1.1), use_tqdm=False)    # the counts that penalties need go too
+    awake = free_bytes()
+    assert before - awake > 0.4 * torch.cuda.mem_get_info()[1]
+    for level in (1, 2):
+        report = llm.sleep(level=level)
+        asleep = free_bytes()
+        assert before - asleep < 1 * GIB, "all but a little comes back"
+        assert abs(asleep - awake - report.freed_bytes) < 1 * GIB, "and the report says so"
+        llm.wake_up()
+
+
+def test_buffers_that_no_checkpoint_holds_survive_level_2(build, folder):
+    llm = build()
+    before = {name: buffer.clone() for name, buffer in llm.core.runner.model.named_buffers()}
+    assert "cos_sin" in before
+    sums = llm.check_weights()
+    llm.sleep(level=2)
+    with torch.no_grad():    # what is taken meanwhile overwrites what lay there
+        filler = torch.full((free_bytes() // 2,), 255, dtype=torch.uint8, device="cuda")
+    del filler
+    torch.cuda.empty_cache()
+    llm.wake_up()
+    with pytest.raises(UnavailableError, match="weights"):
+        tokens(llm)
+    llm.update_weights(folder)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in llm.core.runner.model.named_buffers())
+    assert llm.check_weights() == sums
+
+
+def test_a_hundred_cycles_grow_nothing(build, folder, expected):
+    import os
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    llm = build()
+    for _ in range(3):
+        llm.sleep(level=1)
+        llm.wake_up()
+    awake, host = free_bytes(), resident()
+    for i in range(100):
+        llm.sleep(level=1 + i % 2)
+        llm.wake_up()
+        if i % 2:
+            llm.update_weights(folder)
+    assert abs(free_bytes() - awake) < 64 << 20 and resident() - host < 256 << 20
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_wake_without_room_loses_nothing(build, folder, expected, level):
+    llm = build(gpu_memory_utilization=0.5)
+    llm.sleep(level=level)
+    asleep = free_bytes()
+    hog = torch.empty(asleep - 2 * GIB, dtype=torch.uint8, device="cuda")
+    full = free_bytes()
+    for _ in range(2):
+        with pytest.raises((ShoalError, RuntimeError, MemoryError)):
+            llm.wake_up()
+        assert llm.is_sleeping and abs(free_bytes() - full) < 64 << 20
+    del hog
+    torch.cuda.empty_cache()
+    llm.wake_up()
+    if level == 2:
+        llm.update_weights(folder)
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("tags", [None, ["kv_cache"], ["weights"]])
+def test_kept_requests_go_on_after_waking(build, expected, tags):
+    llm = build()
+    streams = [llm.stream(p, params()) for p in PROMPTS]
+    for i, stream in enumerate(streams):
+        for _ in range(i + 1):
+            next(stream)
+    llm.sleep(level=1, tags=tags, mode="keep")
+    llm.wake_up()
+    for stream, wanted in zip(streams, expected):
+        *_, last = stream
+        assert list(last.outputs[0].token_ids) == wanted
+
+
+def test_two_engines_take_turns_on_one_card(build, folder, expected):
+    one = build(gpu_memory_utilization=0.6)
+    one.sleep(level=1)
+    two = build(gpu_memory_utilization=0.6)
+    assert tokens(two) == expected
+    for _ in range(2):
+        two.sleep(level=1)
+        one.wake_up()
+        assert tokens(one) == expected
+        one.sleep(level=1)
+        two.wake_up()
+        assert tokens(two) == expected
+
+
+def test_new_weights_leave_graphs_valid(build, folder, expected):
+    llm = build()
+    weights = load_file(folder / "model.safetensors")
+    llm.update_weights_from_tensors({name: torch.zeros_like(w) if "down_proj" in name else w for name, w in weights.items()})
+    assert tokens(llm) != expected
+    llm.update_weights_from_tensors({name: w.cuda() for name, w in weights.items()})
+    assert tokens(llm) == expected
+
+
+def test_another_process_takes_cuda_tensors():
+    """CUDA IPC needs two processes: a child opens what this one shares."""
+    import json
+    import subprocess
+    import sys
+
+    sent = {"a": torch.arange(1 << 20, dtype=torch.float32, device="cuda").view(1024, 1024), "b": torch.ones(7, device="cuda").bfloat16()}
+    code = """
+import json, sys, torch
+from shoal.weights.transfer import open_tensor
+handles = json.loads(sys.stdin.readline())
+for h in handles:
+    if "cuda" in h:
+        h["cuda"] = [bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for v in h["cuda"]]
+tensors = {h["name"]: open_tensor(h).clone() for h in handles}
+torch.cuda.synchronize()
+print([float(t.double().sum()) for t in tensors.values()])
+"""
+    with SharedTensors(sent) as shared:
+        handles = [h | {"cuda": [{"hex": v.hex()} if isinstance(v, bytes) else v for v in h["cuda"]]} for h in shared.handles]
+        done = subprocess.run([sys.executable, "-c", code], input=json.dumps(handles) + "\n", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [float(t.double().sum()) for t in sent.values()]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_sleep_together(build, folder, expected):
+    llm = build(tensor_parallel_size=2)
+    assert tokens(llm) == expected
+    awake = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+    for level in (1, 2, 1):
+        llm.sleep(level=level)
+        assert all(torch.cuda.mem_get_info(i)[0] - awake[i] > 0.2 * torch.cuda.mem_get_info(i)[1] for i in range(2))
+        llm.wake_up()
+        if level == 2:
+            llm.update_weights(folder)
+        assert tokens(llm) == expected
+    hog = torch.empty(torch.cuda.mem_get_info(1)[0] // 2, dtype=torch.uint8, device="cuda:1")
+    del hog
+    torch.cuda.empty_cache()
+    llm.sleep(level=1)
+    hog = torch.empty(torch.cuda.mem_get_info(1)[0] - 2 * GIB, dtype=torch.uint8, device="cuda:1")
+    with pytest.raises((ShoalError, RuntimeError, MemoryError)):    # rank 1 finds no room: rank 0 goes back to sleep
+        llm.wake_up()
+    assert llm.is_sleeping and torch.cuda.mem_get_info(0)[0] - awake[0] > 0.2 * torch.cuda.mem_get_info(0)[1]
+    del hog
+    torch.cuda.empty_cache()
+    llm.wake_up()
+    assert tokens(llm) == expected
+    llm.update_weights_from_tensors({name: w.cuda() for name, w in load_file(folder / "model.safetensors").items()})    # CUDA IPC to rank 1
+    assert tokens(llm) == expected
