@@ -9,6 +9,7 @@ import torch
 
 from shoal.config import EngineConfig
 from shoal.engine.regions import CpuRegions
+from shoal.engine.sampling import LogitShaper
 from shoal.errors import ShoalError
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
@@ -23,6 +24,7 @@ class RankCommands:
     tp: TensorParallel
     device: torch.device
     model: Decoder
+    shaper: LogitShaper
     regions: CpuRegions
     weights_groups: dict[str, WeightsGroup]
 
@@ -35,6 +37,8 @@ class RankCommands:
     def release_memory(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
         """Gives back the memory of `tags`, after copying those in `kept` to the host. What sleeps already stays so; of a tag asleep that is
         not in `kept`, the host's copy is dropped."""
+        if "kv_cache" in tags:
+            self.shaper.forget()
         gc.collect()
         report = self.regions.release(list(tags), list(kept))
         if self.device.type == "cuda":

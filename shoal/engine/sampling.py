@@ -65,6 +65,10 @@ class LogitShaper:
         """What the counts will take when a penalty is first asked for."""
         return self.num_rows * self.vocab_size * (torch.bool.itemsize + torch.int32.itemsize)
 
+    def forget(self) -> None:
+        """Gives the counts back. To be called when no sequence has a row: each that gets one again brings its tokens."""
+        self.prompt_mask = self.output_counts = None
+
     def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
         """float32 [S, V] in vLLM's order: grammars, allowed ids, bias, penalties, then banned ids (which nothing may lift)."""
         logits_SV = logits_SV.float().clone()
