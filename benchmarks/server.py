@@ -6,10 +6,12 @@
 
 Each server is one process on one core, with an engine that yields a token whenever it is asked, SmolLM2's tokenizer and chat template.
 The client, in a process of its own on the other core, only counts `data:` lines as they come: the server is what is measured. Servers take
-turns, so that a busy machine slows all of them: believe the ratios, and those by the server's CPU seconds most.
+turns, so that a busy machine slows all of them: believe the ratios, and those by the server's CPU seconds most. Beside Shoal this needs
+fastapi, granian, orjson and psutil.
 
 `fastapi` streams a token as vLLM 0.24 does: an output object from the engine, a DecodeStream's text, three pydantic models whose validators
-look for unknown fields, `model_dump_json(exclude_unset=True)`, and Starlette's StreamingResponse under CORS middleware.
+look for unknown fields, `model_dump_json(exclude_unset=True)`, prometheus_client for each gap, and Starlette's StreamingResponse under CORS
+middleware.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import psutil
 
 SERVERS = ("uvicorn", "granian", "fastapi")
 START_SECONDS = 60
+BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)    # vLLM's, of gaps
 REPLY = 'The sea is wide and "deep"; its tides come and go.\n\n1. The moon pulls.\n2. The earth turns under it, day after day.\n'
 
 
@@ -69,14 +72,15 @@ granian_app = GranianApp()
 
 
 def serve_uvicorn(port: int) -> None:
-    import uvicorn
-
-    async def main():
-        config = uvicorn.Config(our_app(), host="127.0.0.1", port=port, http="httptools", log_level="warning", access_log=False,
-                                lifespan="off")
-        await uvicorn.Server(config).serve()
-
+    """As `shoal serve` does."""
     import uvloop
+
+    from shoal.config import ServerConfig
+    from shoal.server.run import serve
+
+    async def main() -> None:
+        await serve(our_app(), None, ServerConfig(port=port))
+
     uvloop.run(main())
 
 
@@ -89,6 +93,7 @@ def serve_granian(port: int) -> None:
 
 def serve_fastapi(port: int) -> None:
     import uvicorn
+
     uvicorn.run(fastapi_app(), host="127.0.0.1", port=port, http="httptools", loop="uvloop", log_level="warning", access_log=False)
 
 
@@ -101,6 +106,7 @@ def fastapi_app():
     from fastapi import Depends, FastAPI, Request
     from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import StreamingResponse
+    from prometheus_client import Counter, Histogram
     from pydantic import BaseModel, ConfigDict, Field, model_validator
     from tokenizers.decoders import DecodeStream
 
@@ -189,9 +195,17 @@ def fastapi_app():
         outputs: list[CompletionOutput] = field(default_factory=list)
         finished: bool = False
 
+    gaps = Histogram("inter_token_latency_seconds", "Between tokens.", ["model_name"], buckets=BUCKETS).labels("smollm2")
+    generated = Counter("generation_tokens", "Tokens generated.", ["model_name"]).labels("smollm2")
+
     async def generate(request: EngineRequest) -> AsyncIterator[RequestOutput]:
         stream, backend = DecodeStream(skip_special_tokens=True), tokenizer._backend
+        last = time.monotonic()
         async for out in engine.generate(request):
+            now = time.monotonic()
+            gaps.observe(now - last)
+            generated.inc(len(out.token_ids))
+            last = now
             text = "".join(stream.step(backend, token_id) or "" for token_id in out.token_ids)
             reason = None if out.finish_reason is None else str(out.finish_reason)
             yield RequestOutput(request.request_id, request.prompt_token_ids,

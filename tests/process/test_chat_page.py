@@ -1,24 +1,21 @@
-"""The chat page in headless Chromium, against the real server over a fake engine. SHOAL_SCREENSHOT=file.png keeps a picture of it."""
+"""The chat page in headless Chromium, against the real server over a fake engine.
 
-import asyncio
+python -m tests.process.test_chat_page http://127.0.0.1:8000 docs/images/chat.png    makes the picture in the docs, of a server that runs.
+"""
+
+import argparse
 import os
 import re
 import shutil
 import subprocess
-import threading
 import time
 
 import pytest
-import uvicorn
 from playwright.sync_api import expect, sync_playwright
 
-from shoal.config import ServerConfig
 from shoal.fake import FakeEngine
-from shoal.server.app import create_app
 from shoal.server.chat_page import chat_page
-from shoal.server.model import ServedModel
-from shoal.tokenizer import load_tokenizer
-from shoal.weights.source import resolve
+from tests.fake_server import FakeServer, byte_tokenizer, ids_of
 
 CHROMIUM = "/usr/bin/chromium"
 # Without these the browser calls home.
@@ -38,60 +35,28 @@ print("high & low")
 ```"""
 
 
-class Served:
-    """The server on a thread of its own, on a free port of the loopback."""
-
-    def __init__(self):
-        self.tokenizer = load_tokenizer(resolve("smollm2"))
-        self.engine = FakeEngine(len(self.tokenizer), ends=True)
-        self.thread = threading.Thread(target=asyncio.run, args=[self.run()])
-        self.ready = threading.Event()
-        self.thread.start()
-        assert self.ready.wait(60)
-
-    async def run(self):
-        self.loop = asyncio.get_running_loop()
-        model = ServedModel(["smollm2"], self.engine, self.tokenizer, max_model_len=8192, vocab_size=len(self.tokenizer),
-                            eos_token_ids=self.tokenizer.eos_token_ids, max_num_seqs=16)
-        config = uvicorn.Config(create_app([model], ServerConfig()), port=0, log_level="warning", lifespan="off")
-        self.server = uvicorn.Server(config)
-        serving = asyncio.create_task(self.server.serve())
-        while not self.server.started:
-            await asyncio.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/"
-        self.ready.set()
-        await serving
-        model.close()
-
+class Served(FakeServer):
     def say(self, text, delay=0.002):
-        """From now on every answer is `text`, a token every `delay` seconds."""
-        self.engine.reply, self.engine.token_seconds = self.tokenizer.encode(text, add_special_tokens=False), delay
+        """From now on every answer is `text`, a token (a byte) every `delay` seconds."""
+        self.engine.reply, self.engine.token_seconds = ids_of(text), delay
 
     def last_request(self):
         return self.engine.seen[-1]
 
     def last_prompt(self):
-        return self.tokenizer.decode(self.last_request().prompt_token_ids)
+        return byte_tokenizer().decode(self.last_request().prompt_token_ids)
 
     def wait_until_idle(self):
         deadline = time.monotonic() + 60
-        while self.num_running():
+        while self.metric("vllm:num_requests_running"):
             assert time.monotonic() < deadline, "the request still runs in the engine"
             time.sleep(0.02)
-
-    def num_running(self):
-        return asyncio.run_coroutine_threadsafe(self.engine.stats(), self.loop).result(60).num_running
-
-    def close(self):
-        self.server.should_exit = True
-        self.thread.join(60)
 
 
 @pytest.fixture(scope="module")
 def served():
-    served = Served()
-    yield served
-    served.close()
+    with Served(FakeEngine(300, ends=True), model={"max_model_len": 8192}) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +93,7 @@ def open_page(browser, served):
         page.on("request", lambda request: requested.append(request.url))
         page.on("pageerror", lambda error: broken.append(str(error)))
         page.on("console", lambda message: broken.append(message.text) if "Content Security Policy" in message.text else None)
-        page.goto(served.url)
+        page.goto(served.url + "/")
         expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
         return page
 
@@ -156,8 +121,6 @@ def test_an_answer_streams_in_with_its_speed(open_page, served):
     assert turn.locator(".body h3").inner_text() == "Tides" and turn.locator(".body strong").inner_text() == "slow"
     assert turn.locator(".body li").count() == 4 and turn.locator(".body li li").count() == 2
     assert turn.locator(".body pre code").inner_text() == 'print("high & low")'
-    if path := os.environ.get("SHOAL_SCREENSHOT"):
-        page.screenshot(path=path)
 
 
 def test_text_is_never_read_as_html(open_page, served):
@@ -277,3 +240,23 @@ def test_the_page_is_small_and_its_policy_strict():
     policy = headers["content-security-policy"]
     assert len(page) < 25_000 and b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"") and b"style=" not in page
     assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 2
+
+
+def make_picture(url, path, question):
+    """Asks the server at `url` and keeps what the page looks like then."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1100, "height": 700})
+        page.goto(url)
+        expect(page.locator("#model option").first).to_be_attached()
+        ask(page, question)
+        page.screenshot(path=path)
+        browser.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("path")
+    parser.add_argument("--question", default="Explain tides to a child")
+    make_picture(**vars(parser.parse_args()))
