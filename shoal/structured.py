@@ -102,7 +102,9 @@ def _json_grammar(params: StructuredOutputsParams) -> str:
             schema = json.loads(_bounded("json", schema))
         except (ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs.json is no JSON: {error}; send a JSON schema") from None
-    if not isinstance(schema, (dict, bool)):
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
         raise RequestError(f"structured_outputs.json {schema!r:.60} is no JSON schema; send an object (or true for any JSON)")
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)

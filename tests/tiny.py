@@ -83,6 +83,12 @@ def logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
+def embedding(folder: Path, ids: list[int]) -> torch.Tensor:
+    """[D]: the last hidden state after the final norm, of unit length."""
+    return torch.nn.functional.normalize(_oracle(folder).model(torch.tensor([ids])).last_hidden_state[0, -1].float(), dim=0)
+
+
+@torch.no_grad()
 def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
     """The oracle's own cached greedy decoding."""
     model, out, cache = _oracle(folder), [], None

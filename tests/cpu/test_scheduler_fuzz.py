@@ -10,7 +10,7 @@ from collections import Counter, deque
 
 import pytest
 
-from shoal.api import FinishReason, Request, SamplingParams
+from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
 from shoal.engine.scheduler import Scheduler, StepPlan
 
 VOCAB = 40
@@ -33,6 +33,25 @@ class History:
 
     def next_token(self) -> int:
         return self.last // 7 % VOCAB
+
+
+class ToyGrammar:
+    """Takes tokens in turn, each once; one refuses, some end it."""
+
+    REFUSED, ENDS = frozenset((7, 8, 9)), frozenset(range(30, 33))
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.ended, self.error = False, None
+
+    def accept(self, token_id: int) -> bool:
+        assert not self.ended and self.error is None, "a token after the grammar's end"
+        if token_id in self.REFUSED:
+            self.error = "refused"
+            return False
+        self.taken.append(token_id)
+        self.ended = token_id in self.ENDS
+        return True
 
 
 class Row:
@@ -67,6 +86,10 @@ class Device:
             for token in step_tokens:
                 row.history.append(token)
             end, size = entry.start + entry.num_tokens, self.block_size
+            if seq.lockstep and entry.samples:
+                assert end == len(seq.token_ids), "drawn before the host has seen the last token"
+                assert seq.grammar is None or seq.grammar.taken == seq.output_token_ids, "a grammar that is not where its sequence is"
+            assert not seq.held
             slots = [seq.block_ids[p // size] * size + p % size for p in range(end)]
             for p in range(entry.start, end):
                 self.slots[slots[p]] = (row.history.hashes[p], row.epoch)
@@ -91,10 +114,17 @@ class Device:
 def uninterrupted(request: Request, limit: int) -> tuple[list[int], FinishReason, int | None]:
     """What a request must give when it is alone and never disturbed."""
     params, history, outputs = request.params, History(request, request.prompt_token_ids), []
+    if request.embed:
+        return [], FinishReason.STOP, None
+    structured = params.structured_outputs is not None
     while True:
         token = history.next_token()
+        if structured and token in ToyGrammar.REFUSED:
+            return outputs, FinishReason.ERROR, None
         history.append(token)
         outputs.append(token)
+        if structured and token in ToyGrammar.ENDS:
+            return outputs, FinishReason.STOP, None
         if len(outputs) >= params.min_tokens:
             if token in request.eos_token_ids and not params.ignore_eos:
                 return outputs, FinishReason.STOP, None
@@ -121,6 +151,7 @@ class Trace:
         self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
         self.max_depth = r.choice((0, 1, 1, 2, 3))
         self.requests: dict[str, Request] = {}
+        self.held = []    # sequences whose grammar is not ready
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, tuple[FinishReason, int | str | None]] = {}
         self.seen = Counter[str]()
@@ -135,14 +166,17 @@ class Trace:
             base = base[:r.choice((len(base), r.randint(0, len(base))))]
             if r.random() < 0.8:
                 salt, adapter = earlier.cache_salt, earlier.adapter
-        prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(0 if base else 1, r.choice((3, 20))))])[:self.limit - 1]
+        structured = StructuredOutputsParams(regex=".") if r.random() < 0.15 else None
+        embed = structured is None and r.random() < 0.1
+        prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(0 if base else 1, r.choice((3, 20))))])[:self.limit - (not embed)]
         max_tokens = r.choice((1, 2, 5, 20, 50, 50, None))
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=r.random() < 0.8, min_tokens=r.randint(0, max_tokens or 30) if r.random() < 0.3 else 0,
-            stop_token_ids=r.sample(range(VOCAB), r.choice((0, 0, 0, 2))), prompt_logprobs=0 if r.random() < 0.1 else None)
+            stop_token_ids=r.sample(range(VOCAB), r.choice((0, 0, 0, 2))), prompt_logprobs=0 if r.random() < 0.1 else None,
+            structured_outputs=structured)
         lockstep = ((3, 4),) if r.random() < 0.1 else ()
         return Request(f"r{len(self.requests)}", prompt, params, priority=r.randint(-1, 1), arrival=r.randint(0, 3), eos_token_ids=EOS,
-                       cache_salt=salt, adapter=adapter, bad_word_ids=lockstep)
+                       cache_salt=salt, adapter=adapter, bad_word_ids=lockstep, embed=embed)
 
     def run(self, num_requests: int) -> None:
         steps = 0
@@ -151,19 +185,23 @@ class Trace:
             for _ in range(min(arrivals, num_requests - len(self.requests))):
                 request = self.new_request()
                 self.requests[request.request_id], self.outputs[request.request_id] = request, []
-                self.scheduler.add(request)
+                seq = self.scheduler.add(request)
+                if request.params.structured_outputs is not None:
+                    seq.held = True
+                    self.held.append(seq)
             self.disturb()
+            self.compile()
             self.step()
             self.scheduler.check()
             steps += 1
             work = sum(len(r.prompt_token_ids) + len(self.outputs[r.request_id]) for r in self.requests.values())
-            assert steps <= 100 + 4 * (self.max_depth + 1) * work, "no progress"
+            assert steps <= 200 + 4 * (self.max_depth + 1) * work, "no progress"
         self.compare()
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
         if plan is None:
-            assert self.in_flight or not self.scheduler.has_work, "work, and nothing runs"
+            assert self.in_flight or self.held or not self.scheduler.has_work, "work, and nothing runs"
         else:
             assert plan.num_tokens == sum(e.num_tokens for e in plan.scheduled) <= self.scheduler._max_num_batched_tokens
             self.seen["mixed"] += 0 < plan.num_decodes < len(plan.scheduled)
@@ -174,14 +212,29 @@ class Trace:
         while len(self.in_flight) > (depth if plan is not None else 0):
             self.see(*self.in_flight.popleft())
 
+    def compile(self) -> None:
+        for seq in list(self.held):
+            if self.r.random() < 0.4:
+                self.held.remove(seq)
+                seq.grammar, seq.held = ToyGrammar(), False
+
     def see(self, plan: StepPlan, tokens: list[int]) -> None:
         results = self.scheduler.update(plan, tokens)
+        for seq in self.scheduler.take_ended():
+            if seq.finish_reason is FinishReason.ERROR:
+                assert seq.error == "refused"
+                self.finished[seq.request.request_id] = (seq.finish_reason, None)
+                self.seen["refused by a grammar"] += 1
         self.seen["dropped"] += len(tokens) - len(results)
         for result in results:
             request_id = result.seq.request.request_id
             assert request_id not in self.finished, "a token after the end"
             assert tokens[result.sample] == result.token_id
-            self.outputs[request_id].append(result.token_id)
+            if result.seq.request.embed:
+                self.seen["embeddings"] += 1
+            else:
+                self.outputs[request_id].append(result.token_id)
+            self.seen["ended by a grammar"] += result.seq.grammar is not None and result.seq.grammar.ended
             self.seen["pending when preempted"] += result.seq.num_admissions > 0 and result.seq.row == -1 and result.finish_reason is None
             if result.finish_reason is not None:
                 self.finished[request_id] = (result.finish_reason, result.seq.stop_reason)
@@ -206,7 +259,7 @@ class Trace:
             tokens, reason, stop_reason = uninterrupted(request, self.limit)
             outputs, end = self.outputs[request_id], self.finished[request_id]
             if end[0] is FinishReason.ABORT or end[1] == "text":
-                assert outputs == tokens[:len(outputs)] and len(outputs) < len(tokens)
+                assert outputs == tokens[:len(outputs)] and (len(outputs) < len(tokens) or request.embed or reason is FinishReason.ERROR)
             else:
                 assert (outputs, *end) == (tokens, reason, stop_reason)
         stats = self.scheduler.stats()
@@ -229,5 +282,6 @@ def trace(seed: int) -> Counter[str]:
 def test_any_load_gives_each_request_the_tokens_of_an_undisturbed_run(first_seed):
     print(f"seeds {first_seed}..{first_seed + TRACES_A_TEST - 1}")
     seen = sum((trace(seed) for seed in range(first_seed, first_seed + TRACES_A_TEST)), Counter[str]())
-    for name in ("preemptions", "hits", "mixed", "chunked", "dropped", "pending when preempted", "ended from outside"):
+    for name in ("preemptions", "hits", "mixed", "chunked", "dropped", "pending when preempted", "ended from outside",
+                 "embeddings", "ended by a grammar", "refused by a grammar"):
         assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"
