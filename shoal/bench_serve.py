@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 LATENCIES = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)", "itl": "Inter-token Latency",
              "e2el": "End-to-end Latency"}
+SHOWN_ERRORS = 5
 MAX_LINE_BYTES = 1 << 24    # of a stream
 
 
@@ -42,6 +43,7 @@ class ServeBench:
     dataset_name: str = option("random", "random or sharegpt")
     dataset_path: str | None = option(None, "for sharegpt: a JSON list of {'conversations': [{'value': text}, ...]}")
     num_prompts: int = option(1000, "requests")
+    num_warmups: int = option(0, "requests sent before, all at once, which are not counted")
     request_rate: float = option(math.inf, "requests a second in the mean; inf: all at once")
     burstiness: float = option(1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)")
     max_concurrency: int | None = option(None, "most requests under way; others wait in the client, which is not counted as latency")
@@ -58,8 +60,8 @@ class ServeBench:
     metric_percentiles: str = option("99", "which to show, comma-separated")
 
     def __post_init__(self) -> None:
-        for name, low in (("num_prompts", 1), ("random_input_len", 1), ("random_output_len", 1), ("random_prefix_len", 0),
-                          ("vocab_size", 2), ("max_concurrency", 1), ("sharegpt_output_len", 1)):
+        for name, low in (("num_prompts", 1), ("num_warmups", 0), ("random_input_len", 1), ("random_output_len", 1),
+                          ("random_prefix_len", 0), ("vocab_size", 2), ("max_concurrency", 1), ("sharegpt_output_len", 1)):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} {value} is below {low}; raise it")
@@ -200,6 +202,8 @@ async def run(bench: ServeBench, progress: Callable[[Answer], object] = lambda a
     async with aiohttp.ClientSession(bench.base_url.rstrip("/"), connector=connector, headers=headers, read_bufsize=MAX_LINE_BYTES,
                                      timeout=aiohttp.ClientTimeout(total=bench.timeout)) as session:
         model = bench.model or await _first_model(session, bench.base_url)
+        warmups = make_requests(replace(bench, num_prompts=bench.num_warmups, seed=bench.seed - 1)) if bench.num_warmups else []
+        await asyncio.gather(*(_ask(session, bench, model, ask, 0.0) for ask in warmups))
         start = time.perf_counter()
 
         async def one(ask: Ask, at: float) -> Answer:
@@ -356,12 +360,15 @@ def table(result: dict[str, Any], percentiles: Sequence[float]) -> str:
     row("Output token throughput (tok/s)", result["output_throughput"])
     row("Peak concurrent requests", result["max_concurrent_requests"])
     row("Total token throughput (tok/s)", result["total_token_throughput"])
-    for name, title in LATENCIES.items():
+    for name, title in LATENCIES.items() if result["completed"] else ():
         rows.append(f"{title:-^50}")
         for statistic in ("mean", "median", *(f"p{p:g}" for p in percentiles)):
             row(f"{statistic.title()} {name.upper()} (ms)", result[f"{statistic}_{name}_ms"])
     rows.append("=" * 50)
-    rows += [f"{count} x {error}" for error, count in Counter(filter(None, result["errors"])).most_common(5)]
+    errors = Counter(filter(None, result["errors"])).most_common()
+    rows += [f"{count} x {error}" for error, count in errors[:SHOWN_ERRORS]]
+    if len(errors) > SHOWN_ERRORS:
+        rows.append(f"and {sum(count for _, count in errors[SHOWN_ERRORS:])} others (--save-result keeps them all)")
     return "\n".join(rows)
 
 

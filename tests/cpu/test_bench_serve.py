@@ -93,6 +93,12 @@ def test_options_reach_the_server():
     assert all(len(b["messages"][0]["content"].split()) == 5 and "temperature" not in b and "ignore_eos" not in b for b in server.requests)
 
 
+def test_warm_up_is_not_counted():
+    server = Server()
+    assert measure(server, num_warmups=3)["completed"] == 8 and len(server.requests) == 11
+    assert not {str(b["prompt"]) for b in server.requests[:3]} & {str(b["prompt"]) for b in server.requests[3:]}
+
+
 def test_concurrency_is_limited():
     server = Server(chunks=["x"] * 5)
     result = measure(server, max_concurrency=2)
@@ -193,7 +199,7 @@ def test_the_plot_and_the_table_show_a_result(tmp_path):
         path = tmp_path / "plot.png"
         bench_serve.plot(result, str(path))
         assert path.read_bytes().startswith(b"\x89PNG")
-        assert "Median TTFT (ms)" in bench_serve.table(result, [99]) and json.dumps(result)
+        assert ("Median TTFT (ms)" in bench_serve.table(result, [99])) == (result["completed"] > 0) and json.dumps(result)
 
 
 def test_the_command_takes_vllms_flags():

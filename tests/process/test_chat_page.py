@@ -83,9 +83,9 @@ def browser(chromium):
 @pytest.fixture
 def open_page(browser, served):
     """open_page(width=..., color_scheme=...) -> a page in a fresh profile. Fails the test if the page called elsewhere or broke."""
-    contexts, requested, broken = [], [], []
+    contexts, requested, broken, origins = [], [], [], set()
 
-    def open_page(width=1100, height=760, **options):
+    def open_page(width=1100, height=760, server=served, num_models=1, **options):
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
@@ -93,14 +93,15 @@ def open_page(browser, served):
         page.on("request", lambda request: requested.append(request.url))
         page.on("pageerror", lambda error: broken.append(str(error)))
         page.on("console", lambda message: broken.append(message.text) if "Content Security Policy" in message.text else None)
-        page.goto(served.url + "/")
-        expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
+        page.goto(server.url + "/")
+        origins.add(server.url)
+        expect(page.locator("#model option")).to_have_count(num_models, timeout=WAIT_MS)
         return page
 
     yield open_page
     for context in contexts:
         context.close()
-    assert requested and all(url.startswith((served.url, "data:")) for url in requested), requested
+    assert requested and all(url.startswith((*origins, "data:")) for url in requested), requested
     assert not broken
 
 
@@ -180,6 +181,31 @@ def test_errors_are_shown_and_the_question_can_be_asked_again(open_page, served)
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator(".turn.assistant .body")).to_have_text("Better.", timeout=WAIT_MS)
     assert page.locator(".turn").count() == 2 and page.get_by_role("alert").count() == 0
+
+
+def test_thoughts_are_folded(open_page):
+    with Served(FakeEngine(300, ends=True), model={"max_model_len": 8192, "reasoning_parser": "qwen3"}) as server:
+        server.say("<think>\nLet me see.\n</think>\n\nIt is four.")
+        page = open_page(server=server)
+        turn = ask(page, "Two and two?")
+        assert turn.locator(".body").inner_text() == "It is four." and not turn.get_by_text("Let me see.").is_visible()
+        turn.get_by_text("Thoughts").click()
+        assert turn.get_by_text("Let me see.").is_visible()
+        ask(page, "Sure?")
+        assert "four" in server.last_prompt() and "Let me see" not in server.last_prompt()
+
+
+def test_a_key_is_asked_for_and_kept_with_the_tab(open_page):
+    with Served(FakeEngine(300, ends=True), api_key=["sesame"]) as server:
+        server.say("Open.")
+        page = open_page(server=server, num_models=0)
+        expect(page.get_by_role("alert")).to_have_text(re.compile("401.*Settings"))
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("API key").fill("sesame")
+        page.get_by_role("button", name="Close").click()
+        expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
+        assert ask(page, "Open?").locator(".body").inner_text() == "Open." and not page.get_by_role("alert").is_visible()
+        assert "sesame" not in page.evaluate("JSON.stringify(localStorage)") and "sesame" in page.evaluate("JSON.stringify(sessionStorage)")
 
 
 def test_keys_write_lines_and_send(open_page, served):
