@@ -1,0 +1,242 @@
+"""AsyncLLM: an engine in a process of its own, as an asyncio Engine with its Control. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.api import MemoryReport, Output, Request, Stats
+from shoal.config import EngineConfig
+from shoal.engine.core_process import CoreProcess
+from shoal.errors import EngineDeadError, RequestError, ShoalError
+from shoal.wire import Abort, Add, Call, FromCore, ModelInfo, Outputs, Refused, Reply
+
+T = TypeVar("T")
+
+MOST_RESTARTS = 3                    # in RESTART_WINDOW_S; then the engine stays dead
+RESTART_WINDOW_S = 600.0
+RESTART_PAUSES_S = (0.5, 5.0, 30.0)  # before each: the first gives a dead process's device memory time to come back
+
+logger = logging.getLogger(__name__)
+
+
+class Collector:
+    """One request's outputs on their way to a reader. What a slow reader leaves lying is merged, so it holds one Output at most."""
+
+    def __init__(self) -> None:
+        self.output: Output | None = None
+        self.error: ShoalError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: Output) -> None:
+        if self.output is None:
+            self.output = output
+        else:
+            merge(self.output, output)
+        self._wake()
+
+    def fail(self, error: ShoalError) -> None:
+        """What was put before is still delivered."""
+        self.error = error
+        self._wake()
+
+    async def get(self) -> Output:
+        """All that has come since the last call; waits for something to come. Raises what `fail` was given."""
+        while self.output is None:
+            if self.error is not None:
+                raise self.error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output, self.output = self.output, None
+        return output
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(first: Output, then: Output) -> None:
+    """Makes `first` what both say."""
+    first.token_ids += then.token_ids
+    if then.logprobs is not None:
+        first.logprobs = (first.logprobs or []) + then.logprobs
+    first.prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
+    first.finish_reason, first.stop_reason, first.error = then.finish_reason, then.stop_reason, then.error
+    first.num_cached_tokens = max(first.num_cached_tokens, then.num_cached_tokens)
+    first.embedding = then.embedding if first.embedding is None else first.embedding
+
+
+class AsyncLLM:
+    """Built by `start`; used in the loop that it was started in.
+
+    `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a dead core is started again,
+    at most MOST_RESTARTS times in RESTART_WINDOW_S; the requests that it took with it are not repeated.
+    """
+
+    def __init__(self, config: EngineConfig, *, restart: bool) -> None:
+        self.config, self.restart = config, restart
+        self.dead: EngineDeadError | None = None
+        self._core: CoreProcess
+        self.info: ModelInfo
+        self._collectors: dict[str, Collector] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)    # when
+        self._restarting: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, restart: bool = False) -> AsyncLLM:
+        """Returns when the engine is ready. Raises the UserError that kept it from starting, or EngineDeadError."""
+        self = cls(config, restart=restart)
+        await self._start()
+        return self
+
+    async def _start(self) -> None:
+        self._core = await CoreProcess.start(self.config, self._on_message, self._on_end)
+        assert self._core.info is not None
+        self.info, self.dead = self._core.info, None
+
+    async def close(self) -> None:
+        """Ends the engine. Requests that run raise EngineDeadError."""
+        if self._restarting is not None:
+            self._restarting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._restarting
+        self.dead = self.dead or EngineDeadError("the engine was closed")
+        await self._core.close()
+        self._fail_all(self.dead)
+
+    # Engine
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        request_id = request.request_id
+        if request_id in self._collectors:
+            raise RequestError(f"request_id {request_id!r} is that of a request that runs; choose another")
+        try:
+            self._send(Add(request))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from None
+        collector = self._collectors[request_id] = Collector()
+        finished = False
+        try:
+            while not finished:
+                output = await collector.get()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            del self._collectors[request_id]
+            if not finished and collector.error is None:
+                await self.abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        if self.dead is None:
+            self._core.send(Abort([request_id]))
+
+    async def stats(self) -> Stats:
+        return await self._call(Stats, "stats")
+
+    # Control
+
+    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
+        return await self._call(MemoryReport, "sleep", level, tags, mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
+        return await self._call(MemoryReport, "wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return await self._call(bool, "is_sleeping")
+
+    async def reset_prefix_cache(self) -> bool:
+        return await self._call(bool, "reset_prefix_cache")
+
+    async def update_weights(self, source: str) -> int:
+        return await self._call(int, "update_weights", source)
+
+    async def check_weights(self) -> dict[str, str]:
+        return await self._call(dict[str, str], "check_weights")
+
+    async def memory_usage(self) -> dict[str, dict[str, int]]:
+        return await self._call(dict[str, dict[str, int]], "memory_usage")
+
+    async def check(self) -> None:
+        """Proves the scheduler's books, for tests. Raises ShoalError."""
+        await self._call(Any, "check")
+
+    # Inside
+
+    def _send(self, message: Add | Call) -> None:
+        if self.dead is not None:
+            raise self.dead
+        self._core.send(message)
+
+    async def _call(self, kind: type[T] | Any, method: str, *args: Any) -> T:
+        call_id = next(self._call_ids)
+        self._send(Call(call_id, method, list(args)))
+        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            return msgspec.convert(await reply, kind)
+        finally:
+            del self._calls[call_id]
+
+    def _on_message(self, message: FromCore) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                if (collector := self._collectors.get(output.request_id)) is not None:    # None: its reader has left
+                    collector.put(output)
+        elif isinstance(message, Refused):
+            if (collector := self._collectors.get(message.request_id)) is not None:
+                collector.fail(message.error.build())
+        elif isinstance(message, Reply):
+            reply = self._calls.get(message.call_id)
+            if reply is None or reply.done():    # whoever called has left
+                return
+            if message.error is None:
+                reply.set_result(message.result)
+            else:
+                reply.set_exception(message.error.build())
+
+    def _on_end(self, error: EngineDeadError) -> None:
+        logger.error("%s", error)
+        self.dead = error
+        self._fail_all(error)
+        if self.restart:
+            self._restarting = asyncio.get_running_loop().create_task(self._start_again())
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for collector in self._collectors.values():
+            collector.fail(EngineDeadError(str(error)))    # each raises its own: a traceback grows with every raise
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(EngineDeadError(str(error)))
+
+    async def _start_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._core.close()
+            now = loop.time()
+            recent = [t for t in self._restarts if t > now - RESTART_WINDOW_S]
+            if len(recent) == MOST_RESTARTS:
+                self.dead = EngineDeadError(f"{self.dead}\nit died again after {MOST_RESTARTS} restarts in {RESTART_WINDOW_S:.0f} s, so it is "
+                                            "not started any more; restart the server")
+                logger.error("%s", self.dead)
+                return
+            await asyncio.sleep(RESTART_PAUSES_S[len(recent)])
+            self._restarts.append(loop.time())
+            try:
+                await self._start()
+            except ShoalError as error:
+                logger.error("the engine did not start again: %s", error)
+                self.dead = error if isinstance(error, EngineDeadError) else EngineDeadError(f"the engine did not start again: {error}")
+                continue
+            logger.warning("the engine core was started again (pid %d)", self.info.pid)
+            return

@@ -1,0 +1,225 @@
+"""The core's process: `python -m shoal.engine.core_main FOLDER LOG_LEVEL`, started by engine/core_process.py.
+
+The main thread steps the engine. One thread decodes what comes, another encodes what goes, so that a big message never waits for a step
+nor a step for it. Between two steps all that has come is taken in: requests, aborts, calls. Without work the main thread sleeps in the
+queue. The process ends, whatever it is doing, when its standard input does: that is the end of its parent; its ranks end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+import msgspec
+import zmq
+
+from shoal import wire
+from shoal.api import MemoryReport
+from shoal.engine.core import EngineCore
+from shoal.engine.sleep import check_sleep
+from shoal.errors import RequestError, ShoalError
+from shoal.weights.source import resolve
+from shoal.wire import Abort, Add, Call, Dead, Failure, ModelInfo, Outputs, Ready, Refused, Reply, Start, ToCore
+
+LAST_WORDS_S = 5.0         # for the messages that are still to be sent when the process ends
+PR_SET_PDEATHSIG = 1
+IN, OUT = "in", "out"      # the sockets' names in the folder, as the core sees them
+
+logger = logging.getLogger(__name__)
+
+Inbox = SimpleQueue[ToCore | BaseException]
+Outbox = SimpleQueue[wire.Message | None]
+
+
+class CoreLoop:
+    """Drives an EngineCore by what lies in `inbox`."""
+
+    def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
+        self.core, self.inbox, self.outbox = core, inbox, outbox
+        self.sleepers: list[Call] = []    # sleep in mode "wait": run when the requests have ended
+
+    def run(self) -> NoReturn:
+        """Raises what ended the engine."""
+        core = self.core
+        while True:
+            if self.sleepers and not core.has_work:
+                self._sleep_at_last()
+            self.take_in(block=not core.has_work)
+            if core.has_work and (outputs := core.step()):
+                self.outbox.put(Outputs(outputs))
+
+    def take_in(self, block: bool) -> None:
+        try:
+            while True:
+                self._handle(self.inbox.get(block))
+                block = False
+        except Empty:
+            pass
+
+    def _handle(self, message: ToCore | BaseException) -> None:
+        if isinstance(message, Add):
+            try:
+                self.core.add(message.request)
+            except Exception as error:
+                if not isinstance(error, ShoalError):
+                    logger.exception("a request could not be taken")
+                self.outbox.put(Refused(message.request.request_id, Failure.of(error)))
+        elif isinstance(message, Abort):
+            for request_id in message.request_ids:
+                self.core.abort(request_id)
+        elif isinstance(message, Call):
+            self._call(message)
+        elif isinstance(message, BaseException):
+            raise message
+
+    def _call(self, call: Call) -> None:
+        try:
+            if call.method == "sleep" and call.args[2] == "wait" and self.core.has_work:
+                check_sleep(*call.args)
+                self.sleepers.append(call)
+                self.core.refuse("the engine goes to sleep when its running requests have ended; try again when it is awake")
+                return
+            result = getattr(self, "do_" + call.method)(*call.args)
+        except Exception as error:
+            if not isinstance(error, ShoalError):
+                logger.exception("%s failed", call.method)
+            self.outbox.put(Reply(call.call_id, error=Failure.of(error)))
+            if self.core.error is not None:
+                raise self.core.error from error
+        else:
+            self.outbox.put(Reply(call.call_id, result))
+
+    def _sleep_at_last(self) -> None:
+        calls, self.sleepers = self.sleepers, []
+        self.core.refuse(None)
+        for call in calls:
+            self._call(call)
+
+    # What can be called: api.Control and two more
+
+    def do_sleep(self, level: int, tags: list[str] | None, mode: str) -> MemoryReport:
+        check_sleep(level, tags, mode)
+        if level:
+            return self.core.sleep(level, tags, mode)
+        self.core.pause(mode)    # a pause releases nothing, so it needs no sleep mode
+        return MemoryReport()
+
+    def do_wake_up(self, tags: list[str] | None) -> MemoryReport:
+        return self.core.wake_up(tags)
+
+    def do_is_sleeping(self) -> bool:
+        return self.core.is_sleeping
+
+    def do_reset_prefix_cache(self) -> bool:
+        return self.core.reset_prefix_cache()
+
+    def do_update_weights(self, source: str) -> int:
+        return self.core.update_weights(source)
+
+    def do_check_weights(self) -> dict[str, str]:
+        return self.core.check_weights()
+
+    def do_memory_usage(self) -> dict[str, dict[str, int]]:
+        return self.core.memory_usage()
+
+    def do_stats(self) -> Any:
+        return self.core.stats()
+
+    def do_check(self) -> None:
+        """Proves the scheduler's books, for tests."""
+        self.core.scheduler.check()
+
+
+def main() -> NoReturn:
+    folder, level = sys.argv[1:]
+    logging.basicConfig(level=int(level), format="%(levelname)s %(name)s: %(message)s")
+    for number in (signal.SIGTERM, signal.SIGINT):    # a service manager signals the whole group: it is the parent that decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(folder,), name="shoal-end-with-parent", daemon=True).start()
+    inbox: Inbox = SimpleQueue()
+    outbox: Outbox = SimpleQueue()
+    threading.Thread(target=_receive, args=(folder, inbox, outbox), name="shoal-receive", daemon=True).start()
+    sender = threading.Thread(target=_send, args=(folder, outbox), name="shoal-send", daemon=True)
+    sender.start()
+    try:
+        start = inbox.get()
+        if not isinstance(start, Start):
+            raise RuntimeError(f"the first message was {start!r:.200}")
+        core, info = _build(start)
+        outbox.put(Ready(info))
+        loop = CoreLoop(core, inbox, outbox)
+        loop.take_in(block=True)    # once anything comes the parent has heard that we are ready, and has removed the folder:
+        _die_with_parent()          # from here on the kernel itself may end us
+        loop.run()
+    except BaseException as error:    # noqa: BLE001 - the loop of a process: the parent learns of it by these last words
+        if not isinstance(error, ShoalError):
+            traceback.print_exc()
+        outbox.put(Dead(Failure.of(error)))
+        outbox.put(None)
+        sender.join(LAST_WORDS_S)
+        os._exit(1)    # finalizers could wait for ranks that are gone
+
+
+def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
+    config = start.config
+    files = resolve(config.model, config.revision, config.download_dir)
+    core = EngineCore(config, files)
+    vocab_size, config = core.model_config.vocab_size, core.config
+    return core, ModelInfo(
+        model=config.model, pid=os.getpid(), max_model_len=config.max_model_len or 0, vocab_size=vocab_size,
+        hidden_size=core.model_config.hidden_size, eos_token_ids=tuple(i for i in files.eos_token_ids if i < vocab_size),
+        generation_config=files.generation_config if config.generation_config == "auto" else {}, num_blocks=core.num_blocks,
+        block_size=config.block_size, max_num_seqs=config.max_num_seqs or 0, device=config.device, dtype=config.dtype)
+
+
+def _receive(folder: str, inbox: Inbox, outbox: Outbox) -> NoReturn:
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.rcvhwm = 0
+        socket.connect(f"ipc://{folder}/{IN}")
+        while True:
+            data = socket.recv()
+            try:
+                inbox.put(wire.decode_to_core(data))
+            except (msgspec.DecodeError, ShoalError) as error:
+                request_id = wire.request_id_of(data)
+                if request_id is None:
+                    inbox.put(error)
+                else:
+                    outbox.put(Refused(request_id, Failure.of(RequestError(f"the engine cannot read this request: {error}"))))
+
+
+def _send(folder: str, outbox: Outbox) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.sndhwm = 0
+    socket.connect(f"ipc://{folder}/{OUT}")
+    while (message := outbox.get()) is not None:
+        socket.send(wire.encode(message))
+    socket.close(linger=int(LAST_WORDS_S * 1000))
+    context.term()
+
+
+def _end_with_parent(folder: str) -> NoReturn:
+    try:
+        while os.read(0, 1):    # the parent writes nothing: this returns when it closes our standard input, or dies
+            pass
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """A second rope: a native call that never returns would hold up _end_with_parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()
