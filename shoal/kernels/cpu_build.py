@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
 from shoal.attention.step import StepInput
+from shoal.kernels import c_library
 
 logger = logging.getLogger(__name__)
 
@@ -98,16 +94,12 @@ def describe_sequences(step: StepInput) -> Sequences:
     return Sequences(step.rows_S.data_ptr(), step.query_starts_S.data_ptr(), step.kv_lens_S.data_ptr(), step.num_seqs, step.max_kv_len)
 
 
-class BuildError(Exception):
-    """Why there is no library. Stays in this module: `load` turns it into a warning."""
-
-
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library for this processor, built if need be; None, and one warning that says what to install, if it can't be had."""
     try:
         return open_library(build((*FLAGS, NATIVE)))
-    except (BuildError, OSError) as error:
+    except (c_library.BuildError, OSError) as error:
         logger.warning("no C kernels for the CPU, so slower PyTorch paths are used: %s. A C compiler mends that "
                        "(apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)", error)
         return None
@@ -123,50 +115,5 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def build(flags: tuple[str, ...]) -> Path:
-    """The compiled library; compiles unless the cache folder has it. Processes may race: each renames its own, and all are alike."""
-    compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise BuildError("neither gcc nor cc is on the PATH")
-    key = hashlib.sha256("\0".join((*flags, compiler, str(os.stat(compiler).st_mtime_ns), _processor())).encode())
-    for name in SOURCES + HEADERS:
-        key.update((FOLDER / name).read_bytes())
-    folder = cache_folder()
-    target = folder / f"kernels-{key.hexdigest()[:16]}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            os.replace(_compile(compiler, flags, Path(work)), target)
-    return target
-
-
-def cache_folder() -> Path:
-    """$SHOAL_CACHE, else shoal's folder in the user's cache."""
-    if folder := os.environ.get("SHOAL_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
-
-
-def _compile(compiler: str, flags: tuple[str, ...], work: Path) -> Path:
-    """One object a source, at once, then the library."""
-    objects = [str(work / f"{name}.o") for name in SOURCES]
-    jobs = [subprocess.Popen([compiler, *flags, "-c", str(FOLDER / name), "-o", target], stderr=subprocess.PIPE, text=True)
-            for name, target in zip(SOURCES, objects)]
-    errors = [(job.communicate()[1], job.returncode) for job in jobs]
-    library = work / "kernels.so"
-    if not any(code for _, code in errors):
-        link = [compiler, "-shared", "-pthread", *objects, "-o", str(library), "-lm"]
-        linked = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
-        errors = [(linked.stderr, linked.returncode)]
-    for text, code in errors:
-        if code:
-            raise BuildError(f"{compiler} failed with exit code {code}: {text.strip()[-500:]}")
-    return library
-
-
-def _processor() -> str:
-    """What -march=native means here: a cache folder may be shared by unlike machines."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor()
-    first = info.read_text().split("\n\n")[0].splitlines()
-    return "\n".join(line for line in first if line.startswith(("model name", "flags", "Features", "CPU")))
+    """The compiled library. Raises c_library.BuildError."""
+    return c_library.build(FOLDER, SOURCES, HEADERS, flags, ("-lm",))

@@ -1,0 +1,67 @@
+"""Our C sources as libraries: compiled on first use, kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class BuildError(Exception):
+    """Why there is no library. Callers turn it into a warning, or an error that says what to install."""
+
+
+def build(folder: Path, sources: Sequence[str], headers: Sequence[str], flags: Sequence[str], libraries: Sequence[str] = ()) -> Path:
+    """The compiled library; compiles unless the cache folder has it. Processes may race: each renames its own, and all are alike.
+    Raises BuildError, and OSError of the file system."""
+    compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError("neither gcc nor cc is on the PATH")
+    key = hashlib.sha256("\0".join((*flags, compiler, str(os.stat(compiler).st_mtime_ns), _processor())).encode())
+    for name in (*sources, *headers):
+        key.update((folder / name).read_bytes())
+    cache = cache_folder()
+    target = cache / f"{folder.name}-{key.hexdigest()[:16]}.so"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as work:
+            os.replace(_compile(compiler, folder, sources, flags, libraries, Path(work)), target)
+    return target
+
+
+def cache_folder() -> Path:
+    """$SHOAL_CACHE, else shoal's folder in the user's cache."""
+    if folder := os.environ.get("SHOAL_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+
+
+def _compile(compiler: str, folder: Path, sources: Sequence[str], flags: Sequence[str], libraries: Sequence[str], work: Path) -> Path:
+    """One object a source, at once, then the library."""
+    objects = [str(work / f"{name}.o") for name in sources]
+    jobs = [subprocess.Popen([compiler, *flags, "-c", str(folder / name), "-o", target], stderr=subprocess.PIPE, text=True)
+            for name, target in zip(sources, objects)]
+    errors = [(job.communicate()[1], job.returncode) for job in jobs]
+    library = work / "library.so"
+    if not any(code for _, code in errors):
+        link = [compiler, "-shared", "-pthread", *objects, "-o", str(library), *libraries]
+        linked = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
+        errors = [(linked.stderr, linked.returncode)]
+    for text, code in errors:
+        if code:
+            raise BuildError(f"{compiler} failed with exit code {code}: {text.strip()[-500:]}")
+    return library
+
+
+def _processor() -> str:
+    """What -march=native means here: a cache folder may be shared by unlike machines."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    first = info.read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in first if line.startswith(("model name", "flags", "Features", "CPU")))

@@ -1,0 +1,101 @@
+"""vmm*.c as a library, with its structs and errors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_char, c_char_p, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.kernels import c_library
+
+FOLDER = Path(__file__).parent
+SOURCES = ("vmm.c", "vmm_sleep.c", "vmm_host.c", "vmm_cuda.c", "vmm_acl.c")
+HEADERS = ("vmm.h",)
+FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-pthread")
+DEVICE_MEMORY, HOST_MEMORY = 1, 2      # Status.kind
+
+
+class Status(ctypes.Structure):
+    """Of vmm.h and its sources, as the next ones."""
+
+    _fields_ = (("kind", c_int32), ("code", c_int32), ("bytes", c_int64), ("text", c_char * 240))
+
+
+class Range(ctypes.Structure):
+    _fields_ = (("address", c_uint64), ("size", c_int64))
+
+
+class Job(ctypes.Structure):
+    _fields_ = (("region", c_void_p), ("keep", c_int32), ("ranges", POINTER(Range)), ("num_ranges", c_int64))
+
+
+class Moved(ctypes.Structure):
+    _fields_ = (("freed", c_int64), ("taken", c_int64), ("copied", c_int64))
+
+
+class RegionUsage(ctypes.Structure):
+    _fields_ = tuple((name, c_int64) for name in ("base", "reserved", "allocated", "mapped", "host", "pieces", "allocations", "paused"))
+
+
+class HostUsage(ctypes.Structure):
+    _fields_ = tuple((name, c_int64) for name in ("bytes", "ready", "pinned", "used", "failed"))
+
+
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "shoal_driver_open": (c_void_p, (c_int, c_char_p, POINTER(Status))),
+    "shoal_region_open": (c_void_p, (c_void_p, c_int, c_int64, c_int64, c_int64, POINTER(Status))),
+    "shoal_region_close": (c_int64, (c_void_p,)),
+    "shoal_region_slot": (c_int, (c_void_p,)),
+    "shoal_region_failure": (None, (c_void_p, POINTER(Status))),
+    "shoal_region_usage": (None, (c_void_p, POINTER(RegionUsage))),
+    "shoal_region_malloc": (c_void_p, (c_void_p, c_int64, POINTER(Status))),
+    "shoal_free": (None, (c_void_p, c_int64, c_int, c_void_p)),
+    "shoal_host_open": (c_void_p, (c_void_p, c_int, c_int64, c_int)),
+    "shoal_host_prepare": (c_int, (c_void_p, c_int64, POINTER(Status))),
+    "shoal_host_settle": (None, (c_void_p,)),
+    "shoal_host_usage": (None, (c_void_p, POINTER(HostUsage))),
+    "shoal_host_trim": (None, (c_void_p,)),
+    "shoal_host_close": (None, (c_void_p,)),
+    "shoal_pause": (c_int, (POINTER(Job), c_int, c_void_p, c_int, c_int, POINTER(Moved), POINTER(Status))),
+    "shoal_resume": (c_int, (POINTER(Job), c_int, c_int, c_int, POINTER(Moved), POINTER(Status))),
+}
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library: compiled on first use, or the one that the package's installation built. Raises ConfigError if there is neither."""
+    try:
+        path = c_library.build(FOLDER, SOURCES, HEADERS, FLAGS, ("-ldl",))
+    except (c_library.BuildError, OSError) as error:
+        built = sorted(FOLDER.glob("_vmm*.so"))
+        if not built:
+            raise ConfigError(f"memory that can be given back needs a small C library, which can't be built here: {error}. Install a C "
+                              "compiler (apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)") from error
+        path = built[0]
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def error_of(status: Status) -> Exception:
+    """torch.OutOfMemoryError, MemoryError or RuntimeError."""
+    text = status.text.decode(errors="replace")
+    if status.kind == DEVICE_MEMORY:
+        return torch.OutOfMemoryError(text)
+    return MemoryError(text) if status.kind == HOST_MEMORY else RuntimeError(text)
+
+
+@functools.cache
+def open_driver(ascend: bool, path: str | None = None) -> int:
+    """The driver, opened once a process. Raises ConfigError if it isn't there."""
+    status = Status()
+    driver = load().shoal_driver_open(ascend, path.encode() if path else None, status)
+    if not driver:
+        raise ConfigError(f"memory that can be given back needs a GPU's driver: {error_of(status)}")
+    return driver

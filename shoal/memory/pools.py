@@ -1,0 +1,72 @@
+"""PyTorch's side of a region: a memory pool whose segments the region provides. For CUDA, and for Ascend through torch_npu."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError
+
+MERGE_BYTES = 64 << 10      # a gap of dead bytes below this is copied along: cheaper than another copy
+
+
+class TorchPools:
+    """`kind`: "cuda" or "npu"."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        if kind == "npu":
+            importlib.import_module("torch_npu")
+        self.device = getattr(torch, kind)
+        self._memory = self.device.memory
+        self._allocator = self._memory.CUDAPluggableAllocator if kind == "cuda" else self._memory.NPUPluggableAllocator
+
+    def current_device(self) -> int:
+        return self.device.current_device()
+
+    def open(self, library: str, slot: int) -> Any:
+        """A pool over the region in `slot`. Raises ConfigError where PyTorch is set to cut its segments in its own way."""
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+            if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+                raise ConfigError(f"{name}={os.environ[name]!r}: memory that can be given back does not work with expandable_segments; set "
+                                  "it to False or leave it out")
+        return self._memory.MemPool(_allocator(self._allocator, library, slot)._allocator)
+
+    def use(self, pool: Any, device: int) -> AbstractContextManager[None]:
+        return self._memory.use_mem_pool(pool, device)
+
+    def pool_id(self, pool: Any) -> tuple[int, int]:
+        return pool.id
+
+    def live_ranges(self, pool: Any) -> list[tuple[int, int]] | None:
+        """Address and size of what tensors hold, by address: freed blocks that PyTorch caches need not be kept. None: everything."""
+        if not hasattr(pool, "snapshot"):
+            return None
+        live = sorted((block["address"], block["size"]) for segment in pool.snapshot() for block in segment["blocks"]
+                      if block["state"] == "active_allocated")
+        return merged(live)
+
+    def release_cache(self) -> None:
+        """Memory outside the regions that PyTorch caches goes back as well."""
+        self.device.empty_cache()
+
+
+@functools.cache
+def _allocator(kind: type, library: str, slot: int) -> Any:
+    """Kept for good: PyTorch frees through it as long as a tensor lives, and neither pool nor tensor keeps it alive."""
+    return kind(library, f"shoal_malloc_{slot:02o}", "shoal_free")
+
+
+def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for address, size in ranges:
+        if found and address - sum(found[-1]) < MERGE_BYTES:
+            found[-1] = (found[-1][0], address + size - found[-1][0])
+        else:
+            found.append((address, size))
+    return found

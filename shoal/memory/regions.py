@@ -1,0 +1,290 @@
+"""Regions of device memory that can be given back and taken again while tensors in them keep their addresses.
+
+    with region("optimizer", offload=True):
+        state = torch.zeros(n, device="cuda")
+    pause()                     # state's memory is free for others; its content is in host memory
+    resume()                    # the same tensor, at the same address
+
+Usable without the engine, beside PyTorch's own allocator, in a training program too. Captured CUDA graphs stay valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shoal.api import MemoryReport
+from shoal.errors import ConfigError, UnavailableError
+from shoal.memory import host, library, pools
+from shoal.memory.library import Job, Moved, Range, RegionUsage, Status
+
+logger = logging.getLogger(__name__)
+
+Offload = bool | Literal["file"]
+DEFAULT = "default"
+PIECE_BYTES = (64 << 20, 512 << 20)      # of physical memory: smallest, largest
+MAP_THREADS = 4
+STREAMS = 2
+
+
+@dataclass(eq=False, slots=True)
+class _Region:
+    tag: str
+    device: int
+    handle: int
+    pool: Any
+    offload: Offload = False
+    reread: Callable[[], None] | None = None
+    entered: int = 0
+    paused: bool = False
+
+
+class Regions:
+    """A set of regions by tag; sets are independent of each other. A region spans the devices that were current when it was entered.
+    Thread-safe. `kind`: "cuda", or "npu" for Ascend, where this has never run."""
+
+    def __init__(self, kind: str = "cuda", *, piece_bytes: tuple[int, int] = PIECE_BYTES, chunk_bytes: int = host.CHUNK_BYTES,
+                 map_threads: int = MAP_THREADS, streams: int = STREAMS, torch_pools: Any = None, driver_path: str | None = None) -> None:
+        """Raises ConfigError without a driver, or a C compiler to build what speaks to it."""
+        self._library = library.load()
+        self._driver = library.open_driver(kind == "npu", driver_path)
+        self._pools = torch_pools or pools.TorchPools(kind)
+        self._piece_bytes, self._chunk_bytes = piece_bytes, chunk_bytes
+        self._map_threads, self._streams = map_threads, streams
+        self._regions: dict[tuple[str, int], _Region] = {}
+        self._host: host.HostBuffers | None = None
+        self._lock = threading.RLock()
+        self._local = threading.local()      # the regions this thread is in
+
+    @contextlib.contextmanager
+    def region(self, tag: str = DEFAULT, offload: Offload | None = None, reread: Callable[[], None] | None = None) -> Iterator[None]:
+        """Tensors that this thread makes meanwhile, on the device that is current at entry, lie in the region; the innermost counts.
+        `offload` says what a pause does with their content: True keeps it in host memory, False drops it, "file" drops it and lets `reread`
+        bring it back at resume. None: as before; a new region's is dropped. Raises UnavailableError while the region is paused, and
+        PyTorch's OutOfMemoryError, with a note, where memory can't be had."""
+        if offload == "file" and reread is None:
+            raise ConfigError(f"region {tag!r}: offload='file' needs `reread`, which brings the content back")
+        with self._lock:
+            region = self._find(tag, self._pools.current_device())
+            if region.paused:
+                raise UnavailableError(f"region {tag!r} is paused, so nothing can be allocated in it; resume it first")
+            if offload is not None:
+                region.offload, region.reread = offload, reread
+            region.entered += 1
+        stack = self._stack()
+        if stack:
+            stack[-1][1].__exit__(None, None, None)      # PyTorch would go on using the outer pool
+        self._enter(stack, region)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            status = Status()
+            self._library.shoal_region_failure(region.handle, status)
+            if status.kind:
+                error.add_note(f"memory region {tag!r}: {status.text.decode(errors='replace')}")
+            raise
+        finally:
+            _, pool = stack.pop()
+            pool.__exit__(None, None, None)
+            if stack:
+                outer, _ = stack.pop()
+                self._enter(stack, outer)
+            with self._lock:
+                region.entered -= 1
+
+    def graph_pool(self, tag: str) -> tuple[int, int]:
+        """For torch.cuda.graph(graph, pool=...): what the graph allocates lies in the region, too."""
+        with self._lock:
+            return self._pools.pool_id(self._find(tag, self._pools.current_device()).pool)
+
+    def pause(self, tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
+        """Gives the memory of the regions of these tags (all) back; `keep` names those whose content goes to host memory (else each
+        region's own `offload` says so). A region that is paused already stays so, and loses what was kept of it if it is not to be kept.
+        All or nothing. Raises ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError if host memory is
+        short, before anything is given back."""
+        start = time.perf_counter()
+        with self._lock:
+            chosen = self._choose(tags)
+            kept = [region for region in chosen if (region.offload is True if keep is None else region.tag in keep)]
+            going = [region for region in chosen if not region.paused]
+            for region in going:
+                if region.entered:
+                    raise UnavailableError(f"region {region.tag!r} is being allocated in; leave it before it is paused")
+            ranges = {id(region): self._pools.live_ranges(region.pool) for region in going if region in kept}
+            self._check_host([region for region in going if region in kept], ranges)
+            moved = self._call("shoal_pause", [(region, region in kept, ranges.get(id(region))) for region in chosen])
+            self._note_paused(chosen)
+            self._pools.release_cache()
+            if self._host is not None:
+                self._host.warn_of_plain()
+            return self._report(start, moved)
+
+    def resume(self, tags: Sequence[str] | None = None) -> MemoryReport:
+        """Takes memory again for the paused regions of these tags (all). What was kept is there; the rest of the content is undefined. Raises
+        torch.OutOfMemoryError, and what `reread` raises: then all are paused as before, nothing is lost, and it can be tried again."""
+        start = time.perf_counter()
+        with self._lock:
+            coming = [region for region in self._choose(tags) if region.paused]
+            moved = self._call("shoal_resume", [(region, False, None) for region in coming])
+            self._note_paused(coming)
+            rereads = list(dict.fromkeys(region.reread for region in coming if region.offload == "file" and region.reread))
+            try:
+                for reread in rereads:
+                    reread()
+            except BaseException:
+                self.pause([region.tag for region in coming])
+                raise
+            return self._report(start, moved)
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """By tag, bytes: "device_bytes" mapped now, "reserved_bytes" allocated (mapped when awake), "host_bytes" kept on the host."""
+        found: dict[str, dict[str, int]] = {}
+        with self._lock:
+            for region in self._regions.values():
+                entry = found.setdefault(region.tag, {"device_bytes": 0, "reserved_bytes": 0, "host_bytes": 0})
+                usage = self._usage(region)
+                for name, value in zip(entry, (usage.mapped, usage.allocated, usage.host)):
+                    entry[name] += value
+        return found
+
+    def paused(self) -> set[str]:
+        """The tags of paused regions."""
+        with self._lock:
+            return {region.tag for region in self._regions.values() if region.paused}
+
+    def prepare_host(self, num_bytes: int | None = None, *, wait: bool = False) -> None:
+        """Has host memory pinned in the background, so that no pause waits for it. None: for all that regions with offload=True hold.
+        Raises MemoryError if the system has less."""
+        with self._lock:
+            if num_bytes is None:
+                num_bytes = sum(self._usage(region).allocated for region in self._regions.values() if region.offload is True)
+            if not num_bytes:
+                return
+            buffers = self._buffers()
+            if (missing := buffers.missing(num_bytes)) > (free := host.available_bytes()):
+                raise MemoryError(f"{missing} bytes of host memory are needed to keep {num_bytes} bytes, {free} are free")
+            buffers.prepare(num_bytes)
+        if wait:
+            buffers.settle()
+
+    def host_usage(self) -> dict[str, int]:
+        """Bytes of host buffers by state: bytes, ready, pinned, used, failed."""
+        with self._lock:
+            return self._buffers().usage()
+
+    def close(self) -> None:
+        """Ends the regions. Memory that tensors still hold goes when they do; host buffers go at once, with what was kept."""
+        with self._lock:
+            for region in self._regions.values():
+                region.pool = None
+                if left := self._library.shoal_region_close(region.handle):
+                    logger.debug("region %r: tensors still hold %d bytes", region.tag, left)
+            self._regions = {}
+            if self._host is not None:
+                self._host.close()
+                self._host = None
+
+    def _find(self, tag: str, device: int) -> _Region:
+        found = self._regions.get((tag, device))
+        if found is None:
+            status = Status()
+            handle = self._library.shoal_region_open(self._driver, device, 0, *self._piece_bytes, status)
+            if not handle:
+                raise library.error_of(status)
+            try:
+                pool = self._pools.open(self._library._name, self._library.shoal_region_slot(handle))
+            except BaseException:
+                self._library.shoal_region_close(handle)
+                raise
+            found = self._regions[tag, device] = _Region(tag, device, handle, pool)
+        return found
+
+    def _stack(self) -> list[tuple[_Region, Any]]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        return self._local.stack
+
+    def _enter(self, stack: list[tuple[_Region, Any]], region: _Region) -> None:
+        pool = self._pools.use(region.pool, region.device)
+        pool.__enter__()
+        stack.append((region, pool))
+
+    def _choose(self, tags: Sequence[str] | None) -> list[_Region]:
+        known = {tag for tag, _ in self._regions}
+        if isinstance(tags, str) or (tags is not None and (unknown := sorted(set(tags) - known))):
+            raise ConfigError(f"tags {tags!r:.80}: {'must be a list' if isinstance(tags, str) else f'no region is called {unknown[0]!r}'}; "
+                              f"there {'are' if known else 'is none'} {', '.join(sorted(known))}")
+        return [region for region in self._regions.values() if tags is None or region.tag in tags]
+
+    def _check_host(self, kept: list[_Region], ranges: dict[int, list[tuple[int, int]] | None]) -> None:
+        needed = 0
+        for region in kept:
+            live = ranges[id(region)]
+            size = self._usage(region).allocated if live is None else sum(size for _, size in live)
+            needed += -(-size // self._chunk_bytes) * self._chunk_bytes
+        if needed and (missing := self._buffers().missing(needed)) > (free := host.available_bytes()):
+            raise MemoryError(f"{missing} bytes of host memory are needed to keep {', '.join(region.tag for region in kept)}, {free} are free")
+
+    def _call(self, name: str, regions: list[tuple[_Region, bool, list[tuple[int, int]] | None]]) -> Moved:
+        jobs, moved, status, arrays = (Job * len(regions))(), Moved(), Status(), []
+        for job, (region, keep, ranges) in zip(jobs, regions):
+            array = (Range * len(ranges or ()))(*(ranges or ()))
+            arrays.append(array)
+            job.region, job.keep, job.ranges = region.handle, keep, array
+            job.num_ranges = -1 if ranges is None else len(ranges)
+        buffers = (self._buffers().handle,) if name == "shoal_pause" else ()
+        if getattr(self._library, name)(jobs, len(jobs), *buffers, self._map_threads, self._streams, moved, status):
+            self._note_paused([region for region, _, _ in regions])
+            raise library.error_of(status)
+        return moved
+
+    def _note_paused(self, regions: list[_Region]) -> None:
+        for region in regions:
+            region.paused = bool(self._usage(region).paused)
+
+    def _usage(self, region: _Region) -> RegionUsage:
+        usage = RegionUsage()
+        self._library.shoal_region_usage(region.handle, usage)
+        return usage
+
+    def _buffers(self) -> host.HostBuffers:
+        if self._host is None:
+            device = next(iter(self._regions.values())).device if self._regions else self._pools.current_device()
+            self._host = host.HostBuffers(self._driver, device, self._chunk_bytes)
+        return self._host
+
+    def _report(self, start: float, moved: Moved) -> MemoryReport:
+        usage = self.usage().values()
+        return MemoryReport(time.perf_counter() - start, moved.freed, moved.taken, sum(entry["host_bytes"] for entry in usage),
+                            sum(entry["device_bytes"] for entry in usage))
+
+
+@functools.cache
+def default() -> Regions:
+    """What the functions below work on."""
+    return Regions()
+
+
+def region(tag: str = DEFAULT, offload: Offload | None = None,
+           reread: Callable[[], None] | None = None) -> contextlib.AbstractContextManager[None]:
+    return default().region(tag, offload, reread)
+
+
+def pause(tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
+    return default().pause(tags, keep)
+
+
+def resume(tags: Sequence[str] | None = None) -> MemoryReport:
+    return default().resume(tags)
+
+
+def usage() -> dict[str, dict[str, int]]:
+    return default().usage()
