@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
 
 logger = logging.getLogger(__name__)
+
+FIELD = re.compile(r"[a-z_]+([.\[][\w.\[\]]*)?")
 
 RETRY_SECONDS = 1    # of Retry-After: queues here move on within that
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
@@ -41,8 +44,9 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        field = str(error).split(" ", 1)[0]    # messages begin with the field's name where there is one
-        return ApiError(400, str(error), param=field if "_" in field or field in PLAIN_FIELDS else None)
+        field = str(error).split(" ", 1)[0].rstrip(":,")    # messages begin with the field's name where there is one
+        is_field = FIELD.fullmatch(field) is not None and (not field.isalpha() or field in PLAIN_FIELDS)
+        return ApiError(400, str(error), param=field if is_field else None)
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error))
     if isinstance(error, EngineDeadError):

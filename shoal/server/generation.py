@@ -73,11 +73,14 @@ class Generation:
             from shoal.structured import check  # here, as the grammar library takes a while to import and most requests do without
             wanted = params.structured_outputs
             await self.model.for_text(len(repr(wanted)), lambda: check(wanted))
-        requests = self._requests()
-        needs_text = params.detokenize and not self.embed
-        answers = [_Answer(i, r, self.model, needs_text) for i, r in enumerate(requests)]
-        self.model.admission.enter(len(answers))
-        self._answers = answers
+        count = len(self.prompts) * params.n
+        self.model.admission.enter(count)    # before anything is built: n may be a million
+        try:
+            needs_text = params.detokenize and not self.embed
+            self._answers = [_Answer(i, r, self.model, needs_text) for i, r in enumerate(self._requests())]
+        except BaseException:
+            self.model.admission.leave(count)
+            raise
         self.model.metrics.answers.observe(params.n)
         await self._timeout.__aenter__()
         return self

@@ -24,27 +24,38 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75    # longer than clients and proxies keep theirs, so that they close and never meet a closing socket
 LAST_WORDS_SECONDS = 5     # for answers that are whole and not yet read when the server ends
+Ready = Callable[[int, int | None], None]
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-async def serve(app: Server, admin: Server | None, config: ServerConfig, *, ready: Callable[[int, int | None], None] | None = None,
-                ending: asyncio.Event | None = None) -> bool:
-    """Serves until SIGTERM, SIGINT or `ending`; then drains. A second signal ends at once: False, True otherwise.
-
-    ready: called with both ports once they are open. Raises ConfigError for an address that cannot be had.
-    """
+async def serve(app: Server, admin: Server | None, config: ServerConfig, *, ready: Ready | None = None) -> bool:
+    """Serves until SIGTERM or SIGINT, then drains. A second signal ends at once: False, True otherwise. Else as serve_until."""
     loop = asyncio.get_running_loop()
-    drain, force = ending or asyncio.Event(), asyncio.Event()
+    drain, force = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
         (force if drain.is_set() else drain).set()
 
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await serve_until(drain, force, app, admin, config, ready=ready)
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+    return not force.is_set()
+
+
+async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, admin: Server | None, config: ServerConfig, *,
+                      ready: Ready | None = None) -> None:
+    """Serves until `drain` is set, then lets running requests finish within shutdown_timeout; until `force` is set, at once.
+
+    ready: called with both ports once they are open. Raises ConfigError for an address that cannot be had.
+    """
     listeners = [(app, listen(config.host, config.port, "port"))]
     if admin is not None:
         listeners.append((admin, listen(config.admin_host, config.admin_port or 0, "admin_port")))
     servers = [_Uvicorn(_settings(one, config)) for one, _ in listeners]
-    for number in SIGNALS:
-        loop.add_signal_handler(number, on_signal)
     tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, (_, listener) in zip(servers, listeners)]
     try:
         while not all(server.started for server in servers):
@@ -55,16 +66,13 @@ async def serve(app: Server, admin: Server | None, config: ServerConfig, *, read
         ports = [listener.getsockname()[1] for _, listener in listeners]
         if ready is not None:
             ready(ports[0], ports[1] if admin is not None else None)
-        await _first(drain.wait(), *tasks)
+        await _first(drain.wait(), force.wait(), *tasks)
         # The ports stay open meanwhile: who still comes is told 503 and when to try again, where a closed one tells nothing.
         await _first(app.drain(config.shutdown_timeout), force.wait())
         for server in servers:
             server.should_exit, server.force_exit = True, force.is_set()
         await _first(asyncio.wait(tasks), force.wait())
-        return not force.is_set()
     finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

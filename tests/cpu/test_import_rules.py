@@ -17,7 +17,7 @@ EXCEPTIONS = {("layers", "shoal.weights.quantized"), ("kernels", "shoal.weights.
               ("layers", "shoal.models.config")}
 ABOVE = {"engine", "server", "fleet", "cli", "bench"}
 TORCH_FREE = ["api", "config", "errors", "hashing", "tokenizer", "detokenizer", "kv.blocks", "engine.sequence", "engine.scheduler",
-              "models.config"]
+              "models.config", "metrics", "fake", "server.routes", "server.admin", "server.run"]
 
 
 def imports_of(path: Path) -> set[str]:

@@ -1,0 +1,227 @@
+"""Clients that leave, read slowly or come in crowds; deadlines, drain, dead engines; metrics and the admin port."""
+
+import threading
+import time
+
+import openai
+import pytest
+
+from shoal.fake import FakeEngine
+from tests.fake_server import NAME, FakeServer, ids_of, post, read_until
+
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+LONG = {"prompt": "a", "max_tokens": 255}
+
+
+def slow_engine(token_seconds=0.05):
+    return FakeEngine(300, reply=ids_of("word "), token_seconds=token_seconds)
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def idle(server):
+    return not server.engine._running and server.model.admission.active == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_frees_its_requests(stream, n):
+    with FakeServer(slow_engine(1.0)) as server:
+        connection = server.raw(post(COMPLETE, {**LONG, "n": n, "stream": stream}))
+        eventually(lambda: len(server.engine._running) == n)
+        if stream:
+            read_until(connection, b"data:")
+        connection.close()
+        eventually(lambda: idle(server))
+        assert f'finished_reason="abort",model_name="tiny"}} {n}.0' in server.request("/metrics")[2]
+
+
+def test_a_client_that_leaves_before_its_body_is_whole_is_forgotten():
+    with FakeServer() as server:
+        connection = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        eventually(lambda: server.app.exchanges)
+        connection.close()
+        eventually(lambda: not server.app.exchanges)
+
+
+def test_a_slow_reader_holds_little_memory_and_is_cut_off():
+    with FakeServer(slow_engine(1e-6), write_timeout=2.0, model={"max_model_len": 10**7}) as server:
+        connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 10**7 - 1, "stream": True}))
+        read_until(connection, b"data:")
+        eventually(lambda: idle(server))    # nobody reads: aborted
+        assert server.json(COMPLETE, {"prompt": "a", "max_tokens": 3})[0] == 200
+        connection.close()
+
+
+def test_the_queue_is_bounded_and_counts_every_answer():
+    with FakeServer(slow_engine(1.0), model={"max_num_seqs": 2}, max_queued_requests=1) as server:
+        held = [server.raw(post(COMPLETE, {**LONG, "n": n})) for n in (2, 1)]
+        eventually(lambda: server.model.admission.active == 3)
+        status, headers, text = server.request(COMPLETE, LONG)
+        assert status == 429 and int(headers["Retry-After"]) >= 1 and "queue is full" in text
+        assert server.json("/load")[1] == {"server_load": 3} and server.metric("vllm:admission_rejections_total") == 1
+        assert server.request(COMPLETE, {**LONG, "n": 4})[0] == 400         # would never fit
+        held[1].close()
+        eventually(lambda: server.model.admission.active == 2)
+        server.engine.token_seconds = 0.0
+        assert server.request(COMPLETE, {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def test_a_deadline_ends_requests_and_streams():
+    with FakeServer(slow_engine(1.0), request_timeout=30.0) as server:
+        for body in ({**LONG, "timeout": 0.2}, {**LONG, "timeout": 0.2, "n": 2}):
+            status, answer = server.json(COMPLETE, body)
+            assert status == 504 and answer["error"]["type"] == "timeout_error"
+        events = server.events(COMPLETE, {**LONG, "timeout": 0.2, "stream": True})
+        assert "choices" in events[0] and events[-1]["error"]["type"] == "timeout_error"
+        eventually(lambda: idle(server))
+    with FakeServer(slow_engine(1.0), request_timeout=0.2) as server:
+        assert server.json(COMPLETE, {**LONG, "timeout": 50.0})[0] == 504
+
+
+def test_draining_refuses_new_requests_and_finishes_the_running_ones():
+    with FakeServer(slow_engine(0.1)) as server:
+        connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 20, "stream": True}))
+        read_until(connection, b"data:")
+        server.call(server.drain.set)
+        eventually(lambda: server.app.draining)
+        status, headers, _ = server.request(COMPLETE, LONG)
+        assert status == 503 and headers["Retry-After"]
+        assert server.request("/health")[0] == 503
+        rest = read_until(connection, b"[DONE]")
+        assert b'"finish_reason":"length"' in rest
+        server.wait_end()
+        assert not server.force.is_set()
+
+
+def test_the_grace_period_ends():
+    with FakeServer(slow_engine(1.0), shutdown_timeout=0.3) as server:
+        streaming, waiting = server.raw(post(COMPLETE, {**LONG, "stream": True})), server.raw(post(COMPLETE, LONG))
+        read_until(streaming, b"data:")
+        eventually(lambda: len(server.engine._running) == 2)
+        server.call(server.drain.set)
+        assert b"grace period" in read_until(streaming)
+        assert read_until(waiting).startswith(b"HTTP/1.1 503")
+        server.wait_end()
+
+
+def test_a_second_signal_ends_at_once():
+    with FakeServer(slow_engine(1.0), shutdown_timeout=600.0) as server:
+        connection = server.raw(post(COMPLETE, {**LONG, "stream": True}))
+        read_until(connection, b"data:")
+        server.call(server.drain.set)
+        eventually(lambda: server.app.draining)
+        server.call(server.force.set)
+        server.wait_end()
+        connection.close()
+
+
+def test_a_dead_engine_fails_its_requests_and_the_health_check():
+    with FakeServer(slow_engine(1.0)) as server:
+        streaming, waiting = server.raw(post(COMPLETE, {**LONG, "stream": True})), server.raw(post(COMPLETE, LONG))
+        read_until(streaming, b"data:")
+        eventually(lambda: len(server.engine._running) == 2)
+        server.call(server.engine.kill)
+        assert b"engine_dead" in read_until(streaming, b"[DONE]")
+        assert read_until(waiting, b"\r\n").startswith(b"HTTP/1.1 500")
+        status, headers, text = server.request(COMPLETE, LONG)
+        assert status == 503 and headers["Retry-After"] and "engine_dead" in text
+        assert server.request("/health")[0] == 503 and server.request("/metrics")[0] == 200
+        assert server.request("/version")[0] == 200
+
+
+def test_many_streams_at_once_are_each_whole():
+    with FakeServer(FakeEngine(300, reply=ids_of("abcdefghij"))) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        texts: dict[int, str] = {}
+
+        def run(i):
+            parts = client.completions.create(model=NAME, prompt="x", max_tokens=100, stream=True)
+            texts[i] = "".join(p.choices[0].text for p in parts)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert texts == dict.fromkeys(range(32), "abcdefghij" * 10)
+        assert server.metric("vllm:generation_tokens_total") == 3200
+
+
+def test_metrics_count_what_happened():
+    with FakeServer(FakeEngine(300, reply=ids_of("hello"), cached_tokens=2)) as server:
+        server.json(COMPLETE, {"prompt": "four", "max_tokens": 9})
+        server.json(COMPLETE, {"prompt": "four", "max_tokens": 50, "stop": "lo", "n": 2})
+        for name, value in (("prompt_tokens_total", 12), ("prompt_tokens_cached_total", 6), ("request_success_total", 3),
+                            ("request_params_n_count", 2), ("time_to_first_token_seconds_count", 3),
+                            ("e2e_request_latency_seconds_count", 3), ("request_prompt_tokens_sum", 12), ("request_generation_tokens_count", 3), ("num_requests_running", 0),
+                            ("num_requests_waiting", 0), ("kv_cache_usage_perc", 0), ("prefix_cache_queries_total", 0),
+                            ("prefix_cache_hits_total", 0), ("num_preemptions_total", 0)):
+            assert server.metric("vllm:" + name) == value, name
+        text = server.request("/metrics")[2]
+        assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0' in text
+        assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 2.0' in text
+        assert 'vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 1.0' in text
+        assert text.count("# TYPE vllm:time_to_first_token_seconds histogram") == 1 and "process_resident_memory_bytes" in text
+        usage = server.json(COMPLETE, {"prompt": "four", "max_tokens": 1})[1]["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+# The admin port
+
+
+def test_sleep_and_wake_up_over_http():
+    with FakeServer() as server:
+        assert server.json("/is_sleeping", admin=True)[1] == {"is_sleeping": False}
+        status, report = server.json("/sleep?level=2&mode=abort", b"", admin=True)
+        assert status == 200 and report["freed_bytes"] > 0
+        status, headers, text = server.request(COMPLETE, LONG)
+        assert status == 503 and headers["Retry-After"] and "sleep" in text
+        assert server.request("/health")[0] == 200
+        assert 'sleep_state="discard_all"} 1.0' in server.request("/metrics")[2]
+        assert server.json("/wake_up?tags=weights", b"", admin=True)[0] == 200
+        assert server.json("/is_sleeping", admin=True)[1] == {"is_sleeping": True}
+        assert server.json("/wake_up?tags=weights&tags=kv_cache", b"", admin=True)[0] == 200
+        assert server.request(COMPLETE, LONG)[0] == 200
+        assert 'sleep_state="awake"} 1.0' in server.request("/metrics")[2]
+
+
+def test_sleep_aborts_running_requests_and_tells_them():
+    with FakeServer(slow_engine(1.0)) as server:
+        connection = server.raw(post(COMPLETE, {**LONG, "stream": True}))
+        read_until(connection, b"data:")
+        assert server.request("/sleep", b"", admin=True)[0] == 200
+        assert b'"finish_reason":"abort"' in read_until(connection, b"[DONE]")
+
+
+def test_pause_keeps_requests_and_resume_goes_on():
+    with FakeServer(slow_engine(0.02)) as server:
+        connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 30, "stream": True}))
+        read_until(connection, b"data:")
+        assert server.request("/pause?mode=keep", b"", admin=True)[0] == 200
+        assert server.json("/is_paused", admin=True)[1] == {"is_paused": True}
+        assert server.request(COMPLETE, LONG)[0] == 503
+        assert server.request("/resume", b"", admin=True)[0] == 200
+        assert b'"finish_reason":"length"' in read_until(connection, b"[DONE]")
+
+
+def test_the_rest_of_the_admin_port():
+    with FakeServer() as server:
+        assert server.json("/reset_prefix_cache", b"", admin=True)[0] == 200
+        assert server.json("/update_weights", {"path": "/some/folder"}, admin=True) == (200, {"version": 1})
+        assert server.json("/update_weights?model=tiny", {"model": "org/name"}, admin=True) == (200, {"version": 2})
+        assert server.json("/check_weights", admin=True)[1]["checksums"] and server.json("/memory_usage", admin=True)[1]["weights"]
+        assert server.request("/health", admin=True)[0] == 200
+        for path, body in (("/sleep?level=9", b""), ("/sleep?level=x", b""), ("/sleep?mode=nap", b""), ("/sleep?tags=nonsense", b""),
+                           ("/wake_up?tags=nonsense", b""), ("/sleep?tag=weights", b""), ("/sleep?level=1&level=2", b""),
+                           ("/sleep?level=%ff", b""),
+                           ("/update_weights", {}), ("/update_weights", {"path": "a", "model": "b"}), ("/update_weights", b"{")):
+            status, answer = server.json(path, body, admin=True)
+            assert status == 400 and len(answer["error"]["message"]) > 5, path
+        assert server.json("/sleep?model=other", b"", admin=True)[0] == 404
+        assert server.json("/is_sleeping", admin=True)[1] == {"is_sleeping": False}

@@ -1,0 +1,264 @@
+"""The official openai client, and careful readers of raw chunks, against the server with a fake engine."""
+
+import base64
+import json
+import struct
+
+import openai
+import pytest
+
+from shoal.fake import FakeEngine
+from tests.fake_server import NAME, FakeServer, ids_of
+
+TEXT = "hello world, how are you? "
+
+
+@pytest.fixture(scope="module")
+def server():
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def chat(client, **options):
+    return client.chat.completions.create(**{"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, **options})
+
+
+def complete(client, **options):
+    return client.completions.create(**{"model": NAME, "prompt": "hello", "max_tokens": 16, **options})
+
+
+def test_chat_answers_with_usage(client):
+    answer = chat(client)
+    assert answer.choices[0].message.content == TEXT[:16] and answer.choices[0].finish_reason == "length"
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (16, len("<user>hi<assistant>"))
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == NAME
+
+
+def test_a_chat_stream_is_the_whole_answer_in_pieces(client):
+    parts = list(chat(client, stream=True, n=2, stream_options={"include_usage": True}))
+    for index in (0, 1):
+        mine = [p.choices[0] for p in parts if p.choices and p.choices[0].index == index]
+        assert mine[0].delta.role == "assistant" and mine[-1].finish_reason == "length"
+        assert "".join(c.delta.content or "" for c in mine) == TEXT[:16]
+    assert parts[-1].usage.completion_tokens == 32 and not parts[-1].choices and len({p.id for p in parts}) == 1
+    assert all(p.usage is None for p in parts[:-1])
+
+
+def test_usage_can_be_in_every_chunk(server):
+    events = server.events("/v1/completions", {"prompt": "a", "max_tokens": 5, "stream": True,
+                                               "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    counts = [e["usage"]["completion_tokens"] for e in events]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 5
+
+
+def test_max_completion_tokens_and_max_tokens(client):
+    assert chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=3).usage.completion_tokens == 3
+    assert chat(client, max_tokens=openai.NOT_GIVEN).usage.total_tokens == 256      # what is left
+    assert complete(client, max_tokens=openai.NOT_GIVEN).usage.completion_tokens == 16
+    assert complete(client, max_tokens=openai.NOT_GIVEN, prompt=[1] * 250).usage.completion_tokens == 6
+
+
+def test_prompts_come_as_text_ids_and_lists_of_both(client):
+    for prompt, tokens in (("abc", 3), ([1, 2], 2), (["a", "bc"], 3), ([[1], [2, 3], [4]], 4)):
+        answer = complete(client, prompt=prompt, n=2)
+        assert answer.usage.prompt_tokens == tokens
+        assert [c.index for c in answer.choices] == list(range(len(answer.choices)))
+
+
+def test_stop_strings_end_an_answer_and_its_request(server, client):
+    for stream in (False, True):
+        answer = complete(client, stop=["wor", "zzz"], max_tokens=200, stream=stream)
+        parts = list(answer) if stream else [answer]
+        assert "".join(p.choices[0].text for p in parts) == "hello "
+        assert parts[-1].choices[0].finish_reason == "stop" and parts[-1].choices[0].stop_reason == "wor"
+    text = complete(client, stop="wor", extra_body={"include_stop_str_in_output": True}).choices[0].text
+    assert text == "hello wor"
+    assert server.metric("vllm:num_requests_running") == 0
+
+
+def test_chat_logprobs(client):
+    content = chat(client, logprobs=True, top_logprobs=3, max_tokens=4).choices[0].logprobs.content
+    assert [c.token for c in content] == list("hell") and [len(c.top_logprobs) for c in content] == [3] * 4
+    assert content[0].bytes == [ord("h")] and content[0].logprob == content[0].top_logprobs[0].logprob
+    alone = chat(client, logprobs=True, max_tokens=2).choices[0].logprobs.content
+    assert [c.top_logprobs for c in alone] == [[], []]
+    choices = [p.choices[0] for p in chat(client, logprobs=True, max_tokens=4, stream=True)]
+    assert [c.token for choice in choices if choice.logprobs for c in choice.logprobs.content] == list("hell")
+    assert chat(client).choices[0].logprobs is None
+
+
+def test_completion_logprobs_and_echo(client):
+    answer = complete(client, prompt="ab", echo=True, logprobs=2, max_tokens=3).choices[0]
+    assert answer.text == "abhel" and answer.logprobs.tokens == list("abhel")
+    assert answer.logprobs.token_logprobs[0] is None and answer.logprobs.top_logprobs[0] is None
+    assert answer.logprobs.text_offset == [0, 1, 2, 3, 4] and all(len(t) == 2 for t in answer.logprobs.top_logprobs[1:])
+    parts = list(complete(client, prompt="ab", echo=True, logprobs=2, max_tokens=3, stream=True))
+    assert "".join(p.choices[0].text for p in parts) == "abhel"
+    assert [o for p in parts for o in p.choices[0].logprobs.text_offset] == [0, 1, 2, 3, 4]
+    assert complete(client, prompt=ids_of("xy"), echo=True, max_tokens=1).choices[0].text == "xyh"
+
+
+def test_prompt_logprobs_and_token_ids(server):
+    status, answer = server.json("/v1/completions", {"prompt": "abc", "max_tokens": 2, "prompt_logprobs": 1, "return_token_ids": True})
+    choice = answer["choices"][0]
+    assert status == 200 and choice["token_ids"] == ids_of("he") and choice["prompt_token_ids"] == ids_of("abc")
+    assert choice["prompt_logprobs"][0] is None and choice["prompt_logprobs"][1][str(ids_of("b")[0])]["decoded_token"] == "b"
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "return_token_ids": True, "prompt_logprobs": 0}
+    answer = server.json("/v1/chat/completions", body)[1]
+    assert answer["choices"][0]["token_ids"] == ids_of("he") and len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
+    events = server.events("/v1/chat/completions", {**body, "stream": True})
+    assert events[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert [i for e in events for c in e["choices"] for i in c.get("token_ids", ())] == ids_of("he")
+
+
+def test_sampling_fields_reach_the_engine_by_their_names(server):
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 11, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+              "repetition_penalty": 1.5, "stop_token_ids": [9], "min_tokens": 2, "ignore_eos": True, "allowed_token_ids": [1, 2],
+              "skip_special_tokens": False, "bad_words": ["bad"], "logit_bias": {"5": -3}}
+    body = {"prompt": "a", "max_tokens": 4, "priority": 3, "cache_salt": "salt", **fields}
+    assert server.json("/v1/completions", body)[0] == 200
+    request = server.engine.seen[-1]
+    for name, value in fields.items():
+        assert getattr(request.params, name) == ({5: -3.0} if name == "logit_bias" else value), name
+    assert (request.priority, request.cache_salt, request.params.max_tokens, request.eos_token_ids) == (3, "salt", 4, (257,))
+    assert request.bad_word_ids[0] == tuple(ids_of("bad"))
+
+
+def test_each_of_n_answers_has_a_seed_of_its_own(server):
+    server.json("/v1/completions", {"prompt": ["a", "b"], "n": 2, "seed": 5, "max_tokens": 1})
+    assert [r.params.seed for r in server.engine.seen[-4:]] == [5, 6, 5, 6]
+    server.json("/v1/completions", {"prompt": ["a"], "n": 2, "max_tokens": 1})
+    assert len({r.params.seed for r in server.engine.seen[-2:]}) == 2
+
+
+def test_the_models_own_defaults_are_used_where_the_request_is_silent():
+    config = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "strange": 1}
+    with FakeServer(model={"generation_config": config}) as server:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        assert server.json("/v1/chat/completions", body)[1]["usage"]["completion_tokens"] == 7
+        assert (server.engine.seen[-1].params.temperature, server.engine.seen[-1].params.top_k) == (0.6, 20)
+        server.json("/v1/chat/completions", {**body, "temperature": 0.0})
+        assert server.engine.seen[-1].params.temperature == 0.0
+
+
+def test_structured_outputs_reach_the_engine(server):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for given, expected in (({"response_format": {"type": "json_object"}}, ("json_object", True)),
+                            ({"response_format": named}, ("json", schema)),
+                            ({"structured_outputs": {"regex": "[0-9]+"}}, ("regex", "[0-9]+")),
+                            ({"structured_outputs": {"choice": ["yes", "no"]}}, ("choice", ["yes", "no"]))):
+        status, answer = server.json("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **given})
+        assert status == 200, answer
+        assert getattr(server.engine.seen[-1].params.structured_outputs, expected[0]) == expected[1]
+    assert server.json("/v1/completions", {"prompt": "x", "response_format": {"type": "text"}})[0] == 200
+    assert server.engine.seen[-1].params.structured_outputs is None
+
+
+def test_embeddings_as_numbers_and_base64(server, client):
+    data = client.embeddings.create(model=NAME, input=["a", "b"]).data                # the client asks for base64
+    plain = client.embeddings.create(model=NAME, input=["a", "b"], encoding_format="float").data
+    assert [len(d.embedding) for d in data] == [64, 64] and data[0].embedding == pytest.approx(plain[0].embedding, abs=1e-6)
+    raw = server.json("/v1/embeddings", {"input": [[1, 2]], "encoding_format": "base64"})[1]["data"][0]["embedding"]
+    assert len(struct.unpack("<64f", base64.b64decode(raw))) == 64
+    short = client.embeddings.create(model=NAME, input="a", dimensions=3, encoding_format="float").data[0].embedding
+    assert sum(v * v for v in short) == pytest.approx(1.0) and len(short) == 3
+    assert server.json("/v1/embeddings", {"input": "a", "dimensions": 65})[0] == 400
+    assert server.json("/v1/embeddings", {"input": "a" * 300})[0] == 400
+    assert server.json("/v1/embeddings", {"input": "a" * 300, "truncate_prompt_tokens": -1})[1]["usage"]["prompt_tokens"] == 256
+
+
+def test_models_are_listed_under_all_their_names():
+    with FakeServer(model={"names": ["first", "org/second"]}) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        assert [m.id for m in client.models.list().data] == ["first", "org/second"]
+        assert client.models.retrieve("org/second").id == "org/second"
+        assert complete(client, model="org/second").model == "first"
+        with pytest.raises(openai.NotFoundError) as error:
+            complete(client, model="third")
+        assert error.value.code == "model_not_found" and "first" in error.value.message
+
+
+def test_tokenize_and_back(server):
+    status, answer = server.json("/tokenize", {"prompt": "hi there", "return_token_strs": True})
+    assert status == 200 and answer["count"] == 8 and answer["max_model_len"] == 256 and answer["token_strs"][0] == "h"
+    assert server.json("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"] == "hi there"
+    messages = server.json("/tokenize", {"messages": [{"role": "user", "content": "x"}]})[1]["tokens"]
+    assert server.json("/detokenize", {"tokens": messages})[1]["prompt"] == "<user>x<assistant>"
+
+
+def test_chat_template_options(server):
+    body = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "sure,"}]}
+    server.json("/v1/chat/completions", {**body, "continue_final_message": True, "max_tokens": 1})
+    assert server.engine.seen[-1].prompt_token_ids == ids_of("<user>x<assistant>sure,")
+    server.json("/v1/chat/completions", {**body, "add_generation_prompt": False, "max_tokens": 1, "truncate_prompt_tokens": 5})
+    assert server.engine.seen[-1].prompt_token_ids == ids_of("sure,")
+    status, answer = server.json("/v1/chat/completions", {**body, "chat_template": "{{ 1 }}"})
+    assert status == 400 and answer["error"]["param"] == "chat_template"
+    assert server.json("/v1/chat/completions", {**body, "chat_template_kwargs": {"messages": []}})[0] == 400
+    with FakeServer(trust_request_chat_template=True) as trusting:
+        more = {"chat_template": "{{ word }}", "chat_template_kwargs": {"word": "w"}}
+        assert trusting.json("/v1/chat/completions", {**body, **more})[0] == 200
+        assert trusting.engine.seen[-1].prompt_token_ids == ids_of("w")
+
+
+def test_long_texts_are_tokenized_beside_the_loop():
+    with FakeServer(model={"max_model_len": 10**6}) as long:
+        assert long.json("/v1/completions", {"prompt": "x" * 50_000, "max_tokens": 1})[1]["usage"]["prompt_tokens"] == 50_000
+        body = {"messages": [{"role": "user", "content": "y" * 50_000}], "max_tokens": 1}
+        assert long.json("/v1/chat/completions", body)[1]["usage"]["prompt_tokens"] > 50_000
+
+
+def test_tools_and_reasoning_are_parsed_in_streams_and_whole_answers():
+    said = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "pick", "arguments": {"n": 1}}\n</tool_call>'
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    with FakeServer(FakeEngine(300, reply=ids_of(said), ends=True), model=parsers) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        answer = chat(client, tools=[tool], max_tokens=200).choices[0]
+        call = answer.message.tool_calls[0]
+        assert (call.function.name, json.loads(call.function.arguments)) == ("pick", {"n": 1}) and answer.finish_reason == "tool_calls"
+        assert answer.message.reasoning_content == "hm" and not answer.message.content
+        messages = [{"role": "user", "content": "hi"}]
+        with client.chat.completions.stream(model=NAME, messages=messages, tools=[tool], max_tokens=200) as stream:
+            whole = stream.get_final_completion().choices[0]
+        call = whole.message.tool_calls[0]
+        assert (call.function.name, json.loads(call.function.arguments), whole.finish_reason) == ("pick", {"n": 1}, "tool_calls")
+        plain = chat(client, max_tokens=200, extra_body={"include_reasoning": False}).choices[0].message
+        assert not hasattr(plain, "reasoning_content") and plain.content.startswith("<tool_call>")
+
+
+def test_the_token_level_endpoint(server):
+    body = {"token_ids": [1, 2, 3], "request_id": "r-1", "sampling_params": {"max_tokens": 5, "logprobs": 2, "temperature": 0.0},
+            "priority": -1, "cache_salt": "s"}
+    status, answer = server.json("/inference/v1/generate", body)
+    assert status == 200 and answer["token_ids"] == ids_of("hello") and answer["request_id"] == "r-1" and answer["version"] == 1
+    assert answer["finish_reason"] == "length" and len(answer["logprobs"]) == 5 and answer["num_cached_tokens"] == 0
+    request = server.engine.seen[-1]
+    assert request.prompt_token_ids == [1, 2, 3] and not request.params.detokenize and (request.priority, request.cache_salt) == (-1, "s")
+    events = server.events("/inference/v1/generate", {**body, "stream": True})
+    assert [i for e in events for i in e["token_ids"]] == ids_of("hello") and events[-1]["finish_reason"] == "length"
+    for wrong in ({"version": 2}, {"token_ids": []}, {"sampling_params": {"n": 2}}, {"sampling_params": {"stop": ["a"]}}):
+        assert server.json("/inference/v1/generate", {**body, **wrong})[0] == 400, wrong
+
+
+def test_request_ids_are_the_callers(server):
+    _, headers, text = server.request("/v1/completions", {"prompt": "a"}, headers={"X-Request-Id": "mine"})
+    assert headers["x-request-id"] == "mine" and json.loads(text)["id"] == "cmpl-mine"
+    assert server.json("/v1/completions", {"prompt": "a", "request_id": "two\nlines"})[1]["id"] == "cmpl-two\nlines"
+
+
+def test_ids_alone_are_served_without_a_tokenizer():
+    with FakeServer(model={"tokenizer": None}) as server:
+        status, answer = server.json("/v1/completions", {"prompt": [1, 2], "max_tokens": 3, "return_token_ids": True})
+        assert status == 200 and answer["choices"][0]["token_ids"] == ids_of("hel") and answer["choices"][0]["text"] == ""
+        for path, body in (("/v1/completions", {"prompt": "text"}), ("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]}),
+                           ("/v1/completions", {"prompt": [1], "stop": "x"}),
+                           ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
+            assert server.json(path, body)[0] == 400, path
