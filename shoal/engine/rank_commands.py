@@ -30,17 +30,13 @@ class RankCommands:
 
     # Sleep
 
-    def reserve_host(self, tag: str) -> None:
-        """Makes sure of the host memory that keeping `tag` takes. Raises if there is not enough; then nothing has changed."""
-        self.regions.reserve_host(tag)
-
     def release_memory(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
         """Gives back the memory of `tags`, after copying those in `kept` to the host. What sleeps already stays so; of a tag asleep that is
-        not in `kept`, the host's copy is dropped."""
-        if "kv_cache" in tags:
-            self.shaper.forget()
+        not in `kept`, the host's copy is dropped. Raises, with nothing changed, if there is no host memory to copy to."""
         gc.collect()
         report = self.regions.release(list(tags), list(kept))
+        if "kv_cache" in tags:    # every sequence gives back its row
+            self.shaper.forget()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()    # activations of the largest step
         return report

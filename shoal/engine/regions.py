@@ -28,9 +28,6 @@ class CpuRegions:
         """Names the tensors of a region."""
         self._tensors[tag] = tensors
 
-    def reserve_host(self, tag: str) -> None:
-        """Nothing to do: what is kept stays where it is."""
-
     def release(self, tags: list[str], kept: list[str]) -> dict[str, int]:
         freed = 0
         for tag in tags:

@@ -83,17 +83,9 @@ class Sleeper:
         going = [tag for tag in chosen if tag not in state.asleep] if level else []
         deeper = level == 2 and WEIGHTS in chosen and WEIGHTS in state.asleep and state.kept != ""
         kept = self._where_kept() if level == 1 and WEIGHTS in going else "" if WEIGHTS in going or deeper else state.kept
-        if WEIGHTS in going and kept == "host":
-            self._on_all("reserve_host", WEIGHTS)
+        core.drain()
+        reports = self._release([*going, WEIGHTS] if deeper else going, kept) if going or deeper else []
         self._settle(mode, KV_CACHE in going)
-        reports = []
-        if going or deeper:
-            dropped = [*going, WEIGHTS] if deeper else going
-            try:
-                reports = self._on_all("release_memory", dropped, [WEIGHTS] if kept == "host" and WEIGHTS in going else [])
-            except Exception:
-                core.each_rank("take_memory", going)
-                raise
         state.level = max(level, state.level or 0)
         state.asleep |= set(going)
         state.kept = kept
@@ -110,6 +102,7 @@ class Sleeper:
         check_sleep(0, None, mode)
         if mode == "wait" and self.core.has_work:
             raise UnavailableError("requests are still running, and mode 'wait' pauses when they have ended; step the engine until then")
+        self.core.drain()
         self._settle(mode, False)
         self.state.level = self.state.level or 0
         logger.info("scheduling is paused")
@@ -140,26 +133,30 @@ class Sleeper:
                     report.in_use_bytes / GIB, report.seconds)
         return report
 
-    def _settle(self, mode: str, cache_goes: bool) -> None:
-        """Steps in flight end first. Then requests are aborted, or kept: preempted if their KV is about to go, else frozen as they are."""
-        core = self.core
-        core.drain()
+    def _settle(self, mode: str, cache_went: bool) -> None:
+        """With no step in flight. Requests are aborted, or kept: preempted if their KV is gone, else frozen as they are."""
         if mode != "keep":
-            core.scheduler.abort_all()
-        if cache_goes:
-            core.scheduler.preempt_all()
-            core.reset_prefix_cache()
+            self.core.scheduler.abort_all()
+        if cache_went:
+            self.core.scheduler.preempt_all()
+            self.core.reset_prefix_cache()
+
+    def _release(self, tags: list[str], kept: str) -> list[Any]:
+        """The ranks' reports. A rank that fails has changed nothing; the others are woken again."""
+        core = self.core
+        outcomes = core.each_rank("release_memory", tags, [WEIGHTS] if kept == "host" else [])
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if not errors:
+            return outcomes
+        if len(errors) < len(outcomes):
+            core.each_rank("take_memory", [tag for tag in tags if tag not in self.state.asleep])
+            self._settle("keep", KV_CACHE in tags)    # what the others' caches held is gone
+            if WEIGHTS in tags and kept != "host":
+                core.weights.lose("a sleep broke off")
+        raise errors[0]
 
     def _where_kept(self) -> str:
         return "file" if self.core.config.sleep_offload == "file" and self.core.weights.unchanged() else "host"
-
-    def _on_all(self, method: str, *args: Any) -> list[Any]:
-        """Raises the first rank's error once every rank has answered."""
-        outcomes = self.core.each_rank(method, *args)
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return outcomes
 
 
 def total(reports: Sequence[dict[str, int]], seconds: float) -> MemoryReport:

@@ -397,7 +397,7 @@ def test_a_sleep_without_host_memory_changes_nothing(folder, build, expected, mo
     llm = build(folder)
     stream = llm.stream(PROMPTS[0], params())
     next(stream)
-    fail_once(monkeypatch, llm.core.runner.regions, "reserve_host", MemoryError("16 bytes needed, 3 free"))
+    fail_once(monkeypatch, llm.core.runner.regions, "release", MemoryError("16 bytes needed, 3 free"))
     with pytest.raises(MemoryError, match="3 free"):
         llm.sleep(level=1)
     assert not llm.is_sleeping
