@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import sys
 import time
@@ -15,8 +16,8 @@ from typing import Any
 from shoal import bench_serve
 from shoal.api import RequestOutput, SamplingParams
 from shoal.bench_serve import ServeBench
-from shoal.config import EngineConfig
-from shoal.errors import RequestError, ShoalError
+from shoal.config import EngineConfig, ServerConfig
+from shoal.errors import ConfigError, RequestError, ShoalError
 from shoal.version import __version__
 
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
@@ -25,6 +26,10 @@ SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "repetition_penalty": (float, "above 1 discourages what was said"), "seed": (int, "same seed, same tokens"),
     "max_tokens": (int, "most tokens of an answer"),
 }
+
+SERVE_DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within --shutdown-timeout; a second
+signal ends it at once. If the engine's process dies the server stays up: its requests fail, /health is 503, and with --restart the engine
+comes back."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +83,15 @@ def build_parser() -> argparse.ArgumentParser:
     under_load.add_argument("--plot", help="a PNG file to draw; needs matplotlib: pip install 'shoal[bench]'")
     under_load.set_defaults(run=run_bench_serve, verbose=False)
 
+    serve = commands.add_parser("serve", help="serve a model over HTTP", description=SERVE_DESCRIPTION)
+    serve.add_argument("model_path", nargs="?", metavar="MODEL", help="folder, .gguf file or hub id (default: smollm2)")
+    serve.add_argument("--model", action="append", default=[], dest="models", metavar="NAME=MODEL",
+                       help="one of several models, with --swap")
+    serve.add_argument("--verbose", action="store_true", help="log more")
+    _add_flags(serve, EngineConfig, "engine", but=("model",))
+    _add_flags(serve, ServerConfig, "server")
+    serve.set_defaults(run=run_serve)
+
     for command in (generate, chat, throughput, latency):
         command.add_argument("--verbose", action="store_true", help="log what the engine decides")
         _add_engine_flags(command)
@@ -89,18 +103,20 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _add_flags(parser, EngineConfig, "engine")
 
 
-def _add_flags(parser: argparse.ArgumentParser, config: type, title: str) -> None:
-    """A flag for each field of the dataclass `config`; one that is not given leaves no trace in the arguments."""
+def _add_flags(parser: argparse.ArgumentParser, config: type, title: str, but: tuple[str, ...] = ()) -> None:
+    """A flag for each field of the dataclass `config` but some; one that is not given leaves no trace in the arguments."""
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
+        if field.name in but:
+            continue
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
         kinds = [t for t in typing.get_args(hint) if t is not types.NoneType] if isinstance(hint, types.UnionType) else [hint]
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.metadata.get('help', '')} (default: {field.default})"}
         if kinds[0] is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kinds[0]) is list:
-            options |= {"type": int, "nargs": "+"}
+            options |= {"type": typing.get_args(kinds[0])[0], "nargs": "+"}
         else:
             options["type"] = kinds[0]
         group.add_argument(flag, **options)
@@ -183,6 +199,27 @@ def run_bench(arguments: argparse.Namespace) -> int:
         params = _sampling_params(arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len)
         measure(llm, params, getattr(arguments, arguments.batch_flag), arguments.input_len, arguments.num_iters, arguments.output_json)
     return 0
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
+    from shoal.serve import serve
+    logging.getLogger().setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(ServerConfig) if hasattr(arguments, f.name)}
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        if len(values := given.get(name, ())) == 1 and values[0].startswith("["):    # vLLM's spelling: a JSON list
+            given[name] = _json_list(name, values[0])
+    return serve(arguments.model_path, arguments.models, _engine_options(arguments), ServerConfig(**given))
+
+
+def _json_list(name: str, text: str) -> list[str]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ConfigError(f"{name} {text!r:.80} is no JSON list of texts; give one, or the values one after the other")
+    return values
 
 
 def run_bench_serve(arguments: argparse.Namespace) -> int:

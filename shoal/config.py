@@ -138,6 +138,8 @@ class ServerConfig:
     write_timeout: float = 120.0               # seconds a client may take none of its answer
     shutdown_timeout: float = 30.0             # seconds running requests get after SIGTERM
     restart: bool = False                      # start a dead engine core again
+    swap: bool = False                         # several models: one is awake, the others sleep
+    swap_patience: float = 5.0                 # seconds that requests for a sleeping model wait at most while others for the awake one begin
     tool_call_parser: str = "auto"             # "hermes" | "llama3_json" | "none"; auto: by the chat template
     reasoning_parser: str = "auto"             # "qwen3" | "none"; auto: by the chat template
     trust_request_chat_template: bool = False  # requests may bring a chat template (in the sandbox, but one may run for ever)
@@ -153,7 +155,8 @@ class ServerConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
                 limit = f"from {low} to {high}" if high else f"of at least {low}"
                 raise ConfigError(f"{name} {value!r} is not an integer {limit}; choose one")
-        for name, is_open in (("request_timeout", True), ("read_timeout", True), ("write_timeout", True), ("shutdown_timeout", False)):
+        for name, is_open in (("request_timeout", True), ("read_timeout", True), ("write_timeout", True), ("shutdown_timeout", False),
+                              ("swap_patience", False)):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf or (value == 0 and not is_open)):
                 raise ConfigError(f"{name} {value!r} is not a finite number of seconds {'above' if is_open else 'from'} 0")

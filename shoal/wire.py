@@ -145,6 +145,10 @@ def request_id_of(data: bytes) -> str | None:
 
 
 def dead(failure: Failure) -> EngineDeadError:
-    """The engine's end as its users see it."""
-    error = failure.build()
-    return error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+    """The engine's end as its users see it: one line. What else there is to say, a rank's traceback perhaps, is a note of the error, which
+    logs show and clients don't."""
+    first, _, rest = failure.message.partition("\n")
+    error = EngineDeadError(first)
+    if rest:
+        error.add_note(rest)
+    return error

@@ -206,7 +206,7 @@ class AsyncLLM:
                 reply.set_exception(message.error.build())
 
     def _on_end(self, error: EngineDeadError) -> None:
-        logger.error("%s", error)
+        logger.error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
         self.dead = error
         self._fail_all(error)
         if self.restart:
@@ -214,10 +214,10 @@ class AsyncLLM:
 
     def _fail_all(self, error: EngineDeadError) -> None:
         for collector in self._collectors.values():
-            collector.fail(EngineDeadError(str(error)))    # each raises its own: a traceback grows with every raise
+            collector.fail(error)
         for reply in self._calls.values():
             if not reply.done():
-                reply.set_exception(EngineDeadError(str(error)))
+                reply.set_exception(error)
 
     async def _start_again(self) -> None:
         loop = asyncio.get_running_loop()
@@ -226,8 +226,8 @@ class AsyncLLM:
             now = loop.time()
             recent = [t for t in self._restarts if t > now - RESTART_WINDOW_S]
             if len(recent) == MOST_RESTARTS:
-                self.dead = EngineDeadError(f"{self.dead}\nit died again after {MOST_RESTARTS} restarts in {RESTART_WINDOW_S:.0f} s, so it is "
-                                            "not started any more; restart the server")
+                self.dead = EngineDeadError(f"{self.dead}; it has been started again {MOST_RESTARTS} times in {RESTART_WINDOW_S:.0f} s "
+                                            "and is left alone now: restart the server")
                 logger.error("%s", self.dead)
                 return
             await asyncio.sleep(RESTART_PAUSES_S[len(recent)])

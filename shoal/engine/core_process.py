@@ -2,7 +2,7 @@
 
 Messages go through two ZMQ sockets in a private temporary folder. The folder is removed as soon as both are connected, so nothing is left
 behind whoever dies when. The child's standard input is its life line: it ends when that closes. Its output is passed on to our stderr, and
-its end is quoted when it dies.
+its end is a note of the EngineDeadError when it dies.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ class CoreProcess:
         self._pass_on()
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
         tail = self._tail.rstrip()
-        starting = not self._ready.done()
-        words = "" if starting else f"; the end of its output:\n{tail}" if tail else "; it printed nothing"
-        self._end(EngineDeadError(f"the engine core (pid {self.pid}) {how}{' while it was starting' if starting else ''}{words}"))
+        error = EngineDeadError(f"the engine core (pid {self.pid}) {how}{'' if self._ready.done() else ' while it was starting'}")
+        error.add_note(f"the end of its output:\n{tail}" if tail else "it printed nothing")    # for the log, not for clients
+        self._end(error)
         self._loop.remove_reader(self._output)
         assert self._process.stdout is not None
         self._process.stdout.close()

@@ -1,0 +1,344 @@
+"""Many models on one device: one is awake, the others sleep, and requests wake what they need. Torch-free.
+
+    turns    who may run, and when another model's turn comes: pure decisions, no clock and no engine
+    Swapper  does what they say: waits for the running requests, puts the awake model to sleep, wakes the wanted one
+    SwappedModel  one model of it, as an Engine with its Control
+
+The model that goes to sleep keeps its weights in host memory (level 1) while that lasts; then those that were used least recently give
+theirs up (level 2, read again from their files on waking).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from shoal.api import Control, Engine, FinishReason, MemoryReport, Output, Request, Stats
+from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+HOST_MARGIN = 0.1          # of the host's available memory, never taken for sleeping weights
+WEIGHTS = "weights"
+
+
+class SwapEngine(Engine, Control, Protocol):
+    """With sleep mode on."""
+
+
+class Turns:
+    """Which model's requests run. Times are seconds of any clock.
+
+    A request of the awake model begins at once, unless another model's oldest request has waited for longer than `patience`; then it
+    queues, so that the running ones end and the turn passes on. The next turn is that of the model whose request has waited longest.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self.awake: str | None = None
+        self.switching = False
+        self.running: dict[str, int] = {}
+        self.waiting: dict[str, deque[float]] = {}    # when each came, oldest first
+        self.last_used: dict[str, float] = {}
+
+    def may_begin(self, name: str, now: float) -> bool:
+        """Whether a request that has just come begins at once."""
+        if self.switching or self.awake != name or self.waiting.get(name):
+            return False
+        return all(not queue or now - queue[0] <= self.patience for queue in self.waiting.values())
+
+    def next(self) -> str | None:
+        """Whose waiting requests should begin, asked when one has come or ended. None: nobody waits, or the awake model's requests run and
+        have to end first."""
+        oldest = {name: queue[0] for name, queue in self.waiting.items() if queue}
+        if self.switching or not oldest:
+            return None
+        if self.awake is not None and self.running.get(self.awake, 0) and oldest.keys() != {self.awake}:
+            return None
+        return min(oldest, key=lambda name: oldest[name])
+
+    def least_recent(self, names: Sequence[str]) -> list[str]:
+        return sorted(names, key=lambda name: self.last_used.get(name, 0.0))
+
+
+@dataclass(slots=True)
+class _Sleeper:
+    engine: SwapEngine
+    path: str                                        # of its weights
+    level: int | None = None                         # it sleeps at; None: awake
+    queue: deque[asyncio.Future[None]] = field(default_factory=deque)    # in step with Turns.waiting
+
+
+@dataclass(slots=True)
+class Switch:
+    """One change of the awake model, in seconds. `drain` counts from the oldest waiting request's arrival."""
+
+    model: str
+    drain: float = 0.0
+    sleep: float = 0.0
+    wake: float = 0.0
+    ended: float = 0.0                               # time.monotonic()
+
+
+class Swapper:
+    """All models asleep at level 1 but one at most, which is how `add` finds and leaves them."""
+
+    def __init__(self, patience: float, available: Callable[[], int] | None = None) -> None:
+        """available: bytes of host memory that can be had; default: what the kernel says."""
+        self.turns = Turns(patience)
+        self.models: dict[str, _Sleeper] = {}
+        self.last_switch: Switch | None = None
+        self._available = available or available_memory
+        self._switch: asyncio.Task[None] | None = None
+
+    async def add(self, name: str, engine: SwapEngine, path: str) -> SwappedModel:
+        """Takes an awake engine and puts it to sleep, so that the next one has room to start."""
+        self.models[name] = _Sleeper(engine, path)
+        await self._put_to_sleep(name)
+        return SwappedModel(self, name)
+
+    # Requests
+
+    async def begin(self, name: str, on_wait: Callable[[asyncio.Future[None]], None] | None = None) -> None:
+        """Returns when a request of the model may run; then `end` must follow. Raises what kept the model from waking.
+
+        on_wait: is given the future that is waited for, so that it can be cancelled.
+        """
+        turns, model, now = self.turns, self.models[name], time.monotonic()
+        if not turns.may_begin(name, now):
+            turn = asyncio.get_running_loop().create_future()
+            turns.waiting.setdefault(name, deque()).append(now)
+            model.queue.append(turn)
+            if on_wait is not None:
+                on_wait(turn)
+            self._go_on()
+            try:
+                await turn
+            except BaseException:
+                if turn in model.queue:
+                    at = model.queue.index(turn)
+                    del model.queue[at], turns.waiting[name][at]
+                elif turn.done() and not turn.cancelled() and turn.exception() is None:    # let in and cancelled in the same moment
+                    self.end(name)
+                self._go_on()
+                raise
+            return
+        turns.running[name] = turns.running.get(name, 0) + 1
+
+    def end(self, name: str) -> None:
+        self.turns.running[name] -= 1
+        self.turns.last_used[name] = time.monotonic()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        wanted = self.turns.next()
+        if wanted is None:
+            return
+        if wanted == self.turns.awake:
+            self._let_in(wanted)
+            return
+        self.turns.switching = True
+        switch = Switch(wanted, drain=time.monotonic() - self.turns.waiting[wanted][0])
+        self._switch = asyncio.get_running_loop().create_task(self._make_awake(switch))
+
+    def _let_in(self, name: str) -> None:
+        queue = self.models[name].queue
+        self.turns.waiting[name].clear()
+        self.turns.running[name] = self.turns.running.get(name, 0) + len(queue)
+        while queue:
+            turn = queue.popleft()
+            if turn.done():    # cancelled, and about to say so
+                self.turns.running[name] -= 1
+            else:
+                turn.set_result(None)
+
+    def _send_away(self, name: str, error: ShoalError) -> None:
+        queue = self.models[name].queue
+        self.turns.waiting[name].clear()
+        while queue:
+            turn = queue.popleft()
+            if not turn.done():
+                turn.set_exception(error)
+
+    # Switching
+
+    async def _make_awake(self, switch: Switch) -> None:
+        """Ends with the model awake and its requests let in, or with them sent away and everything as consistent as before."""
+        turns, name = self.turns, switch.model
+        try:
+            if turns.awake is not None:
+                start = time.monotonic()
+                await self._retire(turns.awake)
+                switch.sleep = time.monotonic() - start
+            start = time.monotonic()
+            await self._wake(name)
+            switch.ended = time.monotonic()
+            switch.wake = switch.ended - start
+            self.last_switch = switch
+            logger.info("model %s is awake: waited %.3f s for running requests, sleep %.3f s, wake %.3f s", name, switch.drain,
+                        switch.sleep, switch.wake)
+            self._let_in(name)
+        except EngineDeadError as error:
+            self._send_away(name, error)
+        except Exception as error:    # whatever it is, it must not leave requests waiting for ever
+            logger.exception("model %s could not be woken", name)
+            self._send_away(name, UnavailableError(f"the model {name} could not be woken ({type(error).__name__}); try again later"))
+        finally:
+            turns.switching = False
+        self._go_on()
+
+    async def _retire(self, name: str) -> None:
+        """Puts the awake model to sleep; a dead one gives its memory back by itself."""
+        try:
+            await self._put_to_sleep(name)
+        except EngineDeadError:
+            pass
+        self.turns.awake = None
+
+    async def _put_to_sleep(self, name: str) -> None:
+        model = self.models[name]
+        level = 1 if await self._make_host_room(name) else 2
+        try:
+            await model.engine.sleep(level, None, "wait")
+        except ConfigError:
+            if level == 2:
+                raise
+            logger.warning("model %s found no host memory for its weights; they will be read again from %s", name, model.path)
+            level = 2
+            await model.engine.sleep(level, None, "wait")
+        model.level = level
+
+    async def _make_host_room(self, name: str) -> bool:
+        """Whether the model's weights fit into host memory, once others that slept longer have given theirs up."""
+        needed = await self._host_need(name)
+        sleeping = self.turns.least_recent([other for other, model in self.models.items() if model.level == 1])
+        while needed > self._room() and sleeping:
+            other = self.models[sleeping.pop(0)]
+            logger.info("host memory is short: a sleeping model's weights are dropped, and read again from %s when it wakes", other.path)
+            try:
+                await other.engine.sleep(2, [WEIGHTS], "abort")
+                other.level = 2
+            except EngineDeadError:
+                pass
+        return needed <= self._room()
+
+    async def _host_need(self, name: str) -> int:
+        usage = (await self.models[name].engine.memory_usage())[WEIGHTS]
+        return max(0, usage["device_bytes"] - usage["host_bytes"])
+
+    def _room(self) -> int:
+        return int(self._available() * (1 - HOST_MARGIN))
+
+    async def _wake(self, name: str) -> None:
+        model = self.models[name]
+        await model.engine.wake_up(None)
+        if model.level == 2:
+            try:
+                await model.engine.update_weights(model.path)
+            except BaseException:
+                await model.engine.sleep(2, None, "abort")
+                raise
+        model.level = None
+        self.turns.awake = name
+
+
+class SwappedModel:
+    """One of the models, as an Engine with its Control. Waking it takes a request; sleep and wake-up are the swapper's alone."""
+
+    def __init__(self, swapper: Swapper, name: str) -> None:
+        self.swapper, self.name = swapper, name
+        self._model = swapper.models[name]
+        self._turns: dict[str, asyncio.Future[None]] = {}    # of requests that wait
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        request_id, arrived = request.request_id, time.monotonic()
+        try:
+            await self.swapper.begin(self.name, lambda turn: self._turns.__setitem__(request_id, turn))
+        except asyncio.CancelledError:
+            turn = self._turns.get(request_id)
+            if turn is None or not turn.cancelled() or _is_cancelled():    # it is the reader that was cancelled
+                raise
+            yield Output(request_id, [], finish_reason=FinishReason.ABORT)
+            return
+        finally:
+            self._turns.pop(request_id, None)
+        try:
+            stream = self._model.engine.generate(request)
+            try:
+                async for output in stream:
+                    self._tell_first_token(arrived)
+                    yield output
+            finally:
+                await stream.aclose()
+        finally:
+            self.swapper.end(self.name)
+
+    def _tell_first_token(self, arrived: float) -> None:
+        switch = self.swapper.last_switch
+        if switch is not None and switch.model == self.name and switch.ended:
+            logger.info("model %s: first token %.3f s after it was awake, %.3f s after its request came", self.name,
+                        time.monotonic() - switch.ended, time.monotonic() - arrived)
+            switch.ended = 0.0
+
+    async def abort(self, request_id: str) -> None:
+        if (turn := self._turns.get(request_id)) is not None:
+            turn.cancel()
+        else:
+            await self._model.engine.abort(request_id)
+
+    async def stats(self) -> Stats:
+        stats = await self._model.engine.stats()
+        stats.num_waiting += len(self._model.queue)
+        return stats
+
+    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
+        raise ConfigError("sleep and wake_up are up to the server, which swaps its models (--swap); a request wakes the one that it names")
+
+    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
+        return await self.sleep()
+
+    async def is_sleeping(self) -> bool:
+        return self._model.level is not None
+
+    async def reset_prefix_cache(self) -> bool:
+        return await self._model.engine.reset_prefix_cache()
+
+    async def update_weights(self, source: str) -> int:
+        """Takes the model's turn. From now on its weights are those of `source`."""
+        await self.swapper.begin(self.name)
+        try:
+            version = await self._model.engine.update_weights(source)
+            self._model.path = source
+            return version
+        finally:
+            self.swapper.end(self.name)
+
+    async def check_weights(self) -> dict[str, str]:
+        """Takes the model's turn."""
+        await self.swapper.begin(self.name)
+        try:
+            return await self._model.engine.check_weights()
+        finally:
+            self.swapper.end(self.name)
+
+    async def memory_usage(self) -> dict[str, dict[str, int]]:
+        return await self._model.engine.memory_usage()
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping to disk."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo names no MemAvailable, so --swap cannot tell whether weights fit into host memory")
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

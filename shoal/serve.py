@@ -1,0 +1,113 @@
+"""`shoal serve`: engines in processes of their own, the server in this one. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from shoal.engine.async_llm import AsyncLLM
+from shoal.engine.swap import Swapper
+from shoal.errors import ConfigError
+from shoal.server.app import create_admin_app, create_app
+from shoal.server.model import ServedEngine, ServedModel
+from shoal.server.run import serve as serve_http
+from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
+from shoal.tokenizer import Tokenizer, load_tokenizer
+from shoal.weights.source import resolve
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Planned:
+    """A model to be served, before its engine exists."""
+
+    names: list[str]
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+
+
+def serve(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> int:
+    """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served.
+
+    model: folder, file or id; or `models`: the same as "name=model", several with config.swap. options: EngineConfig's.
+    """
+    started = time.monotonic()
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    planned = plan(model, models, options, config)
+    return uvloop.run(_serve(planned, config, started))
+
+
+def plan(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> list[Planned]:
+    """What to serve, with tokenizers loaded: a mistake is told before an engine is started. Raises ShoalError."""
+    pairs = [_named(entry) for entry in models]
+    if model is not None and pairs:
+        raise ConfigError(f"the model is given twice, as {model!r} and by --model {models[0]!r}; give all by --model NAME=MODEL")
+    pairs = pairs or [(None, model or DEFAULT_MODEL)]
+    names = [name or path for name, path in pairs]
+    if len(pairs) > 1:
+        if not config.swap:
+            raise ConfigError(f"{len(pairs)} models are given; serve several with --swap (one awake, the others asleep), or a server each")
+        if config.served_model_name is not None:
+            raise ConfigError("served_model_name names one model; with several, --model name=model names each")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"two models are called {max(names, key=names.count)!r}; give each a name of its own: --model name=model")
+    if config.swap:
+        if config.restart:
+            raise ConfigError("--restart does not go with --swap: a model that starts anew needs the memory that the awake one has")
+        options = {**options, "enable_sleep_mode": True}
+    found = []
+    for name, (_, path) in zip(names, pairs):
+        engine = EngineConfig.from_options(model=path, **options)
+        files = resolve(engine.model, engine.revision, engine.download_dir)
+        tokenizer = None if engine.skip_tokenizer_init else load_tokenizer(files, engine.tokenizer, engine.chat_template)
+        found.append(Planned(config.served_model_name or [name], engine, tokenizer))
+    return found
+
+
+def _named(entry: str) -> tuple[str | None, str]:
+    """`name=model`, or a model alone: a `=` in a path is no name's end."""
+    name, equals, path = entry.partition("=")
+    return (name, path) if equals and name and path and "/" not in name else (None, entry)
+
+
+async def _serve(planned: Sequence[Planned], config: ServerConfig, started: float) -> int:
+    async with AsyncExitStack() as stack:
+        swapper = Swapper(config.swap_patience) if config.swap else None
+        models = []
+        for one in planned:
+            llm = await AsyncLLM.start(one.config, restart=config.restart)
+            stack.push_async_callback(llm.close)
+            engine = llm if swapper is None else await swapper.add(one.names[0], llm, one.config.model)
+            models.append(_served(one, llm, engine, config))
+        app = create_app(models, config)
+        admin = create_admin_app(models, config) if config.admin_port is not None else None
+
+        def ready(port: int, admin_port: int | None) -> None:
+            scheme = "https" if config.ssl_certfile else "http"
+            operated = f", admin port {admin_port} on {config.admin_host}" if admin_port is not None else ""
+            logger.info("serving %s at %s://%s:%d%s, ready after %.1f s", ", ".join(m.name for m in models), scheme, config.host, port,
+                        operated, time.monotonic() - started)
+
+        return 0 if await serve_http(app, admin, config, ready=ready) else 1
+
+
+def _served(planned: Planned, llm: AsyncLLM, engine: ServedEngine, config: ServerConfig) -> ServedModel:
+    info, tokenizer = llm.info, planned.tokenizer
+    template = tokenizer.chat_template if tokenizer is not None else None
+    own = tokenizer.eos_token_ids if tokenizer is not None else ()
+    ids = dict.fromkeys((*info.eos_token_ids, *own))    # some configs name ids that the model has not
+    return ServedModel(
+        planned.names, engine, tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
+        eos_token_ids=tuple(i for i in ids if i < info.vocab_size), max_num_seqs=info.max_num_seqs,
+        generation_config=info.generation_config, seed=planned.config.seed, max_queued_requests=config.max_queued_requests,
+        request_timeout=config.request_timeout, tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
+        reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
+        trust_request_chat_template=config.trust_request_chat_template)
