@@ -70,9 +70,12 @@ async def metrics(exchange: Exchange) -> None:
 
 async def _families(model: ServedModel) -> Iterable[Metric]:
     try:
-        stats, level = await _stats(model), await model.sleeping_level()
+        stats = await _stats(model)
+        level = await asyncio.wait_for(model.sleeping_level(), PATIENCE_SECONDS)
     except EngineDeadError:
         stats, level = Stats(), None    # nothing runs any more; what was counted here stays
+    except TimeoutError:
+        stats, level = model.last_stats, None    # whoever falls asleep or wakes up answers afterwards
     return model.metrics.collect(stats, level, model.admission.refused)
 
 

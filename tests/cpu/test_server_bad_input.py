@@ -187,7 +187,8 @@ def test_keys_are_asked_for_where_they_should(tmp_path, monkeypatch):
 
 
 def test_cors_is_off_unless_origins_are_named():
-    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "X-One, authorization"}
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "X-One, authorization"}
     with FakeServer() as server:
         assert server.request(CHAT, method="OPTIONS", headers=asks)[0] == 400
         assert server.request("/health", headers={"Origin": "https://a.example"})[1]["Access-Control-Allow-Origin"] is None

@@ -159,9 +159,10 @@ def test_metrics_count_what_happened():
         server.json(COMPLETE, {"prompt": "four", "max_tokens": 50, "stop": "lo", "n": 2})
         for name, value in (("prompt_tokens_total", 12), ("prompt_tokens_cached_total", 6), ("request_success_total", 3),
                             ("request_params_n_count", 2), ("time_to_first_token_seconds_count", 3),
-                            ("e2e_request_latency_seconds_count", 3), ("request_prompt_tokens_sum", 12), ("request_generation_tokens_count", 3), ("num_requests_running", 0),
-                            ("num_requests_waiting", 0), ("kv_cache_usage_perc", 0), ("prefix_cache_queries_total", 0),
-                            ("prefix_cache_hits_total", 0), ("num_preemptions_total", 0)):
+                            ("e2e_request_latency_seconds_count", 3), ("request_prompt_tokens_sum", 12),
+                            ("request_generation_tokens_count", 3), ("num_requests_running", 0), ("num_requests_waiting", 0),
+                            ("kv_cache_usage_perc", 0), ("prefix_cache_queries_total", 0), ("prefix_cache_hits_total", 0),
+                            ("num_preemptions_total", 0)):
             assert server.metric("vllm:" + name) == value, name
         text = server.request("/metrics")[2]
         assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0' in text
