@@ -13,6 +13,7 @@ from shoal.errors import ConfigError, EngineDeadError, RequestError, Unavailable
 
 TAGS = ("weights", "kv_cache")
 MODES = ("wait", "abort", "keep")
+MAX_LOGPROBS = 20
 
 
 @dataclass(eq=False)
@@ -47,6 +48,9 @@ class FakeEngine:
         self._check_alive()
         if self.refuses is not None:
             raise RequestError(self.refuses)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(request.params, name) or 0) > MAX_LOGPROBS:
+                raise RequestError(f"{name} {getattr(request.params, name)} is more than {MAX_LOGPROBS}; ask for fewer")
         if self.sleeping_level is not None:
             raise UnavailableError(f"the engine sleeps at level {self.sleeping_level}; wake it up first")
         self.seen = [*self.seen[-99:], request]

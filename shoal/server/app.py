@@ -7,7 +7,6 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shoal.config import ServerConfig
 from shoal.server.errors import ApiError, to_api_error
@@ -27,7 +26,8 @@ class Route:
     handler: Handler
     summary: str
     request: type | None = None        # the Struct of the body, for the OpenAPI document
-    response: Any = None               # the type of a JSON answer, likewise
+    response: type | None = None       # the Struct of a JSON answer, likewise ...
+    content_type: str = "text/plain"   # ... or what the answer is instead
     public: bool = False               # asks for no key
     error_body: Callable[[ApiError], bytes] = ApiError.body    # the shape of its errors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shoal.api import CompletionOutput
+from shoal.api import CompletionOutput, SamplingParams
 from shoal.server.answers import Chunks, LogprobShapes, encode, prompt_logprobs_list, usage_dict
 from shoal.server.errors import ApiError
 from shoal.server.generation import Delta, Generation
@@ -14,7 +14,7 @@ from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import check_stream_options, num_kept, shortened, text_params
 from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
-from shoal.server.tools import AnswerFormat, AnswerParser, ToolPlan, plan_tools, whole
+from shoal.server.tools import AnswerFormat, AnswerParser, ToolPlan, plan_tools, template_variables, whole
 
 
 async def create_chat_completion(exchange: Exchange) -> None:
@@ -22,12 +22,12 @@ async def create_chat_completion(exchange: Exchange) -> None:
     model = exchange.server.find(request.model)
     options = check_stream_options(request.stream, request.stream_options)
     plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser)
-    prompt = await _prompt(model, request, plan)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = text_params(model, request, max_tokens=max_tokens, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     plan.constrain(params)
+    prompt = await _prompt(model, request, plan, params)
     request_id = request.request_id or exchange.request_id
     generation = Generation(model, [prompt], params, request_id=f"chatcmpl-{request_id}", priority=request.priority,
                             cache_salt=request.cache_salt, timeout=request.timeout)
@@ -55,11 +55,11 @@ async def create_chat_completion(exchange: Exchange) -> None:
     await exchange.json(body)
 
 
-async def _prompt(model: ServedModel, request: ChatCompletionRequest, plan: ToolPlan) -> Prompt:
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    prompt = await model.chat_prompt(request.messages, tools=plan.tools, chat_template=request.chat_template,
+async def _prompt(model: ServedModel, request: ChatCompletionRequest, plan: ToolPlan, params: SamplingParams) -> Prompt:
+    variables = template_variables(request.chat_template_kwargs, request.reasoning_effort, params, model.reasoning_parser)
+    # Thoughts come back under either name; templates know the older one.
+    messages = [{**m, "reasoning_content": m["reasoning"]} if "reasoning" in m else m for m in request.messages]
+    prompt = await model.chat_prompt(messages, tools=plan.tools, chat_template=request.chat_template,
                                      add_generation_prompt=request.add_generation_prompt,
                                      continue_final_message=request.continue_final_message,
                                      add_special_tokens=request.add_special_tokens, documents=request.documents, variables=variables)
@@ -86,7 +86,7 @@ class _Answer:
             read = whole(parser.push(answer.text, last=True))
             message["content"] = read.content if read.content or not (read.calls or read.reasoning) else None
             if read.reasoning and request.include_reasoning is not False:
-                message["reasoning_content"] = read.reasoning
+                message["reasoning"] = message["reasoning_content"] = read.reasoning    # vLLM's name, and its older one
             if read.calls:
                 message["tool_calls"] = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
                                          for c in read.calls]
@@ -137,7 +137,7 @@ class _Answer:
     def _part(self, part: Part) -> dict[str, Any] | None:
         if isinstance(part, TextDelta):
             if part.reasoning:
-                return {"reasoning_content": part.text} if self.request.include_reasoning is not False else None
+                return {"reasoning": part.text, "reasoning_content": part.text} if self.request.include_reasoning is not False else None
             return {"content": part.text}
         function = {"arguments": part.arguments} if part.name is None else {"name": part.name, "arguments": part.arguments}
         begin = {} if part.id is None else {"id": part.id, "type": "function"}

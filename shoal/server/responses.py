@@ -159,8 +159,7 @@ async def create_response(exchange: Exchange) -> None:
     plan = plan_tools(_chat_tools(request.tools), _chat_choice(request.tool_choice), request.parallel_tool_calls, model.tool_call_parser)
     plan.constrain(params)
     effort = request.reasoning.effort if request.reasoning is not None else None
-    variables: dict[str, Any] = {} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-    variables = template_variables(variables, params, model.reasoning_parser)
+    variables = template_variables(None, effort, params, model.reasoning_parser)
     prompt = await model.chat_prompt(to_chat(request), tools=plan.tools, variables=variables)
     parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
     writer = _Writer(_response(request, model, params, plan))

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from shoal.server import messages, protocol, responses, system, tokens
+from shoal.server import messages, protocol, responses, shapes, system, tokens
 from shoal.server.app import Route
 from shoal.server.chat import create_chat_completion
 from shoal.server.completions import create_completion
+from shoal.server.openapi import openapi
 
 PUBLIC_ROUTES: tuple[Route, ...] = (
-    Route("POST", "/v1/chat/completions", create_chat_completion, "The next message of a conversation", protocol.ChatCompletionRequest),
-    Route("POST", "/v1/completions", create_completion, "The continuation of a text", protocol.CompletionRequest),
+    Route("POST", "/v1/chat/completions", create_chat_completion, "The next message of a conversation", protocol.ChatCompletionRequest,
+          shapes.ChatCompletion),
+    Route("POST", "/v1/completions", create_completion, "The continuation of a text", protocol.CompletionRequest, shapes.Completion),
     Route("POST", "/v1/responses", responses.create_response, "The next items of a conversation, in OpenAI's newer API",
           responses.ResponsesRequest, responses.Response),
     Route("POST", "/v1/messages", messages.create_message, "The next message of a conversation, in Anthropic's API",
           messages.MessagesRequest, messages.Message, error_body=messages.error_body),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, "How many tokens such a conversation has",
           messages.CountTokensRequest, messages.TokenCount, error_body=messages.error_body),
-    Route("POST", "/v1/embeddings", tokens.create_embeddings, "Pooled hidden states", protocol.EmbeddingRequest),
-    Route("GET", "/v1/models", system.list_models, "The models"),
-    Route("GET", "/v1/models/{id}", system.get_model, "One model"),
-    Route("POST", "/tokenize", tokens.tokenize, "Text or messages to token ids", protocol.TokenizeRequest),
-    Route("POST", "/detokenize", tokens.detokenize, "Token ids to text", protocol.DetokenizeRequest),
-    Route("POST", "/inference/v1/generate", tokens.generate_tokens, "Token ids in, token ids out", protocol.TokenRequest),
-    Route("GET", "/load", system.load, "Requests that run or wait"),
+    Route("POST", "/v1/embeddings", tokens.create_embeddings, "Pooled hidden states", protocol.EmbeddingRequest, shapes.EmbeddingList),
+    Route("GET", "/v1/models", system.list_models, "The models", response=shapes.ModelList),
+    Route("GET", "/v1/models/{id}", system.get_model, "One model", response=shapes.ModelCard),
+    Route("POST", "/tokenize", tokens.tokenize, "Text or messages to token ids", protocol.TokenizeRequest, shapes.Tokens),
+    Route("POST", "/detokenize", tokens.detokenize, "Token ids to text", protocol.DetokenizeRequest, shapes.Detokenized),
+    Route("POST", "/inference/v1/generate", tokens.generate_tokens, "Token ids in, token ids out", protocol.TokenRequest,
+          shapes.TokenAnswer),
+    Route("GET", "/load", system.load, "Requests that run or wait", response=shapes.Load),
     Route("GET", "/health", system.health, "Whether the server works", public=True),
     Route("GET", "/ping", system.health, "The same", public=True),
     Route("POST", "/ping", system.health, "The same", public=True),
-    Route("GET", "/version", system.version, "The server's version", public=True),
+    Route("GET", "/version", system.version, "The server's version", response=shapes.Version, public=True),
     Route("GET", "/metrics", system.metrics, "Metrics for Prometheus", public=True),
-    Route("GET", "/", system.page, "The chat page", public=True),
+    Route("GET", "/", system.page, "The chat page", content_type="text/html", public=True),
+    Route("GET", "/openapi.json", openapi, "This document", content_type="application/json", public=True),
 )

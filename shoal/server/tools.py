@@ -90,11 +90,15 @@ def plan_tools(tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, 
     return ToolPlan("auto", tools, parallel=many)
 
 
-def template_variables(given: dict[str, Any], params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:
-    """Of the chat template. A grammar holds from the first token on, so a model that would think is told not to."""
-    if params.structured_outputs is not None and reasoning_parser != "none":
-        return {"enable_thinking": False, **given}
-    return given
+def template_variables(given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:
+    """Of the chat template: the request's own, and what its reasoning effort means.
+
+    A grammar holds from the first token on, so a model that would think before it is told not to.
+    """
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if reasoning_parser != "none" and (effort == "none" or params.structured_outputs is not None):
+        variables["enable_thinking"] = False
+    return {**variables, **(given or {})}
 
 
 def check_finish(reason: str | None) -> str:

@@ -1,0 +1,70 @@
+"""The OpenAPI document: made from the table of routes and the Structs that requests are decoded into, and so it says what the code does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shoal.server.http import Exchange
+from shoal.server.messages import error_body
+from shoal.server.shapes import AnthropicErrorResponse, ErrorResponse
+from shoal.version import __version__
+
+if TYPE_CHECKING:
+    from shoal.server.app import Route
+
+ERRORS = {400: "The request is malformed or impossible", 401: "The API key is missing or wrong", 404: "There is no such model",
+          408: "The body did not arrive in time", 413: "The body is too large", 429: "The queue is full; see Retry-After",
+          500: "The engine failed", 503: "Not now: asleep, ending or dead; see Retry-After", 504: "The request's time is over"}
+OF_A_GET = (401, 404, 500, 503)
+
+
+async def openapi(exchange: Exchange) -> None:
+    await exchange.json(_encoded(tuple(exchange.server.routes)))
+
+
+@functools.cache
+def _encoded(routes: tuple[Route, ...]) -> bytes:
+    return msgspec.json.encode(document(routes))
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    types = [t for route in routes for t in (route.request, route.response) if t is not None] + [ErrorResponse, AnthropicErrorResponse]
+    found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(types, found))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Shoal", "version": __version__, "description": "OpenAI's and Anthropic's APIs, and some of vLLM's."},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"},
+                                                                  "key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}},
+    }
+
+
+def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    """Keys are asked for only where the server was started with some, so having none is among the choices."""
+    content: dict[str, Any] = {route.content_type: {"schema": {"type": "string"}}}
+    if route.response is not None:
+        content = {"application/json": {"schema": schemas[route.response]}}
+    if route.request is not None and "stream" in route.request.__struct_fields__:    # type: ignore[attr-defined]
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation: dict[str, Any] = {"summary": route.summary, "operationId": f"{route.method.lower()}{route.path}",
+                                 "responses": {"200": {"description": "OK", "content": content}}}
+    error = schemas[AnthropicErrorResponse if route.error_body is error_body else ErrorResponse]
+    for status, text in ERRORS.items():
+        if (route.request is not None or status in OF_A_GET) and (status != 401 or not route.public):
+            operation["responses"][str(status)] = {"description": text, "content": {"application/json": {"schema": error}}}
+    if not route.public:
+        operation["security"] = [{}, {"bearer": []}, {"key": []}]
+    if route.request is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[route.request]}}}
+    if route.path.endswith("{id}"):
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    return operation

@@ -1,0 +1,185 @@
+"""What JSON answers look like, for the OpenAPI document. Handlers write most of them as plain dicts; a fuzz test holds the two together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"] | None
+
+
+class Error(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Struct):
+    error: Error
+
+
+class AnthropicError(Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(Struct):
+    type: Literal["error"]
+    error: AnthropicError
+
+
+class PromptDetails(Struct):
+    cached_tokens: int
+
+
+class UsageInfo(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Struct, omit_defaults=True):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning: str | None = None                  # and under its older name:
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ContentLogprob]
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Completion(Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageInfo
+
+
+class Embedding(Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str                  # base64 of little-endian float32 where asked for
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ModelCard(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
+class TokenAnswer(Struct):
+    version: Literal[1]
+    request_id: str
+    prompt_tokens: int
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    logprobs: list[dict[str, Any]] | None = None          # id: [log-probability, rank]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Load(Struct):
+    server_load: int
+
+
+class Version(Struct):
+    version: str
