@@ -32,8 +32,9 @@ class DecodeGraphs:
         self.decode, self.sizes, self.max_kv_len = decode, sorted(sizes), max_kv_len
         self.graphs: dict[int, DecodeGraph] = {}
 
-    def capture(self) -> None:
-        pool = torch.cuda.graph_pool_handle()
+    def capture(self, pool: Any = None) -> None:
+        """`pool`: the id of the memory pool that the graphs live in; None: a new one."""
+        pool = pool or torch.cuda.graph_pool_handle()
         gc.collect()
         for size in reversed(self.sizes):
             self.graphs[size] = self._capture_one(size, pool)

@@ -156,8 +156,8 @@ class LLM:
         """Gives the device's memory back; needs enable_sleep_mode=True. Level 0 pauses scheduling only, 1 keeps the weights in host memory
         (or relies on their file: sleep_offload) and drops the KV cache, 2 drops both. `tags` ("weights", "kv_cache") restricts it to some
         regions. Requests that run (of `stream`) are waited for, aborted, or kept for after the wake-up, as `mode` says. Until every region
-        is awake `generate` raises UnavailableError. Raises ConfigError for an unknown level, tag or mode, and where the memory to keep the
-        weights in is lacking; then nothing has changed."""
+        is awake `generate` raises UnavailableError. Raises ConfigError for an unknown level, tag or mode, and UnavailableError where
+        the host lacks memory to keep the weights in; then nothing has changed."""
         check_sleep(level, tags, mode)
         if mode == "wait":
             self._finish_requests()
@@ -171,8 +171,9 @@ class LLM:
         self.core.pause(mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Takes memory again, at the same addresses; all regions, or those of `tags`. If it fails (memory was taken meanwhile) nothing has
-        changed, and it can be tried again. After level 2 weights are missing: `generate` raises UnavailableError until an update."""
+        """Takes memory again, at the same addresses; all regions, or those of `tags`. If memory was taken meanwhile it raises
+        UnavailableError, nothing has changed, and it can be tried again. After level 2 weights are missing: until an update `generate`
+        raises UnavailableError."""
         return self.core.wake_up(tags)
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from shoal.config import EngineConfig
-from shoal.engine.regions import CpuRegions
+from shoal.engine.regions import CpuRegions, GpuRegions
 from shoal.engine.sampling import LogitShaper
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UnavailableError
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_weights
@@ -25,16 +26,17 @@ class RankCommands:
     device: torch.device
     model: Decoder
     shaper: LogitShaper
-    regions: CpuRegions
+    regions: CpuRegions | GpuRegions
     weights_groups: dict[str, WeightsGroup]
 
     # Sleep
 
     def release_memory(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
         """Gives back the memory of `tags`, after copying those in `kept` to the host. What sleeps already stays so; of a tag asleep that is
-        not in `kept`, the host's copy is dropped. Raises, with nothing changed, if there is no host memory to copy to."""
+        not in `kept`, the host's copy is dropped. Raises UnavailableError, with nothing changed, if there is no host memory to copy to."""
         gc.collect()
-        report = self.regions.release(list(tags), list(kept))
+        with not_now():
+            report = self.regions.release(list(tags), list(kept))
         if "kv_cache" in tags:    # every sequence gives back its row
             self.shaper.forget()
         if self.device.type == "cuda":
@@ -42,8 +44,14 @@ class RankCommands:
         return report
 
     def take_memory(self, tags: Sequence[str]) -> dict[str, int]:
-        """Takes it again, at the same addresses, with the content that was kept. Raises, and changes nothing, if there is not enough."""
-        return self.regions.take(list(tags))
+        """Takes it again, at the same addresses, with the content that was kept. Raises UnavailableError, with nothing changed, if
+        there is not enough."""
+        with not_now():
+            return self.regions.take(list(tags))
+
+    def wait_for_host(self) -> float:
+        """Until the host memory of a level 1 sleep is ready. Seconds since its preparation began."""
+        return self.regions.wait_for_host()
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
         return self.regions.usage()
@@ -103,6 +111,14 @@ class RankCommands:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def not_now() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise UnavailableError(f"{error}; nothing has changed, try again when there is more") from error
 
 
 def empty(dtype: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -1,13 +1,23 @@
-"""One rank's weights and KV cache as memory that can be given back and taken again at the same addresses: on the CPU here."""
+"""One rank's weights and KV cache as memory that can be given back and taken again at the same addresses.
+
+On a GPU it lies in regions of shoal/memory, the graphs' own memory with the cache; on the CPU in ordinary memory whose pages are dropped.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import logging
 import mmap
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from shoal.memory.regions import Regions
+
+logger = logging.getLogger(__name__)
 
 MADV_DONTNEED = 4
 
@@ -46,6 +56,17 @@ class CpuRegions:
         return {tag: {"device_bytes": 0 if tag in self._asleep else self._size(tag), "reserved_bytes": self._size(tag),
                       "host_bytes": self._size(tag) if self._asleep.get(tag) else 0} for tag in self._tensors}
 
+    def graph_pool(self, tag: str) -> tuple[int, int] | None:
+        """Where a graph's own memory comes from. None: wherever."""
+        return None
+
+    def prepare_host(self) -> None:
+        """Has what a sleep needs on the host made ready in the background."""
+
+    def wait_for_host(self) -> float:
+        """Until that is ready. Seconds since it began."""
+        return 0.0
+
     def close(self) -> None:
         self._tensors = {}
 
@@ -56,6 +77,48 @@ class CpuRegions:
         usage = self.usage().values()
         return {"freed_bytes": freed_bytes, "taken_bytes": taken_bytes, "host_bytes": sum(u["host_bytes"] for u in usage),
                 "in_use_bytes": sum(u["device_bytes"] for u in usage)}
+
+
+class GpuRegions:
+    """The same for a GPU with sleep mode."""
+
+    def __init__(self) -> None:
+        self._regions = Regions("cuda")
+        self._began = 0.0
+
+    def holding(self, tag: str) -> AbstractContextManager[None]:
+        return self._regions.region(tag, offload=tag == "weights")
+
+    def adopt(self, tag: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Nothing to do: a region knows what lies in it."""
+
+    def release(self, tags: list[str], kept: list[str]) -> dict[str, int]:
+        report = dataclasses.asdict(self._regions.pause(tags, kept))
+        return {name: report[name] for name in ("freed_bytes", "taken_bytes", "host_bytes", "in_use_bytes")}
+
+    def take(self, tags: list[str]) -> dict[str, int]:
+        report = dataclasses.asdict(self._regions.resume(tags))
+        return {name: report[name] for name in ("freed_bytes", "taken_bytes", "host_bytes", "in_use_bytes")}
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        return self._regions.usage()
+
+    def graph_pool(self, tag: str) -> tuple[int, int] | None:
+        return self._regions.graph_pool(tag)
+
+    def prepare_host(self) -> None:
+        self._began = time.perf_counter()
+        try:
+            self._regions.prepare_host()
+        except MemoryError as error:
+            logger.warning("a sleep at level 1 will have no room for the weights, level 2 will do: %s", error)
+
+    def wait_for_host(self) -> float:
+        self._regions.prepare_host(wait=True)
+        return time.perf_counter() - self._began
+
+    def close(self) -> None:
+        self._regions.close()
 
 
 def drop_pages(tensor: torch.Tensor) -> None:

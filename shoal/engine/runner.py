@@ -25,7 +25,7 @@ from shoal.engine.device import DeviceMemory, PinnedRing
 from shoal.engine.graphs import DecodeGraphs
 from shoal.engine.profile import Profiler, span
 from shoal.engine.rank_commands import RankCommands
-from shoal.engine.regions import CpuRegions
+from shoal.engine.regions import CpuRegions, GpuRegions
 from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, row_pieces, start_copy, unit_rows
 from shoal.errors import ConfigError
 from shoal.kernels.ops import select_ops
@@ -73,7 +73,7 @@ class ModelRunner(RankCommands):
         self.max_num_seqs, self.max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
         self.max_num_tokens = config.max_num_batched_tokens or 0
         self.memory = DeviceMemory(self.device, config)
-        self.regions = CpuRegions()
+        self.regions = GpuRegions() if config.enable_sleep_mode and self.device.type == "cuda" else CpuRegions()
         self.weights_groups: dict[str, WeightsGroup] = {}
         model = self.model_config
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
@@ -84,6 +84,9 @@ class ModelRunner(RankCommands):
                                           num_kv_heads=self.num_kv_heads, head_dim=model.head_dim)
             with self.regions.holding("weights"):
                 self.model = Decoder(model, tp, self.ops, self.backend, self.max_model_len, keep_quantized)
+            for module in self.model.modules():    # no checkpoint brings buffers back: they stay where they are while weights sleep
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.clone())
             self._allocate_state()
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
         self.shaper = LogitShaper(self.max_num_seqs, model.vocab_size, self.device)
@@ -188,11 +191,13 @@ class ModelRunner(RankCommands):
         if self.device.type == "cuda":
             if not self.config.enforce_eager:
                 self.graphs = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len)
-                self.graphs.capture()
+                self.graphs.capture(self.regions.graph_pool("kv_cache"))
             for fresh in (True, False):    # compiles, or loads, the kernels of mixed steps before a request waits for them
                 self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
             self.reset_state()
             torch.cuda.synchronize(self.device)
+        if self.config.sleep_offload == "host":
+            self.regions.prepare_host()
 
     def graph_sizes(self) -> list[int]:
         """nano-vllm's ladder 1, 2, 4, 8, then every 16, up to max_num_seqs (itself included, so that no batch falls off its end)."""

@@ -16,7 +16,7 @@ import traceback
 from typing import Any, NoReturn
 
 from shoal.engine.channel import ChannelReader, pack
-from shoal.errors import UserError
+from shoal.errors import UnavailableError, UserError
 
 
 def main() -> NoReturn:
@@ -62,8 +62,8 @@ def _serve(rank: int, world_size: int, channel_fds: tuple[int, int, int], link: 
 
 def _describe(error: Exception) -> tuple[str, str]:
     """The name of the class, and what to say."""
-    name = type(error).__name__
-    return name, str(error) if isinstance(error, UserError) else f"{error}\n{''.join(traceback.format_exception(error))}"
+    known = isinstance(error, (UserError, UnavailableError))
+    return type(error).__name__, str(error) if known else f"{error}\n{''.join(traceback.format_exception(error))}"
 
 
 def _reply(link: socket.socket, call_id: int | None, ok: bool, value: Any) -> None:

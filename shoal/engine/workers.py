@@ -26,7 +26,7 @@ import numpy as np
 
 from shoal import errors
 from shoal.engine.channel import PREFIX, ChannelWriter, pack, unpack
-from shoal.errors import EngineDeadError, UserError
+from shoal.errors import EngineDeadError, UnavailableError, UserError
 
 STDERR_TAIL = 2000           # characters of a dead rank's last words that its error quotes
 EXIT_TIMEOUT_S = 5.0
@@ -55,7 +55,7 @@ class _Failure:
     @classmethod
     def from_reply(cls, rank: int, kind: str, message: str) -> _Failure:
         found = getattr(errors, kind, None)
-        if isinstance(found, type) and issubclass(found, UserError):
+        if isinstance(found, type) and issubclass(found, (UserError, UnavailableError)):
             return cls(found, f"rank {rank}: {message}")
         return cls(RuntimeError, f"rank {rank}: {kind}: {message}")
 
