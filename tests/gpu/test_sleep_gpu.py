@@ -47,7 +47,7 @@ def build(folder):
     engines = []
 
     def make(path=folder, **options):
-        defaults = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
+        defaults = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.3, "max_num_seqs": 16, "enable_sleep_mode": True}
         engines.append(LLM(str(path), **defaults | options))
         return engines[-1]
 
