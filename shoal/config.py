@@ -139,7 +139,7 @@ class ServerConfig:
     shutdown_timeout: float = 30.0             # seconds running requests get after SIGTERM
     restart: bool = False                      # start a dead engine core again
     swap: bool = False                         # several models: one is awake, the others sleep
-    swap_patience: float = 5.0                 # seconds that requests for a sleeping model wait at most while others for the awake one begin
+    swap_patience: float = 5.0                 # seconds a sleeping model's requests wait while others still begin
     tool_call_parser: str = "auto"             # "hermes" | "llama3_json" | "none"; auto: by the chat template
     reasoning_parser: str = "auto"             # "qwen3" | "none"; auto: by the chat template
     trust_request_chat_template: bool = False  # requests may bring a chat template (in the sandbox, but one may run for ever)

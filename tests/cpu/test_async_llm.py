@@ -1,0 +1,69 @@
+"""What waits for a slow reader is merged, and nothing of it is lost."""
+
+import asyncio
+
+import pytest
+
+from shoal.api import FinishReason, Logprob, Output
+from shoal.engine.async_llm import Collector
+from shoal.errors import EngineDeadError
+
+
+def test_a_slow_reader_finds_one_output_with_everything_in_it():
+    async def check():
+        collector = Collector()
+        collector.put(Output("r", [1], [{1: Logprob(-1.0)}], [None, {5: Logprob(-2.0)}], num_cached_tokens=16))
+        for i in range(2, 1000):
+            collector.put(Output("r", [i], [{i: Logprob(-1.0)}]))
+        collector.put(Output("r", [1000], [{1000: Logprob(-1.0)}], finish_reason=FinishReason.STOP, stop_reason=7))
+        output = await collector.get()
+        assert output.token_ids == list(range(1, 1001)) and [next(iter(x)) for x in output.logprobs] == output.token_ids
+        assert output.prompt_logprobs == [None, {5: Logprob(-2.0)}] and output.num_cached_tokens == 16
+        assert output.finish_reason is FinishReason.STOP and output.stop_reason == 7
+        assert collector.output is None
+
+    asyncio.run(check())
+
+
+def test_a_reader_that_waits_gets_each_output():
+    async def check():
+        collector, seen = Collector(), []
+
+        async def read():
+            while len(seen) < 3:
+                seen.append((await collector.get()).token_ids)
+
+        reader = asyncio.create_task(read())
+        for i in range(3):
+            await asyncio.sleep(0)
+            collector.put(Output("r", [i]))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(reader, 10)
+        assert seen == [[0], [1], [2]]
+
+    asyncio.run(check())
+
+
+def test_what_came_before_the_end_is_delivered_before_the_error():
+    async def check():
+        collector = Collector()
+        collector.put(Output("r", [1]))
+        collector.fail(EngineDeadError("gone"))
+        assert (await collector.get()).token_ids == [1]
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="gone"):
+                await collector.get()
+
+    asyncio.run(check())
+
+
+def test_an_error_wakes_the_reader():
+    async def check():
+        collector = Collector()
+        reader = asyncio.create_task(collector.get())
+        await asyncio.sleep(0)
+        collector.fail(EngineDeadError("gone"))
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(reader, 10)
+
+    asyncio.run(check())

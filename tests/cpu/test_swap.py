@@ -1,0 +1,227 @@
+"""Models that take turns, over fake engines: who runs when, and what becomes of requests when a change goes wrong."""
+
+import asyncio
+import random
+from collections import deque
+
+import pytest
+
+from shoal.api import FinishReason, Request, SamplingParams
+from shoal.engine.swap import Swapper, Turns
+from shoal.errors import ConfigError, EngineDeadError, UnavailableError
+from shoal.fake import FakeEngine
+
+NAMES = ("a", "b", "c")
+
+
+# Whose turn it is
+
+def turns_with(awake="a", running=0, patience=5.0, **waiting):
+    turns = Turns(patience)
+    turns.awake, turns.running[awake] = awake, running
+    for name, times in waiting.items():
+        turns.waiting[name] = deque(times)
+    return turns
+
+
+def test_the_awake_models_requests_begin_at_once():
+    assert turns_with(running=3).may_begin("a", 0.0)
+    assert not turns_with().may_begin("b", 0.0)
+
+
+def test_they_wait_once_another_model_has_waited_too_long():
+    turns = turns_with(running=3, b=[10.0, 19.0])
+    assert turns.may_begin("a", 15.0) and not turns.may_begin("a", 15.1)
+
+
+def test_a_change_waits_for_the_running_requests():
+    assert turns_with(running=1, b=[1.0]).next() is None
+    assert turns_with(running=0, b=[1.0]).next() == "b"
+
+
+def test_the_longest_wait_comes_first():
+    assert turns_with(b=[3.0], c=[2.0, 9.0]).next() == "c"
+    assert turns_with(a=[1.0], b=[3.0]).next() == "a"
+
+
+def test_the_awake_models_queue_moves_on_when_the_others_have_left():
+    assert turns_with(running=2, a=[1.0], b=[]).next() == "a"
+    assert turns_with(running=2, a=[1.0], b=[2.0]).next() is None
+
+
+def test_nothing_begins_during_a_change():
+    turns = turns_with(b=[1.0])
+    turns.switching = True
+    assert turns.next() is None and not turns.may_begin("a", 0.0)
+
+
+# Doing it
+
+class Checked(FakeEngine):
+    """Knows its fellows: never may two be awake."""
+
+    group: list
+    fails: Exception | None = None
+
+    async def wake_up(self, tags=None):
+        if self.fails is not None:
+            raise self.fails
+        assert all(e.sleeping_level is not None for e in self.group if e is not self)
+        return await super().wake_up(tags)
+
+    async def memory_usage(self):
+        return {"weights": {"device_bytes": 100, "host_bytes": 0}}
+
+
+async def build(patience=0.05, available=lambda: 1000, **settings):
+    swapper, engines, models = Swapper(patience, available), {}, {}
+    group = []
+    for name in NAMES:
+        engine = Checked(300, **settings)
+        engine.group = group
+        group.append(engine)
+        engines[name] = engine
+        models[name] = await swapper.add(name, engine, f"/{name}")
+    return swapper, engines, models
+
+
+def request(i, tokens=4):
+    return Request(f"r{i}", [1, 2], SamplingParams(max_tokens=tokens))
+
+
+async def run(model, i, tokens=4):
+    ids, last = [], None
+    async for output in model.generate(request(i, tokens)):
+        ids += output.token_ids
+        last = output.finish_reason
+    return len(ids), last
+
+
+def scenario(function):
+    async def bounded():
+        await asyncio.wait_for(function(), 60)
+
+    def test():
+        asyncio.run(bounded())
+
+    test.__name__ = function.__name__
+    return test
+
+
+@scenario
+async def test_a_request_wakes_its_model_and_puts_the_other_to_sleep():
+    swapper, engines, models = await build()
+    for name in ("a", "b", "a", "c"):
+        assert await run(models[name], 0) == (4, FinishReason.LENGTH)
+        assert swapper.turns.awake == name
+        assert [n for n in NAMES if not await models[n].is_sleeping()] == [name]
+    assert all(engines[n].sleeping_level == 1 for n in "ab")
+
+
+@scenario
+async def test_random_load_is_answered_whole_whoever_it_is_for():
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    swapper, _, models = await build(patience=0.02, token_seconds=0.001)
+
+    async def one(i):
+        await asyncio.sleep(rng.random() * 0.5)
+        tokens = rng.randrange(1, 30)
+        assert await run(models[rng.choice(NAMES)], i, tokens) == (tokens, FinishReason.LENGTH)
+
+    await asyncio.gather(*[one(i) for i in range(150)])
+    assert not any(swapper.turns.running.values()) and not any(swapper.turns.waiting.values())
+
+
+@scenario
+async def test_a_stream_of_requests_for_one_model_starves_nobody():
+    _, _, models = await build(patience=0.05, token_seconds=0.002)
+    stop = False
+
+    async def hog(i):
+        while not stop:
+            await run(models["a"], f"{i}-{random.random()}", 20)
+
+    hogs = [asyncio.create_task(hog(i)) for i in range(4)]
+    await asyncio.sleep(0.1)
+    assert await run(models["b"], "patient") == (4, FinishReason.LENGTH)
+    stop = True
+    await asyncio.gather(*hogs)
+
+
+@scenario
+async def test_a_model_that_cannot_wake_sends_its_requests_away_and_hurts_nobody():
+    swapper, engines, models = await build()
+    await run(models["a"], 0)
+    engines["b"].fails = MemoryError("taken")
+    results = await asyncio.gather(*[run(models["b"], i) for i in range(3)], return_exceptions=True)
+    assert all(isinstance(r, UnavailableError) for r in results)
+    assert await models["b"].is_sleeping() and swapper.turns.awake is None
+    assert await run(models["a"], 1) == (4, FinishReason.LENGTH)
+    engines["b"].fails = None
+    assert await run(models["b"], 2) == (4, FinishReason.LENGTH)
+
+
+@scenario
+async def test_a_dead_model_says_so_and_the_others_go_on():
+    _, engines, models = await build()
+    await run(models["a"], 0)
+    engines["a"].kill()
+    with pytest.raises(EngineDeadError):
+        await run(models["a"], 1)
+    engines["a"].sleeping_level = 1    # a dead process holds no memory
+    assert await run(models["b"], 2) == (4, FinishReason.LENGTH)
+    with pytest.raises(EngineDeadError):
+        await run(models["a"], 3)
+    assert await run(models["c"], 4) == (4, FinishReason.LENGTH)
+
+
+@scenario
+async def test_a_request_that_waits_can_be_aborted_or_left():
+    swapper, _, models = await build(patience=60, token_seconds=0.01)
+    running = asyncio.create_task(run(models["a"], 0, 50))
+    await asyncio.sleep(0.05)
+    aborted, left = asyncio.create_task(run(models["b"], 1)), asyncio.create_task(run(models["b"], 2))
+    await asyncio.sleep(0.05)
+    assert (await models["b"].stats()).num_waiting == 2
+    await models["b"].abort("r1")
+    left.cancel()
+    assert await aborted == (0, FinishReason.ABORT)
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert (await models["b"].stats()).num_waiting == 0
+    assert await running == (50, FinishReason.LENGTH)
+    assert swapper.turns.awake == "a" and await models["b"].is_sleeping()
+
+
+@scenario
+async def test_short_host_memory_drops_the_weights_that_were_used_least_recently():
+    engines = {}
+
+    def taken():
+        return sum(100 for e in engines.values() if e.sleeping_level == 1)
+
+    _, found, models = await build(available=lambda: 250 - taken())
+    engines.update(found)
+    for name in ("a", "b", "c", "a"):
+        assert (await run(models[name], 0))[0] == 4
+        assert taken() <= 200
+    assert engines["c"].sleeping_level is not None and engines["b"].sleeping_level is not None
+    assert sum(e.weights_version for e in engines.values()) >= 1, "somebody's weights were dropped and came back from the file"
+
+
+@scenario
+async def test_sleeping_by_hand_is_refused():
+    _, _, models = await build()
+    with pytest.raises(ConfigError, match="--swap"):
+        await models["a"].sleep(1)
+    with pytest.raises(ConfigError, match="--swap"):
+        await models["a"].wake_up()
+
+
+@scenario
+async def test_new_weights_of_a_sleeping_model_are_loaded_in_its_turn():
+    swapper, _, models = await build()
+    assert await models["b"].update_weights("/other") == 1
+    assert swapper.turns.awake == "b" and swapper.models["b"].path == "/other"
