@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ERRORS = {400: "The request is malformed or impossible", 401: "The API key is missing or wrong", 404: "There is no such model",
           408: "The body did not arrive in time", 413: "The body is too large", 429: "The queue is full; see Retry-After",
           500: "The engine failed", 503: "Not now: asleep, ending or dead; see Retry-After", 504: "The request's time is over"}
+# Of a stream each event is described, its data being JSON, or [DONE] at the end of OpenAI's older streams.
+EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}
 OF_A_GET = (401, 404, 500, 503)
 
 
@@ -54,7 +56,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     if route.response is not None:
         content = {"application/json": {"schema": schemas[route.response]}}
     if route.request is not None and "stream" in route.request.__struct_fields__:    # type: ignore[attr-defined]
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     operation: dict[str, Any] = {"summary": route.summary, "operationId": f"{route.method.lower()}{route.path}",
                                  "responses": {"200": {"description": "OK", "content": content}}}
     error = schemas[AnthropicErrorResponse if route.error_body is error_body else ErrorResponse]
