@@ -423,10 +423,11 @@ def main() -> None:
         return
     found = compare(arguments.servers.split(","), arguments.streams, arguments.tokens, arguments.rounds)
     for name, figures in found.items():
-        for key in ("tokens_per_s", "tokens_per_cpu_s"):
-            figures[f"{key}_to_fastapi"] = figures[key] / found["fastapi"][key] if "fastapi" in found else 0.0
-        print(f"{name:8} {figures['tokens_per_s']:9,.0f} tokens/s, {figures['tokens_per_s_to_fastapi']:.2f} x fastapi; "
-              f"{figures['tokens_per_cpu_s']:9,.0f} a CPU second, {figures['tokens_per_cpu_s_to_fastapi']:.2f} x")
+        print(f"{name:8} {figures['tokens_per_s']:9,.0f} tokens/s, {figures['tokens_per_cpu_s']:9,.0f} a CPU second")
+        if "fastapi" in found and name != "fastapi":
+            for key in ("tokens_per_s", "tokens_per_cpu_s"):
+                figures[f"{key}_to_fastapi"] = figures[key] / found["fastapi"][key]
+            print(f"{'':8} {figures['tokens_per_s_to_fastapi']:.2f} times fastapi, {figures['tokens_per_cpu_s_to_fastapi']:.2f} a CPU second")
     chunks = compare_json()
     print("us a chunk: " + ", ".join(f"{name} {us:.2f}" for name, us in chunks.items()))
     if arguments.json:
