@@ -36,7 +36,7 @@ class HostBuffers:
         """Bytes by state: all, ready, pinned, used, failed."""
         usage = HostUsage()
         self._library.shoal_host_usage(self.handle, usage)
-        return {name: getattr(usage, name) for name, _ in HostUsage._fields_}
+        return {name: getattr(usage, name) for name in ("bytes", "ready", "pinned", "used", "failed")}
 
     def missing(self, num_bytes: int) -> int:
         """What a pause that keeps `num_bytes` would still have to take from the system."""

@@ -107,13 +107,13 @@ class Regions:
 
     def pause(self, tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
         """Gives the memory of the regions of these tags (all) back; `keep` names those whose content goes to host memory (else each
-        region's own `offload` says so). A region that is paused already stays so, and loses what was kept of it if it is not to be kept.
-        All or nothing. Raises ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError if host memory is
-        short, before anything is given back."""
+        region's own `offload` says so). A region that is paused already stays so; a `keep` without it drops what was kept of it. All or
+        nothing. Raises ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError if host memory is short,
+        before anything is given back."""
         start = time.perf_counter()
         with self._lock:
             chosen = self._choose(tags)
-            kept = [region for region in chosen if (region.offload is True if keep is None else region.tag in keep)]
+            kept = [region for region in chosen if (region.tag in keep if keep is not None else region.paused or region.offload is True)]
             going = [region for region in chosen if not region.paused]
             for region in going:
                 if region.entered:
@@ -128,7 +128,7 @@ class Regions:
             return self._report(start, moved)
 
     def resume(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Takes memory again for the paused regions of these tags (all). What was kept is there; the rest of the content is undefined. Raises
+        """Takes memory again for the paused regions of these tags (all). What was kept is there; other content is undefined. Raises
         torch.OutOfMemoryError, and what `reread` raises: then all are paused as before, nothing is lost, and it can be tried again."""
         start = time.perf_counter()
         with self._lock:
@@ -231,12 +231,13 @@ class Regions:
             size = self._usage(region).allocated if live is None else sum(size for _, size in live)
             needed += -(-size // self._chunk_bytes) * self._chunk_bytes
         if needed and (missing := self._buffers().missing(needed)) > (free := host.available_bytes()):
-            raise MemoryError(f"{missing} bytes of host memory are needed to keep {', '.join(region.tag for region in kept)}, {free} are free")
+            names = ", ".join(region.tag for region in kept)
+            raise MemoryError(f"{missing} bytes of host memory are needed to keep {names}, {free} are free")
 
     def _call(self, name: str, regions: list[tuple[_Region, bool, list[tuple[int, int]] | None]]) -> Moved:
         jobs, moved, status, arrays = (Job * len(regions))(), Moved(), Status(), []
         for job, (region, keep, ranges) in zip(jobs, regions):
-            array = (Range * len(ranges or ()))(*(ranges or ()))
+            array = (Range * len(ranges or ()))(*(Range(*pair) for pair in ranges or ()))
             arrays.append(array)
             job.region, job.keep, job.ranges = region.handle, keep, array
             job.num_ranges = -1 if ranges is None else len(ranges)
