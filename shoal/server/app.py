@@ -167,8 +167,12 @@ class Server:
                 for model in self.models:
                     await model.admission.wait_idle()
         except TimeoutError:
-            for exchange in list(self.exchanges):
-                exchange.stop(ApiError(503, "the server is shutting down and its grace period is over"))
+            self.stop("the server is shutting down and its grace period is over")
+
+    def stop(self, why: str) -> None:
+        """Ends whatever runs now; clients are told."""
+        for exchange in list(self.exchanges):
+            exchange.stop(ApiError(503, why))
 
 
 def create_app(models: Sequence[ServedModel], config: ServerConfig) -> Server:

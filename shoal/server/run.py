@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75    # longer than clients and proxies keep theirs, so that they close and never meet a closing socket
 LAST_WORDS_SECONDS = 5     # for answers that are whole and not yet read when the server ends
 Ready = Callable[[int, int | None], None]
+FORCED_SECONDS = 0.5       # to tell so those who are cut off
+MAX_FILES = 65536          # connections are files, and the usual limit of 1024 is soon reached
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -52,6 +55,7 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
 
     ready: called with both ports once they are open. Raises ConfigError for an address that cannot be had.
     """
+    _allow_many_files()
     listeners = [(app, listen(config.host, config.port, "port"))]
     if admin is not None:
         listeners.append((admin, listen(config.admin_host, config.admin_port or 0, "admin_port")))
@@ -70,8 +74,12 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
         # The ports stay open meanwhile: who still comes is told 503 and when to try again, where a closed one tells nothing.
         await _first(app.drain(config.shutdown_timeout), force.wait())
         for server in servers:
-            server.should_exit, server.force_exit = True, force.is_set()
+            server.should_exit = True
         await _first(asyncio.wait(tasks), force.wait())
+        if force.is_set():
+            for one, _ in listeners:
+                one.stop("the server ends at once")
+            await asyncio.wait(tasks, timeout=FORCED_SECONDS)
     finally:
         for task in tasks:
             task.cancel()
@@ -94,6 +102,13 @@ def _settings(app: Server, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(app, http=connection, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,    # type: ignore[arg-type]
                           proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
                           timeout_graceful_shutdown=LAST_WORDS_SECONDS, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
+
+
+def _allow_many_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _first(*awaitables: Any) -> None:

@@ -117,8 +117,8 @@ def test_a_second_signal_ends_at_once():
         server.call(server.drain.set)
         eventually(lambda: server.app.draining)
         server.call(server.force.set)
+        assert b"ends at once" in read_until(connection)
         server.wait_end()
-        connection.close()
 
 
 def test_a_dead_engine_fails_its_requests_and_the_health_check():
