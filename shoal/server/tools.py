@@ -52,6 +52,8 @@ class ToolPlan:
 
     def constrain(self, params: SamplingParams) -> None:
         """Raises RequestError if the request has a format of its own."""
+        if self.mode == "auto":
+            params.skip_special_tokens = False    # some models mark the tags of calls as special
         if self.structured is None:
             return
         if params.structured_outputs is not None:

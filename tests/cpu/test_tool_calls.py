@@ -64,6 +64,7 @@ def test_calls_are_found_whole_and_streamed(served, client):
     choice = ask(client, tools=[TOOL, OTHER]).choices[0]
     expected = [("weather", '{"city": "Paris"}'), ("now", "{}")]
     assert choice.message.content == "I ask." and shape(choice.message.tool_calls) == expected and choice.finish_reason == "tool_calls"
+    assert not served.request.params.skip_special_tokens
     assert streamed(client, tools=[TOOL, OTHER]) == ("I ask.", "", expected, "tool_calls")
     assert shape(ask(client, tools=[TOOL, OTHER], parallel_tool_calls=False).choices[0].message.tool_calls) == expected[:1]
 
