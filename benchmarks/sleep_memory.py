@@ -73,10 +73,9 @@ def main():
         cache[:GIB].copy_(host, non_blocking=True)
     torch.cuda.synchronize()
     back = 4 * GIB / (time.perf_counter() - start)
-    print(f"bounds: out {kept_bytes / out:.3f} s ({out / 1e9:.1f} GB/s), back {kept_bytes / back:.3f} s ({back / 1e9:.1f} GB/s)", flush=True)
+    print(f"bounds: out {kept_bytes / out:.3f} s ({out / 1e9:.1f} GB/s), back {kept_bytes / back:.3f} s ({back / 1e9:.1f} GB/s)")
 
-    report = regions.pause()
-    print(f"first pause, nothing pinned before: {report}; {(total - free()) / GIB:.2f} GiB in use on the device; host {regions.host_usage()}")
+    print(f"first pause, nothing pinned before: {regions.pause()}; {(total - free()) / GIB:.2f} GiB in use on the device")
     print(f"resume: {regions.resume()}", flush=True)
     assert [int(w.long().sum()) for w in weights] == sums and [w.data_ptr() for w in weights] == addresses
     measure(regions, "as it is", waits=(0.0, 6.0))
