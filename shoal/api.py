@@ -269,6 +269,14 @@ class Control(Protocol):
         """A checksum of each tensor, by rank and name."""
         ...
 
+    async def start_profile(self, folder: str) -> None:
+        """Traces every rank into files in `folder`, until stop_profile. Raises ConfigError."""
+        ...
+
+    async def stop_profile(self) -> list[str]:
+        """Writes the traces (for ui.perfetto.dev) and returns their paths. Raises ConfigError if none is being made."""
+        ...
+
     async def memory_usage(self) -> dict[str, dict[str, int]]:
         """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept}. Summed over ranks."""
         ...

@@ -40,6 +40,7 @@ class FakeEngine:
     seen: list[Request] = field(default_factory=list)    # the last requests
     _running: dict[str, asyncio.Event] = field(default_factory=dict)
     _dead: EngineDeadError | None = None
+    _profiling: str | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     # Engine
@@ -143,6 +144,15 @@ class FakeEngine:
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
         return {tag: {"device_bytes": 0 if tag in self.asleep else 1 << 30, "reserved_bytes": 1 << 30, "host_bytes": 0} for tag in TAGS}
+
+    async def start_profile(self, folder: str) -> None:
+        self._profiling = folder
+
+    async def stop_profile(self) -> list[str]:
+        if self._profiling is None:
+            raise ConfigError("no trace is being made; begin one with start_profile(folder)")
+        folder, self._profiling = self._profiling, None
+        return [f"{folder}/fake.trace.json.gz"]
 
     # Inside
 

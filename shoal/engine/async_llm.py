@@ -168,6 +168,12 @@ class AsyncLLM:
     async def memory_usage(self) -> dict[str, dict[str, int]]:
         return await self._call(dict[str, dict[str, int]], "memory_usage")
 
+    async def start_profile(self, folder: str) -> None:
+        await self._call(Any, "start_profile", folder)
+
+    async def stop_profile(self) -> list[str]:
+        return await self._call(list[str], "stop_profile")
+
     async def check(self) -> None:
         """Proves the scheduler's books, for tests. Raises ShoalError."""
         await self._call(Any, "check")

@@ -130,6 +130,12 @@ class CoreLoop:
     def do_memory_usage(self) -> dict[str, dict[str, int]]:
         return self.core.memory_usage()
 
+    def do_start_profile(self, folder: str) -> None:
+        self.core.start_profile(folder)
+
+    def do_stop_profile(self) -> list[str]:
+        return self.core.stop_profile()
+
     def do_stats(self) -> Any:
         return self.core.stats()
 

@@ -330,6 +330,12 @@ class SwappedModel:
     async def memory_usage(self) -> dict[str, dict[str, int]]:
         return await self._model.engine.memory_usage()
 
+    async def start_profile(self, folder: str) -> None:
+        await self._model.engine.start_profile(folder)
+
+    async def stop_profile(self) -> list[str]:
+        return await self._model.engine.stop_profile()
+
 
 def available_memory() -> int:
     """Bytes of host memory that can be had without swapping to disk."""

@@ -73,6 +73,17 @@ async def memory_usage(exchange: Exchange) -> None:
     await exchange.json(await _model(exchange, _query(exchange, ("model",))).engine.memory_usage())
 
 
+async def start_profile(exchange: Exchange) -> None:
+    query = _query(exchange, ("folder", "model"))
+    await _model(exchange, query).engine.start_profile(_one(query, "folder", "shoal-traces"))
+    await exchange.json({"status": "tracing"})
+
+
+async def stop_profile(exchange: Exchange) -> None:
+    """Answers with the traces' files, on this machine."""
+    await exchange.json({"files": await _model(exchange, _query(exchange, ("model",))).engine.stop_profile()})
+
+
 def _query(exchange: Exchange, known: tuple[str, ...]) -> dict[str, list[str]]:
     """The URL's parameters. An unknown one is refused: a misspelt `tag=` would put everything to sleep."""
     query = exchange.query()
@@ -110,6 +121,8 @@ ADMIN_ROUTES = (
     Route("POST", "/update_weights", update_weights, "Load other weights in place", UpdateWeightsRequest),
     Route("GET", "/check_weights", check_weights, "Checksums of the weights"),
     Route("GET", "/memory_usage", memory_usage, "Memory by tag"),
+    Route("POST", "/start_profile", start_profile, "Trace what runs, for ui.perfetto.dev"),
+    Route("POST", "/stop_profile", stop_profile, "Write the traces"),
     Route("GET", "/health", health, "Whether the server works", public=True),
     Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True),
 )

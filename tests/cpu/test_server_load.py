@@ -169,6 +169,13 @@ def test_metrics_count_what_happened():
         assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 2.0' in text
         assert 'vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 1.0' in text
         assert text.count("# TYPE vllm:time_to_first_token_seconds histogram") == 1 and "process_resident_memory_bytes" in text
+        server.engine.refuses = "prompt is no good"
+        assert server.request(COMPLETE, LONG)[0] == 400
+        server.engine.refuses, server.engine.error_after = None, 1
+        assert server.request(COMPLETE, LONG)[0] == 500
+        text = server.request("/metrics")[2]
+        assert server.metric("vllm:request_success_total") == 4 and 'finished_reason="error",model_name="tiny"} 1.0' in text
+        server.engine.error_after = None
         usage = server.json(COMPLETE, {"prompt": "four", "max_tokens": 1})[1]["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
 
@@ -218,6 +225,9 @@ def test_the_rest_of_the_admin_port():
         assert server.json("/update_weights?model=tiny", {"model": "org/name"}, admin=True) == (200, {"version": 2})
         assert server.json("/check_weights", admin=True)[1]["checksums"] and server.json("/memory_usage", admin=True)[1]["weights"]
         assert server.request("/health", admin=True)[0] == 200
+        assert server.json("/stop_profile", b"", admin=True)[0] == 400, "none is being made"
+        assert server.json("/start_profile?folder=traces", b"", admin=True)[0] == 200
+        assert server.json("/stop_profile", b"", admin=True) == (200, {"files": ["traces/fake.trace.json.gz"]})
         for path, body in (("/sleep?level=9", b""), ("/sleep?level=x", b""), ("/sleep?mode=nap", b""), ("/sleep?tags=nonsense", b""),
                            ("/wake_up?tags=nonsense", b""), ("/sleep?tag=weights", b""), ("/sleep?level=1&level=2", b""),
                            ("/sleep?level=%ff", b""),
