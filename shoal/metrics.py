@@ -131,6 +131,10 @@ class RequestTimes:
         self.count += count
         metrics.generation_tokens += count
 
+    def forget(self) -> None:
+        """The engine refused it: it counts nowhere."""
+        self.ended = True
+
     def finish(self, reason: FinishReason) -> None:
         """The first call counts."""
         if self.ended:

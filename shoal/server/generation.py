@@ -18,7 +18,7 @@ from types import TracebackType
 
 from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from shoal.detokenizer import Detokenizer
-from shoal.errors import EngineDeadError, RequestError
+from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
 from shoal.server.errors import ApiError
 from shoal.server.model import Prompt, ServedModel
 
@@ -167,6 +167,7 @@ class Generation:
             async for output in self._streams[i]:
                 started = True
                 if output.finish_reason == FinishReason.ERROR:
+                    answer.times.finish(FinishReason.ERROR)
                     raise ApiError(500, output.error or "the engine failed this request", code="engine_error")
                 self.usage.completion_tokens += len(output.token_ids)
                 if output.num_cached_tokens and not answer.num_cached_tokens and i % self.params.n == 0:
@@ -175,7 +176,11 @@ class Generation:
                 yield delta
                 if delta.finish_reason is not None:
                     return
+        except (UserError, UnavailableError):
+            answer.times.forget()
+            raise
         except EngineDeadError as error:
+            answer.times.finish(FinishReason.ERROR)
             # A request that had no token yet can be sent again as it is; half an answer cannot.
             raise ApiError(500 if started else 503, str(error), code="engine_dead") from None
         raise ApiError(500, "the engine ended a request without a reason", code="engine_error")
