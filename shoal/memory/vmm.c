@@ -184,6 +184,15 @@ static void deallocate(Region *region, int64_t index)
     }
 }
 
+void forget_copies(Region *region)
+{
+    if (region->num_chunks)
+        host_return(region->host, region->chunks, region->num_chunks);
+    free(region->copies), free(region->chunks);
+    region->copies = NULL, region->chunks = NULL;
+    region->num_copies = region->num_chunks = 0;
+}
+
 static void destroy(Region *region)      // under both locks
 {
     Driver *driver = region->driver;
@@ -202,9 +211,7 @@ static void destroy(Region *region)      // under both locks
         driver->leave(driver);
     }
     regions[region->slot] = NULL;
-    if (region->num_chunks)
-        host_return(region->host, region->chunks, region->num_chunks);
-    free(region->chunks), free(region->copies), free(region->allocations), free(region->at);
+    free(region->allocations), free(region->at);
     pthread_mutex_unlock(&region->lock);
     free(region);
 }
@@ -247,13 +254,14 @@ Region *shoal_region_open(Driver *driver, int device, int64_t span, int64_t step
     return region;
 }
 
-// Gone once its last allocation is. Returns the bytes that keep it.
+// Gone once its last allocation is; what was kept goes at once. Returns the bytes that keep it.
 int64_t shoal_region_close(Region *region)
 {
     pthread_mutex_lock(&regions_lock);
     pthread_mutex_lock(&region->lock);
     int64_t left = region->allocated;
     region->closing = true;
+    forget_copies(region);
     if (!region->num_allocations)
         destroy(region);
     else

@@ -95,6 +95,7 @@ typedef struct Region {
 
 int piece_map(Region *, Piece *, Status *);        // creates, too, unless that was done; on failure nothing is left
 int piece_unmap(Region *, Piece *, Status *);      // and releases
+void forget_copies(Region *);                      // their chunks are free again
 static inline int64_t steps(const Region *region) { return region->span / region->step; }
 static inline Piece *piece_first(const Region *region, int64_t index)      // the piece that begins here
 {

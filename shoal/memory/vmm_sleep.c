@@ -166,15 +166,6 @@ static int plan(Job *job, Host *host, Status *status)
     return 0;
 }
 
-static void forget_copies(Region *region)
-{
-    if (region->num_chunks)
-        host_return(region->host, region->chunks, region->num_chunks);
-    free(region->copies), free(region->chunks);
-    region->copies = NULL, region->chunks = NULL;
-    region->num_copies = region->num_chunks = 0;
-}
-
 // The pieces of the regions: those with copies first, or last.
 static Unit *list_units(Job *jobs, int n, bool copies_first, int64_t *count)
 {

@@ -260,6 +260,14 @@ def test_a_closed_set_keeps_memory_only_as_long_as_tensors_do(fake):
     tensor.free()
 
 
+def test_a_set_may_be_closed_while_it_sleeps(fake):
+    regions = make_regions(fake.path)
+    tensor = make(regions, [], 5 * GRAIN, seed=3, offload=True)
+    regions.pause()
+    regions.close()
+    tensor.free()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_failure_at_every_call_of_the_driver(fake, kind):
     """Whatever fails: what comes back is right, a failure is reported, and another try mends it."""
