@@ -1,0 +1,308 @@
+"""The engine's core in a process of its own: requests at once, every kind of death, nothing left behind."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
+from shoal.config import EngineConfig
+from shoal.engine import async_llm
+from shoal.engine.async_llm import AsyncLLM
+from shoal.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, UnavailableError
+from tests.tiny import write_model
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models"), "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """Sockets lie here, so that a test sees what is left of them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)    # that of the core's log too
+    monkeypatch.setattr(async_llm, "RESTART_PAUSES_S", (0.0, 0.0, 0.0))
+    yield tmp_path
+    assert not list(tmp_path.glob("shoal-*"))
+
+
+def config(checkpoint, **options):
+    return EngineConfig(**{"model": str(checkpoint), "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 1 << 22,
+                           "max_num_seqs": 16, **options})
+
+
+def request(name, length=8, prompt=(1, 2, 3), **options):
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, **options)
+    return Request(str(name), list(prompt), params, eos_token_ids=(257,))
+
+
+async def run(llm, asked):
+    ids, last = [], None
+    async for last in llm.generate(asked):
+        ids += last.token_ids
+    return ids, last.finish_reason
+
+
+async def until(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def with_engine(**options):
+    """The test gets an engine of its own, and has to end in time."""
+    def decorate(function):
+        def test(checkpoint):
+            async def bounded():
+                async with asyncio.timeout(DEADLINE_S):
+                    llm = await AsyncLLM.start(config(checkpoint, **options.get("engine", {})), restart=options.get("restart", False))
+                    try:
+                        await function(llm)
+                    finally:
+                        await llm.close()
+                    assert not psutil.pid_exists(llm.info.pid)
+            asyncio.run(bounded())
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        return test
+    return decorate
+
+
+@with_engine()
+async def test_requests_at_once_get_what_they_would_get_alone(llm):
+    asked = [request(i, 5 + i % 20, prompt=[1 + i] * (1 + i % 30)) for i in range(40)]
+    alone = [await run(llm, r) for r in asked[:5]]
+    together = await asyncio.gather(*[run(llm, r) for r in asked])
+    assert together[:5] == alone and all(len(ids) == r.params.max_tokens for (ids, _), r in zip(together, asked))
+    await llm.check()
+
+
+@with_engine()
+async def test_a_bad_request_is_refused_alone(llm):
+    good = asyncio.create_task(run(llm, request("good", 450)))
+    bad = [request("a", prompt=[300]), request("b", prompt=[]), request("d", logprobs=21), request("e", prompt=[1] * 600)]
+    for asked in bad:
+        with pytest.raises(RequestError):
+            await run(llm, asked)
+    with pytest.raises(RequestError, match="request_id"):
+        await run(llm, request("good"))
+    wrong = request("f")
+    wrong.priority = "high"    # what no decoder takes
+    with pytest.raises(RequestError):
+        await run(llm, wrong)
+    assert await good == ((await run(llm, request("again", 450)))[0], FinishReason.LENGTH)
+
+
+@with_engine()
+async def test_readers_that_leave_free_their_blocks(llm):
+    async def leave(i):
+        stream = llm.generate(request(i, 400))
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    async def be_cancelled(i):
+        task = asyncio.create_task(run(llm, request(f"c{i}", 400)))
+        await asyncio.sleep(0.01 * i)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    await asyncio.gather(*[leave(i) for i in range(10)], *[be_cancelled(i) for i in range(10)])
+    while (stats := await llm.stats()).num_running + stats.num_waiting:
+        await asyncio.sleep(0.02)
+    assert stats.num_free_blocks == stats.num_blocks
+    await llm.check()
+
+
+@with_engine()
+async def test_an_aborted_request_says_so(llm):
+    task = asyncio.create_task(run(llm, request("r", 400)))
+    while not (await llm.stats()).num_running:
+        await asyncio.sleep(0.01)
+    await llm.abort("r")
+    await llm.abort("nobody")
+    assert (await task)[1] is FinishReason.ABORT
+
+
+@with_engine()
+async def test_a_reader_that_takes_its_time_gets_everything_at_once(llm):
+    stream = llm.generate(request("slow", 300, logprobs=20))
+    first = await anext(stream)
+    while (await llm.stats()).num_running:
+        await asyncio.sleep(0.02)
+    rest = [output async for output in stream]
+    assert len(rest) == 1 and rest[0].finish_reason is FinishReason.LENGTH
+    assert len(first.token_ids + rest[0].token_ids) == len(first.logprobs + rest[0].logprobs) == 300
+
+
+@with_engine(engine={"max_logprobs": -1})
+async def test_huge_answers_beside_others(llm):
+    """256 tokens with the log-probabilities of the whole vocabulary."""
+    heavy = asyncio.create_task(run(llm, request("heavy", 256, logprobs=-1, prompt_logprobs=-1)))
+    others = await asyncio.gather(*[run(llm, request(i, 50)) for i in range(8)])
+    assert len({tuple(ids) for ids, _ in others}) == 1 and len((await heavy)[0]) == 256
+
+
+@with_engine()
+async def test_a_grammar_holds(llm):
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    ids, reason = await run(llm, Request("r", [1, 2, 3], params, eos_token_ids=(257,)))
+    assert reason is FinishReason.STOP and len(ids) in (3, 4)
+
+
+@with_engine(engine={"enable_sleep_mode": True})
+async def test_sleep_in_its_three_modes(llm):
+    whole = (await run(llm, request("whole", 300)))[0]
+
+    async def begin(name):
+        task = asyncio.create_task(run(llm, request(name, 300)))
+        while not (await llm.stats()).num_running:
+            await asyncio.sleep(0.01)
+        return task
+
+    running = await begin("aborted")
+    assert (await llm.sleep(1)).freed_bytes > 0 and await llm.is_sleeping()
+    assert (await running)[1] is FinishReason.ABORT
+    with pytest.raises(UnavailableError, match="sleep"):
+        await run(llm, request("refused"))
+    await llm.wake_up()
+
+    running = await begin("kept")
+    await llm.sleep(1, mode="keep")
+    assert not running.done()
+    await llm.wake_up()
+    assert await running == (whole, FinishReason.LENGTH)
+
+    running = await begin("awaited")
+    sleeping = asyncio.create_task(llm.sleep(2, mode="wait"))
+    await asyncio.sleep(0)
+    assert (await llm.stats()).num_running in (0, 1)    # answered meanwhile
+    await sleeping
+    assert await running == (whole, FinishReason.LENGTH)
+    await llm.wake_up()
+    with pytest.raises(UnavailableError, match="weights"):
+        await run(llm, request("lost"))
+    assert await llm.update_weights(llm.info.model) == 1
+    assert (await run(llm, request("back", 300)))[0] == whole
+    assert set(await llm.memory_usage()) >= {"weights", "kv_cache"} and await llm.check_weights()
+    with pytest.raises(ConfigError, match="level 9"):
+        await llm.sleep(9)
+    with pytest.raises(CheckpointError):
+        await llm.update_weights("/nowhere")
+    await llm.check()
+
+
+@with_engine()
+async def test_a_pause_needs_no_sleep_mode(llm):
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        await llm.sleep(1)
+    await llm.sleep(0, mode="wait")
+    assert await llm.is_sleeping()
+    await llm.wake_up()
+    assert len((await run(llm, request(1)))[0]) == 8
+
+
+@with_engine()
+async def test_a_killed_core_is_told_to_everybody(llm):
+    running = [asyncio.create_task(run(llm, request(i, 400))) for i in range(4)]
+    await asyncio.sleep(0.1)
+    os.kill(llm.info.pid, signal.SIGKILL)
+    for task in running:
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await task
+    assert "SIGKILL" in str(llm.dead) and "KV blocks" in llm.dead.__notes__[0]    # the end of its log, for ours
+    for call in (run(llm, request("new")), llm.stats(), llm.sleep(1)):
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await call
+    await llm.abort("new")
+
+
+@with_engine(restart=True)
+async def test_a_killed_core_is_started_again_but_not_for_ever(llm):
+    want = await run(llm, request(0))
+    for _ in range(async_llm.MOST_RESTARTS):
+        pid = llm.info.pid
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: llm.dead is not None)
+        await until(lambda: llm.dead is None)
+        assert llm.info.pid != pid and await run(llm, request(0)) == want
+    os.kill(llm.info.pid, signal.SIGKILL)
+    await until(lambda: "left alone" in str(llm.dead))
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), [
+    ({"model": "/nowhere"}, CheckpointError, "/nowhere"),
+    ({"tensor_parallel_size": 4}, ConfigError, "tensor_parallel_size"),
+    ({"max_model_len": 100000}, ConfigError, "max_model_len"),
+], ids=str)
+def test_what_keeps_the_engine_from_starting_is_raised_here(options, kind, words, checkpoint):
+    with pytest.raises(kind, match=words):
+        asyncio.run(AsyncLLM.start(config(checkpoint, **options)))
+
+
+def test_a_core_that_dies_while_it_starts(checkpoint):
+    async def start():
+        starting = asyncio.create_task(AsyncLLM.start(config(checkpoint)))
+        await until(lambda: psutil.Process().children())
+        psutil.Process().children()[0].kill()
+        with pytest.raises(EngineDeadError, match="SIGKILL while it was starting"):
+            await starting
+
+    asyncio.run(start())
+
+
+def test_a_start_that_is_cancelled_leaves_no_process(checkpoint):
+    async def start():
+        starting = asyncio.create_task(AsyncLLM.start(config(checkpoint)))
+        await until(lambda: psutil.Process().children())
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(start())
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_the_core_and_its_ranks_die_with_the_parent(ready, checkpoint, temporary):
+    script = textwrap.dedent(f"""
+        import asyncio, tempfile
+        tempfile.tempdir = {str(temporary)!r}
+        from shoal.config import EngineConfig
+        from shoal.engine.async_llm import AsyncLLM
+        async def main():
+            llm = AsyncLLM.start(EngineConfig(model={str(checkpoint)!r}, device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 22,
+                                              tensor_parallel_size=2))
+            if {ready}:
+                await llm
+                print("ready", flush=True)
+            else:
+                task = asyncio.create_task(llm)
+                await asyncio.sleep(1)
+                print("starting", flush=True)
+            await asyncio.sleep(600)
+        asyncio.run(main())""")
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                              env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert parent.stdout.readline()
+    family = psutil.Process(parent.pid).children(recursive=True)
+    assert len(family) >= (2 if ready else 1)
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive
