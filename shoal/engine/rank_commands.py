@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -34,7 +33,6 @@ class RankCommands:
     def release_memory(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
         """Gives back the memory of `tags`, after copying those in `kept` to the host. What sleeps already stays so; of a tag asleep that is
         not in `kept`, the host's copy is dropped. Raises UnavailableError, with nothing changed, if there is no host memory to copy to."""
-        gc.collect()
         with not_now():
             report = self.regions.release(list(tags), list(kept))
         if "kv_cache" in tags:    # every sequence gives back its row
