@@ -66,7 +66,10 @@ class ChatTemplate:
             content = [{"type": "text", "text": t} for t in texts] if self._reads_parts else "\n".join(texts)
         elif not isinstance(content, str):
             raise RequestError(f"the content {content!r:.80} of message {i} is neither text nor a list of text parts")
-        for call in message.get("tool_calls", ()):
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list):
+            raise RequestError(f"the tool_calls {calls!r:.80} of message {i} are no list of calls")
+        for call in calls:
             _parse_arguments(i, call)
         return {**message, "content": content}
 
@@ -91,7 +94,7 @@ def _plain(value: Any, what: str) -> Any:
     """JSON values: an object with methods of its own would be a way out of the sandbox."""
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{what}: {error}; only what JSON can express may be in a conversation") from None
 
 
@@ -109,7 +112,7 @@ def _parse_arguments(i: int, call: Any) -> None:
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"the arguments {function['arguments']!r:.80} of a tool call in message {i} are not JSON: {error}") from None
 
 

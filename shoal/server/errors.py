@@ -47,6 +47,8 @@ def to_api_error(error: BaseException) -> ApiError:
         field = str(error).split(" ", 1)[0].rstrip(":,")    # messages begin with the field's name where there is one
         is_field = FIELD.fullmatch(field) is not None and (not field.isalpha() or field in PLAIN_FIELDS)
         return ApiError(400, str(error), param=field if is_field else None)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "something in the request is nested too deeply; flatten it")
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error))
     if isinstance(error, EngineDeadError):

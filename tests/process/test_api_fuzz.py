@@ -4,6 +4,8 @@ SHOAL_FUZZ_SEED repeats a run, SHOAL_FUZZ_EXAMPLES (an operation) makes it longe
 """
 
 import collections
+import copy
+import http.client
 import json
 import os
 import random
@@ -22,7 +24,7 @@ EXAMPLES = int(os.environ.get("SHOAL_FUZZ_EXAMPLES", 8))
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    served = Served(tmp_path_factory.mktemp("tiny"), max_model_len=64, max_queued_requests=8, max_num_seqs=8)
+    served = Served(tmp_path_factory.mktemp("tiny"), max_model_len=1024, max_queued_requests=8, max_num_seqs=8)
     served.say("Hi")
     yield served
     served.close()
@@ -80,6 +82,76 @@ def fuzz(operation, way):
         assert not has_body
     print(operation.label, way, dict(statuses))
     return statuses
+
+
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CONVERSATIONS = [
+    ("/v1/chat/completions", {
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]},
+                     {"role": "assistant", "content": None, "reasoning": "r", "tool_calls": [CALL]},
+                     {"role": "tool", "tool_call_id": "c", "content": "t"}],
+        "tools": [{"type": "function", "function": TOOL}], "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "chat_template_kwargs": {"enable_thinking": True}, "stop": ["x"], "logit_bias": {"5": 1.0}, "max_tokens": 500,
+        "stream_options": {"include_usage": True}, "stream": True}),
+    ("/v1/responses", {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "u"}]},
+                  {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}],
+                   "content": [{"type": "reasoning_text", "text": "r"}]},
+                  {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+                  {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+                  {"type": "function_call_output", "call_id": "c", "output": "t"}],
+        "tools": [{"type": "function", **TOOL}], "tool_choice": "required", "reasoning": {"effort": "low"}, "metadata": {"a": "b"},
+        "max_output_tokens": 500}),
+    ("/v1/responses", {"input": "u", "stream": True,
+                       "text": {"format": {"type": "json_schema", "name": "x", "schema": TOOL["parameters"]}}}),
+    ("/v1/messages", {
+        "system": [{"type": "text", "text": "s"}], "max_tokens": 500, "thinking": {"type": "enabled", "budget_tokens": 5},
+        "messages": [{"role": "user", "content": "u"},
+                     {"role": "assistant", "content": [{"type": "thinking", "thinking": "r", "signature": ""},
+                                                       {"type": "text", "text": "a"},
+                                                       {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c",
+                                                   "content": [{"type": "text", "text": "t"}]}]}],
+        "tools": [{"name": "f", "input_schema": TOOL["parameters"]}], "tool_choice": {"type": "any"}, "stop_sequences": ["x"],
+        "output_config": None}),
+]
+DEEP = json.loads('{"a":' * 400 + "1" + "}" * 400)
+JUNK = [None, True, 0, -1, 1.5, 10**30, "", "x", "\x00", "é" * 50, [], [1], ["x"], [None], {}, {"type": "x"}, {"role": "user"}, [[]], [{}],
+        DEEP]
+
+
+def test_spoilt_conversations_never_break_the_server(served):
+    print(f"SHOAL_FUZZ_SEED={SEED}")
+    rng = random.Random(SEED)
+    statuses = collections.Counter()
+    served.say('<think>r</think>a<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
+    for number in range(100 * EXAMPLES):
+        path, body = copy.deepcopy(CONVERSATIONS[number % len(CONVERSATIONS)])
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            spoil(body, rng)
+        connection.request("POST", path, json.dumps(body))
+        response = connection.getresponse()
+        text = response.read()
+        statuses[response.status] += 1
+        assert response.status < 500 and b"internal error" not in text, (text, path, json.dumps(body))
+    connection.close()
+    assert statuses[200] and statuses[400] and statuses.keys() <= {200, 400, 404}, statuses
+
+
+def spoil(value, rng):
+    """Puts junk at a random place, or takes something away."""
+    while True:
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if isinstance(value[key], dict | list) and value[key] and rng.random() < 0.8:
+            value = value[key]
+            continue
+        if rng.random() < 0.2:
+            del value[key]
+        else:
+            value[key] = rng.choice(JUNK)
+        return
 
 
 def test_the_document_names_every_route_and_refers_to_nothing_missing(api, served):
