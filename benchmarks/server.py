@@ -7,7 +7,7 @@
 Each server is one process on one core, with an engine that yields a token whenever it is asked, SmolLM2's tokenizer and chat template.
 The client, in a process of its own on the other core, only counts `data:` lines as they come: the server is what is measured. Servers take
 turns, so that a busy machine slows all of them: believe the ratios, and those by the server's CPU seconds most. Beside Shoal this needs
-fastapi, granian, orjson and psutil.
+fastapi, granian, orjson, psutil and uvloop.
 
 `fastapi` streams a token as vLLM 0.24 does: an output object from the engine, a DecodeStream's text, three pydantic models whose validators
 look for unknown fields, `model_dump_json(exclude_unset=True)`, prometheus_client for each gap, and Starlette's StreamingResponse under CORS

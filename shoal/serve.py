@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
-
-import uvloop
 
 from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.engine.async_llm import AsyncLLM
@@ -42,7 +41,7 @@ def serve(model: str | None, models: Sequence[str], options: dict[str, Any], con
     started = time.monotonic()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     planned = plan(model, models, options, config)
-    return uvloop.run(_serve(planned, config, started))
+    return asyncio.run(_serve(planned, config, started))
 
 
 def plan(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> list[Planned]:

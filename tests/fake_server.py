@@ -12,8 +12,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import uvloop
-
 from shoal.config import ServerConfig
 from shoal.fake import FakeEngine
 from shoal.server.app import create_admin_app, create_app
@@ -51,7 +49,7 @@ class FakeServer:
 
     def _run(self) -> None:
         try:
-            uvloop.run(self._serve())
+            asyncio.run(self._serve())
         except BaseException as error:    # noqa: BLE001 - shown by the test that started it
             self.error = error
         self._ready.set()
