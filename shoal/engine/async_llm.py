@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 from collections import deque
@@ -80,7 +81,8 @@ class AsyncLLM:
     """Built by `start`; used in the loop that it was started in.
 
     `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a dead core is started again,
-    at most MOST_RESTARTS times in RESTART_WINDOW_S; the requests that it took with it are not repeated.
+    at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the requests that it took with it are
+    not repeated.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool) -> None:
@@ -160,7 +162,9 @@ class AsyncLLM:
         return await self._call(bool, "reset_prefix_cache")
 
     async def update_weights(self, source: str) -> int:
-        return await self._call(int, "update_weights", source)
+        version = await self._call(int, "update_weights", source)
+        self.config = dataclasses.replace(self.config, model=source)    # what a core that is started again loads
+        return version
 
     async def check_weights(self) -> dict[str, str]:
         return await self._call(dict[str, str], "check_weights")
@@ -240,7 +244,7 @@ class AsyncLLM:
             self._restarts.append(loop.time())
             try:
                 await self._start()
-            except ShoalError as error:
+            except (ShoalError, OSError) as error:
                 logger.error("the engine did not start again: %s", error)
                 self.dead = error if isinstance(error, EngineDeadError) else EngineDeadError(f"the engine did not start again: {error}")
                 continue
