@@ -162,7 +162,7 @@ class AsyncLLM:
         return await self._call(bool, "reset_prefix_cache")
 
     async def update_weights(self, source: str) -> int:
-        version = await self._call(int, "update_weights", source)
+        version: int = await self._call(int, "update_weights", source)
         self.config = dataclasses.replace(self.config, model=source)    # what a core that is started again loads
         return version
 
