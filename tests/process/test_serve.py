@@ -220,7 +220,8 @@ def test_sigterm_under_load_lets_everything_end(serve, checkpoints):
 
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
         futures = [pool.submit(one, i) for i in range(40)]
-        until(lambda: sum(map(server.metric, ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total"))) >= 40)
+        states = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total")
+        until(lambda: sum(map(server.metric, states)) >= 40)
         cores = server.cores()
         os.killpg(server.process.pid, signal.SIGTERM)
         for core in cores:    # as a service manager does it
