@@ -153,7 +153,8 @@ class Decoder(nn.Module):
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds, whole."""
         c = self.config
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,)}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size),
+                                              "model.norm.weight": (c.hidden_size,)}
         if not c.tie_word_embeddings:
             shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
         queries, keys, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
