@@ -150,7 +150,7 @@ def spoil(value, rng):
         if rng.random() < 0.2:
             del value[key]
         else:
-            value[key] = rng.choice(JUNK)
+            value[key] = copy.deepcopy(rng.choice(JUNK))
         return
 
 
