@@ -198,6 +198,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None     # the stop id or stop string that ended it; None for an end-of-text id
     num_cached_tokens: int = 0               # prompt tokens that the prefix cache held
+    queued_seconds: float = 0.0              # how long the request waited for its first step; with its first token
     embedding: list[float] | None = None     # of a request that asked for it: [hidden size], of unit length
     error: str | None = None                 # why, where finish_reason is ERROR
 

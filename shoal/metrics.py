@@ -61,13 +61,16 @@ class ModelMetrics:
         self.between_tokens = Histogram("inter_token_latency_seconds", "Seconds between tokens of an answer.", TOKEN_SECONDS)
         self.per_token = Histogram("request_time_per_output_token_seconds", "Mean seconds a token after the first.", TOKEN_SECONDS)
         self.whole = Histogram("e2e_request_latency_seconds", "Seconds from arrival to the last token.", REQUEST_SECONDS)
+        self.queue = Histogram("request_queue_time_seconds", "Seconds a request waited for its first step.", REQUEST_SECONDS)
+        self.prefill = Histogram("request_prefill_time_seconds", "Seconds from the first step to the first token.", REQUEST_SECONDS)
+        self.inference = Histogram("request_inference_time_seconds", "Seconds from the first step to the last token.", REQUEST_SECONDS)
         self.decode = Histogram("request_decode_time_seconds", "Seconds from the first to the last token.", REQUEST_SECONDS)
         self.prompt_sizes = Histogram("request_prompt_tokens", "Prompt tokens, by request.", sizes)
         self.answer_sizes = Histogram("request_generation_tokens", "Generated tokens, by request.", sizes)
         self.max_tokens = Histogram("request_params_max_tokens", "max_tokens, by request.", sizes)
         self.answers = Histogram("request_params_n", "n, by request.", ANSWERS)
-        self.histograms = (self.first_token, self.between_tokens, self.per_token, self.whole, self.decode, self.prompt_sizes,
-                           self.answer_sizes, self.max_tokens, self.answers)
+        self.histograms = (self.first_token, self.between_tokens, self.per_token, self.whole, self.queue, self.prefill, self.inference,
+                           self.decode, self.prompt_sizes, self.answer_sizes, self.max_tokens, self.answers)
 
     def begin(self, request: Request) -> RequestTimes:
         return RequestTimes(self, request)
@@ -108,20 +111,20 @@ class ModelMetrics:
 class RequestTimes:
     """One sequence's way through the clock."""
 
-    __slots__ = ("arrival", "count", "ended", "first", "last", "metrics", "request")
+    __slots__ = ("arrival", "count", "ended", "first", "last", "metrics", "queued", "request")
 
     def __init__(self, metrics: ModelMetrics, request: Request) -> None:
         self.metrics, self.request = metrics, request
         self.arrival = time.perf_counter()
-        self.first = self.last = 0.0
+        self.first = self.last = self.queued = 0.0
         self.count = 0
         self.ended = False
 
-    def tokens(self, count: int, num_cached: int) -> None:
-        """`count` tokens came now, maybe none."""
+    def tokens(self, count: int, num_cached: int, queued: float) -> None:
+        """`count` tokens came now, maybe none. queued: seconds the request waited, told with its first token."""
         now, metrics = time.perf_counter(), self.metrics
         if not self.first:
-            self.first = now
+            self.first, self.queued = now, queued
             metrics.first_token.observe(now - self.arrival)
             metrics.prompt_tokens += len(self.request.prompt_token_ids)
             metrics.cached_tokens += num_cached
@@ -145,6 +148,9 @@ class RequestTimes:
         if not self.first or reason in (FinishReason.ABORT, FinishReason.ERROR):
             return
         metrics.whole.observe(self.last - self.arrival)
+        metrics.queue.observe(self.queued)
+        metrics.prefill.observe(self.first - self.arrival - self.queued)
+        metrics.inference.observe(self.last - self.arrival - self.queued)
         metrics.decode.observe(self.last - self.first)
         metrics.prompt_sizes.observe(len(self.request.prompt_token_ids))
         metrics.answer_sizes.observe(self.count)

@@ -73,6 +73,7 @@ def merge(first: Output, then: Output) -> None:
         first.logprobs = (first.logprobs or []) + then.logprobs
     first.prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
     first.finish_reason, first.stop_reason, first.error = then.finish_reason, then.stop_reason, then.error
+    first.queued_seconds = max(first.queued_seconds, then.queued_seconds)
     first.num_cached_tokens = max(first.num_cached_tokens, then.num_cached_tokens)
     first.embedding = then.embedding if first.embedding is None else first.embedding
 

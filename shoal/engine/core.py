@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -121,6 +122,7 @@ class EngineCore:
             why = "an embedding has no text" if request.embed else "this engine was built with skip_tokenizer_init=True"
             raise RequestError(f"structured_outputs needs tokens of text, and {why}; leave it out")
         seq = self.scheduler.add(request)
+        seq.added_at = time.monotonic()
         if structured is not None:
             seq.held = True
             self.compiling.append((seq, self.grammars.start(structured)))
@@ -231,6 +233,9 @@ class EngineCore:
         decode_only = plan.num_decodes == len(plan.scheduled)
         graphs = self.runner.graphs
         packed, extras = self.builder.build(plan, graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None)
+        for entry in plan.scheduled[plan.num_decodes:]:
+            if entry.seq.started_at is None:
+                entry.seq.started_at = time.monotonic()
         if extras.grammars:
             extras.masks = self.grammars.masks(extras.grammars)
         if self.group is not None:
@@ -246,21 +251,22 @@ class EngineCore:
         outputs = []
         for result in self.scheduler.update(step.plan, tokens):
             seq = result.seq
+            is_first = len(seq.token_ids) == seq.num_prompt_tokens + 1
+            queued = seq.started_at - seq.added_at if is_first and seq.started_at is not None else 0.0
             if seq.request.embed:
                 outputs.append(Output(seq.request.request_id, [], finish_reason=result.finish_reason, embedding=embeddings[result.sample],
-                                      num_cached_tokens=seq.num_cached_tokens))
+                                      num_cached_tokens=seq.num_cached_tokens, queued_seconds=queued))
                 continue
             params = seq.request.params
             figures = None
             if logprobs is not None and params.logprobs is not None:
                 figures = [token_logprobs(logprobs, result.sample, result.token_id, params.logprobs)]
             prompt_logprobs = None
-            if params.prompt_logprobs is not None and len(seq.token_ids) == seq.num_prompt_tokens + 1:
+            if params.prompt_logprobs is not None and is_first:
                 prompt_logprobs = seq.prompt_logprobs or [None]
             outputs.append(Output(
                 seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason,
-                logprobs=figures, prompt_logprobs=prompt_logprobs,
-                num_cached_tokens=seq.num_cached_tokens))
+                logprobs=figures, prompt_logprobs=prompt_logprobs, num_cached_tokens=seq.num_cached_tokens, queued_seconds=queued))
         return outputs
 
     @staticmethod

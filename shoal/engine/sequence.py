@@ -57,6 +57,8 @@ class Sequence:
     held: bool = False                      # not to be admitted yet: its grammar is being compiled
     grammar: Grammar | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None    # gathered by the core
+    added_at: float = 0.0                   # seconds, as the core's clock: when it came,
+    started_at: float | None = None         # and when a step first held it
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None                # why, where the finish reason is ERROR

@@ -242,7 +242,7 @@ class _Answer:
         self.times = model.metrics.begin(request)
 
     def push(self, output: Output) -> Delta:
-        self.times.tokens(len(output.token_ids), output.num_cached_tokens)
+        self.times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
