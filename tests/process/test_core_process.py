@@ -18,6 +18,7 @@ from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsPa
 from shoal.config import EngineConfig
 from shoal.engine import async_llm
 from shoal.engine.async_llm import AsyncLLM
+from shoal.engine.swap import Swapper
 from shoal.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, UnavailableError
 from tests.tiny import write_model
 
@@ -205,6 +206,26 @@ async def test_sleep_in_its_three_modes(llm):
     with pytest.raises(CheckpointError):
         await llm.update_weights("/nowhere")
     await llm.check()
+
+
+def test_models_that_take_turns_without_host_memory_come_back_from_their_files(checkpoint):
+    other = write_model(checkpoint.parent, "llama")
+
+    async def take_turns():
+        swapper, models, engines = Swapper(0.1, available=lambda: 0), {}, []
+        try:
+            for path in (checkpoint, other):
+                engines.append(await AsyncLLM.start(config(path, enable_sleep_mode=True)))
+                models[path] = await swapper.add(path.name, engines[-1], str(path))
+            first = [await run(models[path], request(0)) for path in models]
+            again = [await run(models[path], request(0)) for path in models]
+            assert first == again and first[0] != first[1]
+            assert all(model.level in (2, None) for model in swapper.models.values())
+        finally:
+            for engine in engines:
+                await engine.close()
+
+    asyncio.run(asyncio.wait_for(take_turns(), DEADLINE_S))
 
 
 @with_engine()

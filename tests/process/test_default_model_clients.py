@@ -132,7 +132,7 @@ def test_embeddings(client, name):
 
 def test_anthropics_client(url, name):
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S)
-    asked = {"model": name, "max_tokens": 24, "temperature": 0, "messages": QUESTION}
+    asked = {"model": name, "max_tokens": 24, "messages": QUESTION, "extra_body": {"temperature": 0}}    # no argument in newer ones
     answer = client.messages.create(**asked)
     assert "Paris" in answer.content[0].text and answer.stop_reason in ("end_turn", "max_tokens") and answer.usage.output_tokens > 0
     with client.messages.stream(**asked) as stream:
