@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_char, c_char_p, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ class Job(ctypes.Structure):
 
 
 class Moved(ctypes.Structure):
-    _fields_ = (("freed", c_int64), ("taken", c_int64), ("copied", c_int64))
+    _fields_ = (("freed", c_int64), ("taken", c_int64), ("copied", c_int64), ("queued", c_double), ("pieces", c_double), ("end", c_double))
 
 
 class RegionUsage(ctypes.Structure):

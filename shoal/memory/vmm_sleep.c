@@ -3,6 +3,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include "vmm.h"
 
 #define MAX_THREADS 16
@@ -15,7 +16,10 @@ typedef struct Job {            // a region; to pause it: whether, and what of i
     const Range *ranges;        // by address
     int64_t num_ranges;
 } Job;
-typedef struct Moved { int64_t freed, taken, copied; } Moved;      // bytes
+typedef struct Moved {
+    int64_t freed, taken, copied;      // bytes
+    double queued, pieces, end;        // seconds until the copies were queued, the pieces mapped or unmapped, all was done
+} Moved;
 
 enum { WAITING, DONE, BROKEN };
 typedef struct Unit {           // a piece, with the copies that touch it
@@ -37,6 +41,13 @@ typedef struct Crew {
     pthread_cond_t changed;
     Status status;              // of the first that broke
 } Crew;
+
+static double now(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}
 
 static int driver_failed(Region *region, int code, const char *step, Status *status)
 {
@@ -205,6 +216,7 @@ static Streams *streams_of(Streams *streams, int n, Region *region)
 // Maps what is not mapped, copies back what is kept. On failure what this mapped is unmapped again; the copies stay.
 static int restore(Job *jobs, int n, int num_threads, int num_streams, Moved *moved, Status *status)
 {
+    double begin = now();
     Crew crew = {.mapping = true, .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
     Streams *streams = calloc(n, sizeof *streams);
     pthread_t threads[MAX_THREADS];
@@ -245,7 +257,9 @@ static int restore(Job *jobs, int n, int num_threads, int num_streams, Moved *mo
             crew.stop = true;
         }
     }
+    moved->queued = now() - begin;
     finish(threads, started);
+    moved->pieces = now() - begin;
     for (int i = 0; i < n; i++) {
         Status other = {0};
         if (streams[i].region && streams_close(&streams[i], &other) && !bad && !crew.stop)
@@ -267,6 +281,7 @@ static int restore(Job *jobs, int n, int num_threads, int num_streams, Moved *mo
         }
     }
     free(crew.units), free(streams);
+    moved->end = now() - begin;
     return bad;
 }
 
@@ -316,6 +331,7 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     Job *going = calloc(n, sizeof *going);
     pthread_t threads[MAX_THREADS];
     int bad = 0, num_going = 0;
+    double begin = now();
     *moved = (Moved){0};
     lock_all(jobs, n, true);
     for (int i = 0; i < n; i++)
@@ -333,8 +349,10 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     if (!bad && !(crew.units = list_units(going, num_going, false, &crew.count)))
         bad = fail(status, HOST_MEMORY, 0, 0, "no host memory for the books");
     bad = bad ? bad : copy_out(going, num_going, &crew, host, streams, num_streams, moved, status);
+    moved->queued = now() - begin;
     if (!bad)
         finish(threads, start(&crew, threads, num_threads));
+    moved->pieces = now() - begin;
     for (int i = 0; i < num_going; i++) {
         Status other = {0};
         if (streams[i].region && streams_close(&streams[i], &other) && !bad && !crew.stop)
@@ -368,6 +386,7 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
         if (!jobs[i].keep)
             forget_copies(jobs[i].region);
     lock_all(jobs, n, false);
+    moved->end = now() - begin;
     free(crew.units), free(streams), free(going);
     return bad;
 }
