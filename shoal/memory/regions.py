@@ -245,7 +245,7 @@ class Regions:
         if getattr(self._library, name)(jobs, len(jobs), *buffers, self._map_threads, self._streams, moved, status):
             self._note_paused([region for region, _, _ in regions])
             raise library.error_of(status)
-        logger.debug("%s: copies queued after %.3f s, pieces done after %.3f s, all after %.3f s", name, moved.queued, moved.pieces, moved.end)
+        logger.debug("%s: copies queued after %.3f s, pieces done %.3f s, all %.3f s", name, moved.queued, moved.pieces, moved.end)
         return moved
 
     def _note_paused(self, regions: list[_Region]) -> None:
