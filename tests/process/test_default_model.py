@@ -52,3 +52,10 @@ def test_it_chats():
     with LLM(max_model_len=512) as llm:
         answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)[0].outputs[0]
         assert "Paris" in answer.text and answer.finish_reason in ("stop", "length")
+
+
+def test_it_samples_as_its_card_advises_unless_told_otherwise():
+    with LLM("smollm2", max_model_len=512) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.top_p) == (0.2, 0.9)
+    assert SamplingParams().temperature == 1.0
