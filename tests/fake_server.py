@@ -1,4 +1,5 @@
-"""The real server on loopback, in a thread, in front of a FakeEngine and a tokenizer of bytes."""
+"""The real server on loopback, in a thread, in front of a FakeEngine and a tokenizer of bytes: FakeServer, and tool_server for models with
+tools and thoughts."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import json
 import socket
 import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+from shoal.api import Request
 from shoal.config import ServerConfig
 from shoal.fake import FakeEngine
 from shoal.server.app import create_admin_app, create_app
@@ -21,14 +24,27 @@ from shoal.tokenizer import Tokenizer
 
 NAME = "tiny"
 END = 257
+# A template as Qwen3's: it knows tools and thoughts.
+TEMPLATE = """{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
+{%- for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}(thought: {{ m.reasoning_content }}){% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
 
 
 @functools.cache
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(template: str | None = None) -> Tokenizer:
+    """With a chat template of its own, or `template`."""
     from tests.tiny import write_tokenizer
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
-        return Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder)
+    if template is not None:
+        tokenizer.chat_templates = {"default": template}
+    return tokenizer
 
 
 def ids_of(text: str) -> list[int]:
@@ -90,6 +106,17 @@ class FakeServer:
     def call(self, function) -> None:
         self.loop.call_soon_threadsafe(function)
 
+    def say(self, text: str, token_seconds: float = 0.0) -> None:
+        """From now on every answer is `text`, a token (a byte) every so many seconds."""
+        self.engine.reply, self.engine.token_seconds = ids_of(text), token_seconds
+
+    def last_request(self) -> Request:
+        """That the engine got."""
+        return self.engine.seen[-1]
+
+    def last_prompt(self) -> str:
+        return byte_tokenizer().decode(self.last_request().prompt_token_ids, skip_special_tokens=False)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -129,6 +156,20 @@ class FakeServer:
         lines = [x for x in self.request("/metrics")[2].splitlines() if x.startswith((name + "{", name + " "))]
         assert lines, f"no metric {name}"
         return sum(float(x.rsplit(" ", 1)[1]) for x in lines)
+
+
+def tool_server(*, model: dict | None = None, **options) -> FakeServer:
+    """Of a model that may call tools and think, in Qwen3's format; each answer ends where what was `say`d does."""
+    settings = {"tokenizer": byte_tokenizer(TEMPLATE), "max_model_len": 4096, "vocab_size": 258, "max_num_seqs": 16,
+                "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    return FakeServer(FakeEngine(258, ends=True), model={**settings, **(model or {})}, **options)
+
+
+def eventually(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
 
 
 def post(path: str, body: object, *, more_headers: str = "") -> bytes:

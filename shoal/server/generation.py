@@ -86,19 +86,26 @@ class Generation:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for pump in self._pumps:
-            pump.cancel()
-        if self._pumps:
-            await asyncio.gather(*self._pumps, return_exceptions=True)
-        for stream in self._streams:
-            await stream.aclose()             # aborts what still runs
-        for answer in self._answers:
-            answer.close()
-        self.model.admission.leave(len(self._answers))
         try:
-            await self._timeout.__aexit__(kind, error, trace)
+            await self._timeout.__aexit__(kind, error, trace)    # first: from here on it interrupts nothing
         except TimeoutError:
             raise ApiError(504, f"the request took longer than its {self.seconds:g} s") from None
+        finally:
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """Whoever is cancelled in here, as the client leaves just now, still gives up his place."""
+        try:
+            for pump in self._pumps:
+                pump.cancel()
+            if self._pumps:
+                await asyncio.gather(*self._pumps, return_exceptions=True)
+            for stream in self._streams:
+                await stream.aclose()             # aborts what still runs
+        finally:
+            for answer in self._answers:
+                answer.close()
+            self.model.admission.leave(len(self._answers))
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         """All deltas that are ready, at least one. A reader that takes its time finds them merged."""
@@ -169,10 +176,12 @@ class Generation:
                 if output.finish_reason == FinishReason.ERROR:
                     answer.times.finish(FinishReason.ERROR)
                     raise ApiError(500, output.error or "the engine failed this request", code="engine_error")
-                self.usage.completion_tokens += len(output.token_ids)
                 if output.num_cached_tokens and not answer.num_cached_tokens and i % self.params.n == 0:
                     self.usage.cached_tokens += output.num_cached_tokens
                 delta = answer.push(output)
+                self.usage.completion_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    await self._streams[i].aclose()    # a stop string was found: the engine goes on until it is told, others may run long
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -242,7 +251,14 @@ class _Answer:
         self.times = model.metrics.begin(request)
 
     def push(self, output: Output) -> Delta:
-        self.times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
+        finish, reason = output.finish_reason, output.stop_reason
+        text, stop, count = self._text(output) if self.detokenizer is not None else ("", None, len(output.token_ids))
+        if stop is not None:
+            finish, reason = FinishReason.STOP, stop
+            output.token_ids = output.token_ids[:count]
+            output.logprobs = None if output.logprobs is None else output.logprobs[:count]
+        if output.token_ids or finish != FinishReason.ABORT:    # who was sent away before his first token waited for none
+            self.times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
@@ -251,16 +267,25 @@ class _Answer:
                 self._add_texts(step)
         for step in output.logprobs or ():
             self._add_texts(step)
-        finish, reason = output.finish_reason, output.stop_reason
-        text, stop = "", None
-        if self.detokenizer is not None:
-            text, stop = self.detokenizer.push(output.token_ids, last=finish is not None, drop_last=finish == FinishReason.STOP)
-        if stop is not None:
-            finish, reason = FinishReason.STOP, stop
         if finish is not None:
             self.times.finish(finish)
         return Delta(self.index, text, output.token_ids, output.logprobs, output.prompt_logprobs, None if finish is None else str(finish),
                      reason, output.embedding)
+
+    def _text(self, output: Output) -> tuple[str, str | None, int]:
+        """(new text, the stop string found, how many of the tokens belong to the answer): none behind a stop string does, though a slow
+        reader gets several tokens at once."""
+        assert self.detokenizer is not None
+        ids, last, drop = output.token_ids, output.finish_reason is not None, output.finish_reason == FinishReason.STOP
+        if not self.request.params.stop or len(ids) < 2:
+            return *self.detokenizer.push(ids, last=last, drop_last=drop), len(ids)
+        texts = []
+        for count, token_id in enumerate(ids, 1):
+            text, stop = self.detokenizer.push([token_id], last=last and count == len(ids), drop_last=drop and count == len(ids))
+            texts.append(text)
+            if stop is not None:
+                break
+        return "".join(texts), stop, count
 
     def close(self) -> None:
         """An answer that was left before its end counts as aborted."""

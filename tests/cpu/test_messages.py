@@ -7,18 +7,16 @@ import urllib.request
 import anthropic
 import pytest
 
-from shoal.config import ServerConfig
-from tests.serving import Served
+from tests.fake_server import tool_server
 
 CALL = '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"name": "weather", "description": "tells", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(tmp_path_factory.mktemp("tiny"), config=ServerConfig(api_key=["sesame"]))
-    yield served
-    served.close()
+def served():
+    with tool_server(api_key=["sesame"]) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +35,9 @@ def test_text_is_answered_with_usage(served, client):
     served.engine.cached_tokens = 0
     assert message.content[0].text == "Hello there" and message.stop_reason == "end_turn" and message.role == "assistant"
     assert message.usage.output_tokens == 12 and message.usage.cache_read_input_tokens == 3
-    assert message.usage.input_tokens == len(served.request.prompt_token_ids) - 3
-    assert served.prompt == "<system>Be brief.<user>hello<assistant><think>\n\n</think>\n\n"
-    params = served.request.params
+    assert message.usage.input_tokens == len(served.last_request().prompt_token_ids) - 3
+    assert served.last_prompt() == "<system>Be brief.<user>hello<assistant><think>\n\n</think>\n\n"
+    params = served.last_request().params
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 5)
 
 
@@ -56,7 +54,7 @@ def test_thoughts_text_and_calls_are_blocks(served, client):
     thinking, text, call = message.content
     assert thinking.thinking == "Let me see." and text.text == "I ask."
     assert call.name == "weather" and call.input == {"city": "Paris"} and message.stop_reason == "tool_use"
-    assert "<think>" not in served.prompt and '"weather"' in served.prompt
+    assert "<think>" not in served.last_prompt() and '"weather"' in served.last_prompt()
 
 
 def test_the_clients_stream_adds_up_to_the_whole(served, client):
@@ -90,14 +88,14 @@ def test_a_conversation_with_tools_comes_back(served, client):
                                           {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},
                                      {"type": "text", "text": "So?"}]}])
-    assert served.prompt.endswith('<user>hello<assistant>(thought: Hm.)I ask.<tool_call>weather{"city": "Paris"}</tool_call><tool>sunny'
-                                  '<user>So?<assistant><think>\n\n</think>\n\n')
+    assert served.last_prompt().endswith('<user>hello<assistant>(thought: Hm.)I ask.<tool_call>weather{"city": "Paris"}</tool_call>'
+                                         '<tool>sunny<user>So?<assistant><think>\n\n</think>\n\n')
 
 
 def test_an_answer_that_was_begun_is_gone_on_with(served, client):
     served.say(" there")
     message = ask(client, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hello"}])
-    assert message.content[0].text == " there" and served.prompt == "<user>hello<assistant>Hello"
+    assert message.content[0].text == " there" and served.last_prompt() == "<user>hello<assistant>Hello"
 
 
 def test_tool_choices(served, client):
@@ -106,13 +104,13 @@ def test_tool_choices(served, client):
     assert message.content[0].input == {"city": "Rome"} and message.stop_reason == "tool_use"
     served.say('[{"name": "weather", "parameters": {"city": "Rome"}}]')
     message = ask(client, tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
-    assert message.content[0].input == {"city": "Rome"} and served.request.params.structured_outputs.json["maxItems"] == 1
+    assert message.content[0].input == {"city": "Rome"} and served.last_request().params.structured_outputs.json["maxItems"] == 1
     served.say("No.")
-    assert ask(client, tools=[TOOL], tool_choice={"type": "none"}).content[0].text == "No." and "weather" not in served.prompt
+    assert ask(client, tools=[TOOL], tool_choice={"type": "none"}).content[0].text == "No." and "weather" not in served.last_prompt()
     served.say('{"a": 1}')
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ask(client, extra_body={"output_config": {"format": {"type": "json_schema", "schema": schema}}})
-    assert served.request.params.structured_outputs.json == schema
+    assert served.last_request().params.structured_outputs.json == schema
 
 
 def test_tokens_are_counted(served, client):

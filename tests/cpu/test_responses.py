@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.serving import Served
+from tests.fake_server import tool_server
 
 CALL = '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"type": "function", "name": "weather", "description": "tells", "strict": False,
@@ -13,10 +13,9 @@ TOOL = {"type": "function", "name": "weather", "description": "tells", "strict":
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(tmp_path_factory.mktemp("tiny"))
-    yield served
-    served.close()
+def served():
+    with tool_server() as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +32,8 @@ def test_text_is_answered_with_usage(served, client):
     answer = ask(client, instructions="Be brief.", metadata={"a": "b"}, temperature=0.5)
     assert answer.output_text == "Hello there" and answer.status == "completed" and answer.error is None
     assert answer.usage.output_tokens == 12 and answer.usage.total_tokens == answer.usage.input_tokens + 12
-    assert served.prompt == "<system>Be brief.<user>hello<assistant>" and answer.metadata == {"a": "b"} and not answer.store
-    assert served.request.params.temperature == 0.5 and answer.temperature == 0.5
+    assert served.last_prompt() == "<system>Be brief.<user>hello<assistant>" and answer.metadata == {"a": "b"} and not answer.store
+    assert served.last_request().params.temperature == 0.5 and answer.temperature == 0.5
 
 
 def test_an_answer_cut_short_is_incomplete(served, client):
@@ -51,7 +50,7 @@ def test_reasoning_text_and_calls_are_items(served, client):
     assert reasoning.type == "reasoning" and reasoning.content[0].text == "Let me see."
     assert message.content[0].text == "I ask." == answer.output_text
     assert call.type == "function_call" and call.name == "weather" and json.loads(call.arguments) == {"city": "Paris"} and call.call_id
-    assert '"weather"' in served.prompt
+    assert '"weather"' in served.last_prompt()
 
 
 def test_the_clients_stream_adds_up_to_the_whole(served, client):
@@ -86,7 +85,7 @@ def test_a_conversation_comes_back_as_items(served, client):
              {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "sunny"}]
     served.say("It is sunny.")
     assert ask(client, input=items, instructions="You help.").output_text == "It is sunny."
-    assert served.prompt == ('<system>You help.\n\nBe brief.<user>hello<assistant>(thought: Let me see.)I ask.'
+    assert served.last_prompt() == ('<system>You help.\n\nBe brief.<user>hello<assistant>(thought: Let me see.)I ask.'
                              '<tool_call>weather{"city": "Paris"}</tool_call><tool>sunny<assistant>')
 
 
@@ -94,12 +93,12 @@ def test_a_named_tool_and_a_schema_become_grammars(served, client):
     served.say('{"city": "Rome"}')
     answer = ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
     assert answer.output[0].type == "function_call" and answer.output[0].arguments == '{"city": "Rome"}' and answer.output_text == ""
-    assert served.request.params.structured_outputs.json == TOOL["parameters"] and "<think>\n\n</think>" in served.prompt
+    assert served.last_request().params.structured_outputs.json == TOOL["parameters"] and "<think>\n\n</think>" in served.last_prompt()
     schema = TOOL["parameters"]
     answer = ask(client, text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}})
-    assert answer.output_text == '{"city": "Rome"}' and served.request.params.structured_outputs.json == schema
+    assert answer.output_text == '{"city": "Rome"}' and served.last_request().params.structured_outputs.json == schema
     ask(client, reasoning={"effort": "none"})
-    assert "<think>\n\n</think>" in served.prompt
+    assert "<think>\n\n</think>" in served.last_prompt()
 
 
 @pytest.mark.parametrize("options, param", [

@@ -1,13 +1,12 @@
 """Clients that leave, read slowly or come in crowds; deadlines, drain, dead engines; metrics and the admin port."""
 
 import threading
-import time
 
 import openai
 import pytest
 
 from shoal.fake import FakeEngine
-from tests.fake_server import NAME, FakeServer, ids_of, post, read_until
+from tests.fake_server import NAME, FakeServer, eventually, ids_of, post, read_until
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "a", "max_tokens": 255}
@@ -15,13 +14,6 @@ LONG = {"prompt": "a", "max_tokens": 255}
 
 def slow_engine(token_seconds=0.05):
     return FakeEngine(300, reply=ids_of("word "), token_seconds=token_seconds)
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def idle(server):

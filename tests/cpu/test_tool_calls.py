@@ -9,7 +9,7 @@ from shoal.api import SamplingParams
 from shoal.errors import RequestError
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser, plan_tools
 from shoal.structured import check
-from tests.serving import Served
+from tests.fake_server import tool_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"], "additionalProperties": False,
           "$defs": {"City": {"enum": ["Paris", "Rome"]}}}
@@ -21,10 +21,9 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(tmp_path_factory.mktemp("tiny"))
-    yield served
-    served.close()
+def served():
+    with tool_server() as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_calls_are_found_whole_and_streamed(served, client):
     choice = ask(client, tools=[TOOL, OTHER]).choices[0]
     expected = [("weather", '{"city": "Paris"}'), ("now", "{}")]
     assert choice.message.content == "I ask." and shape(choice.message.tool_calls) == expected and choice.finish_reason == "tool_calls"
-    assert not served.request.params.skip_special_tokens
+    assert not served.last_request().params.skip_special_tokens
     assert streamed(client, tools=[TOOL, OTHER]) == ("I ask.", "", expected, "tool_calls")
     assert shape(ask(client, tools=[TOOL, OTHER], parallel_tool_calls=False).choices[0].message.tool_calls) == expected[:1]
 
@@ -80,7 +79,7 @@ def test_no_tools_or_none_chosen_leaves_the_text_alone(served, client):
     served.say(CALLS)
     for options in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         choice = ask(client, **options).choices[0]
-        assert choice.message.content == CALLS and choice.finish_reason == "stop" and "weather" not in served.prompt
+        assert choice.message.content == CALLS and choice.finish_reason == "stop" and "weather" not in served.last_prompt()
 
 
 def test_an_answer_cut_within_a_call_says_length(served, client):
@@ -94,7 +93,7 @@ def test_a_named_tool_is_enforced_and_its_text_is_the_arguments(served, client):
     choice = ask(client, tools=[TOOL], tool_choice=NAMED).choices[0]
     assert shape(choice.message.tool_calls) == [("weather", '{"city": "Rome"}')] and choice.finish_reason == "stop"
     assert choice.message.content is None
-    assert served.request.params.structured_outputs.json == SCHEMA
+    assert served.last_request().params.structured_outputs.json == SCHEMA
     assert streamed(client, tools=[TOOL], tool_choice=NAMED) == ("", "", [("weather", '{"city": "Rome"}')], "stop")
 
 
@@ -104,8 +103,8 @@ def test_required_calls_are_a_list_by_schema(served, client):
     choice = ask(client, tools=[TOOL, OTHER], tool_choice="required").choices[0]
     assert shape(choice.message.tool_calls) == expected and choice.finish_reason == "tool_calls"
     assert streamed(client, tools=[TOOL, OTHER], tool_choice="required") == ("", "", expected, "tool_calls")
-    check(served.request.params.structured_outputs)
-    assert "<think>\n\n</think>" in served.prompt      # a grammar leaves no room for thoughts
+    check(served.last_request().params.structured_outputs)
+    assert "<think>\n\n</think>" in served.last_prompt()      # a grammar leaves no room for thoughts
 
 
 def test_thoughts_come_first_and_calls_after(served, client):
@@ -120,7 +119,7 @@ def test_thoughts_come_first_and_calls_after(served, client):
 
 def test_a_prompt_that_opens_the_thoughts_is_known(served, client):
     served.say("Hm.</think>Yes.")
-    served.tokenizer.chat_templates["open"] = "{{ messages[0].content }}<think>\n"
+    served.model.tokenizer.chat_templates["open"] = "{{ messages[0].content }}<think>\n"
     message = ask(client, extra_body={"chat_template": "open"}).choices[0].message
     assert message.content == "Yes." and message.reasoning_content == "Hm."
 
@@ -128,7 +127,7 @@ def test_a_prompt_that_opens_the_thoughts_is_known(served, client):
 def test_effort_none_and_template_variables_switch_thoughts_off(served, client):
     served.say("Yes.")
     for options in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):
-        assert ask(client, **options).choices[0].message.content == "Yes." and served.prompt.endswith("<think>\n\n</think>\n\n")
+        assert ask(client, **options).choices[0].message.content == "Yes." and served.last_prompt().endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_conversation_with_calls_and_thoughts_comes_back(served, client):
@@ -137,7 +136,8 @@ def test_a_conversation_with_calls_and_thoughts_comes_back(served, client):
     for name in ("reasoning", "reasoning_content"):
         ask(client, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", name: "Hm.", "tool_calls": [call]},
                               {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}])
-        assert served.prompt == '<user>hello<assistant>(thought: Hm.)<tool_call>weather{"city": "Paris"}</tool_call><tool>sunny<assistant>'
+        assert served.last_prompt() == ('<user>hello<assistant>(thought: Hm.)<tool_call>weather{"city": "Paris"}</tool_call>'
+                                        '<tool>sunny<assistant>')
 
 
 def function(**fields):
@@ -191,14 +191,11 @@ def test_parsers_are_chosen_by_the_template(template, tools, reasoning):
     assert choose_tool_call_parser("none", template) == "none" == choose_reasoning_parser("none", template)
 
 
-def test_llamas_format_is_read_too(tmp_path):
-    served = Served(tmp_path, tool_call_parser="llama3_json", reasoning_parser="none")
-    try:
+def test_llamas_format_is_read_too():
+    with tool_server(model={"tool_call_parser": "llama3_json", "reasoning_parser": "none"}) as served:
         client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)
         served.say('{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}')
         expected = [("weather", '{"city": "Paris"}'), ("now", "{}")]
         assert streamed(client, tools=[TOOL, OTHER]) == ("", "", expected, "tool_calls")
         served.say(json.dumps({"name": "Bob", "age": 3}))
         assert streamed(client, tools=[TOOL, OTHER]) == (json.dumps({"name": "Bob", "age": 3}), "", [], "stop")
-    finally:
-        served.close()

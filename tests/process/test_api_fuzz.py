@@ -16,18 +16,17 @@ import schemathesis
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.serving import Served
+from tests.fake_server import tool_server
 
 SEED = int(os.environ.get("SHOAL_FUZZ_SEED", random.randrange(1 << 30)))
 EXAMPLES = int(os.environ.get("SHOAL_FUZZ_EXAMPLES", 8))
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(tmp_path_factory.mktemp("tiny"), max_model_len=1024, max_queued_requests=8, max_num_seqs=8)
-    served.say("Hi")
-    yield served
-    served.close()
+def served():
+    with tool_server(model={"max_model_len": 1024, "max_num_seqs": 8}, max_queued_requests=8) as served:
+        served.say("Hi")
+        yield served
 
 
 @pytest.fixture(scope="module")

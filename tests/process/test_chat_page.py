@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-import time
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from shoal.fake import FakeEngine
 from shoal.server.chat_page import chat_page
-from tests.fake_server import FakeServer, byte_tokenizer, ids_of
+from tests.fake_server import FakeServer, eventually
 
 CHROMIUM = "/usr/bin/chromium"
 # Without these the browser calls home.
@@ -36,21 +35,11 @@ print("high & low")
 
 
 class Served(FakeServer):
-    def say(self, text, delay=0.002):
-        """From now on every answer is `text`, a token (a byte) every `delay` seconds."""
-        self.engine.reply, self.engine.token_seconds = ids_of(text), delay
-
-    def last_request(self):
-        return self.engine.seen[-1]
-
-    def last_prompt(self):
-        return byte_tokenizer().decode(self.last_request().prompt_token_ids)
+    def say(self, text, token_seconds=0.002):
+        super().say(text, token_seconds)
 
     def wait_until_idle(self):
-        deadline = time.monotonic() + 60
-        while self.metric("vllm:num_requests_running"):
-            assert time.monotonic() < deadline, "the request still runs in the engine"
-            time.sleep(0.02)
+        eventually(lambda: not self.metric("vllm:num_requests_running"))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +124,7 @@ def test_text_is_never_read_as_html(open_page, served):
 
 
 def test_stop_ends_the_request_in_the_engine(open_page, served):
-    served.say("and so on " * 1000, delay=0.05)
+    served.say("and so on " * 1000, token_seconds=0.05)
     page = open_page()
     turn = ask(page, "Go on for ever", wait=False)
     expect(turn.locator(".body")).to_contain_text("and so on", timeout=WAIT_MS)
