@@ -52,7 +52,7 @@ class Collector:
         """All that has come since the last call; waits for something to come. Raises what `fail` was given."""
         while self.output is None:
             if self.error is not None:
-                raise self.error
+                raise self.error.with_traceback(None)    # many share it: without this each would add its frames, for ever
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -187,7 +187,7 @@ class AsyncLLM:
 
     def _send(self, message: Add | Call) -> None:
         if self.dead is not None:
-            raise self.dead
+            raise self.dead.with_traceback(None)    # it is raised again and again: the frames of each time would pile up on it
         self._core.send(message)
 
     async def _call(self, kind: type[T] | Any, method: str, *args: Any) -> T:

@@ -75,6 +75,9 @@ class CoreProcess:
             raise
         self._remove_folder()
         self._on_end = on_end
+        if self.ended is not None:    # it died in the moment that it was ready
+            await self.close()
+            raise self.ended
         return self
 
     @property
@@ -84,7 +87,7 @@ class CoreProcess:
     def send(self, message: Message) -> None:
         """Never waits. Raises EngineDeadError, and TypeError, ValueError or OverflowError for what cannot be encoded."""
         if self.ended is not None:
-            raise self.ended
+            raise self.ended.with_traceback(None)    # as often as it is asked: frames would pile up
         with contextlib.suppress(zmq.Again):    # nobody is connected any more: its death is about to be noticed
             self._to_core.send(wire.encode(message), zmq.NOBLOCK)
 

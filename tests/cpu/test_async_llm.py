@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from shoal.api import FinishReason, Logprob, Output
-from shoal.engine.async_llm import Collector
+from shoal.config import EngineConfig
+from shoal.engine.async_llm import AsyncLLM, Collector
 from shoal.errors import EngineDeadError
 
 
@@ -65,5 +66,24 @@ def test_an_error_wakes_the_reader():
         collector.fail(EngineDeadError("gone"))
         with pytest.raises(EngineDeadError):
             await asyncio.wait_for(reader, 10)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_stays_dead_can_be_asked_for_ever():
+    """Its error is one object, raised each time: frames must not pile up on it, with all that they hold."""
+    async def check():
+        llm = AsyncLLM(EngineConfig(), restart=False)
+        llm.dead = EngineDeadError("gone")
+        collector = Collector()
+        collector.fail(llm.dead)
+        for _ in range(50):
+            for ask in (llm.stats, collector.get):
+                with pytest.raises(EngineDeadError):
+                    await ask()
+        depth, frame = 0, llm.dead.__traceback__
+        while frame is not None:
+            depth, frame = depth + 1, frame.tb_next
+        assert depth < 10
 
     asyncio.run(check())
