@@ -113,7 +113,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Raises RequestError if the request is impossible for this model or cache, UnavailableError if nothing is taken now: asleep,
         without weights, refused. Nothing else notices."""
-        if (why := self._standstill or self.refused) is not None:
+        if (why := self.standstill or self.refused) is not None:
             raise UnavailableError(why)
         self.scheduler.check_request(request)
         self._check_ids(request)
@@ -153,10 +153,10 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a step would do anything. Requests that are kept while the engine sleeps are no work."""
         told = self.in_flight or self.scheduler.ended or self.late
-        return bool(told) or (self._standstill is None and self.scheduler.has_work)
+        return bool(told) or (self.standstill is None and self.scheduler.has_work)
 
     @property
-    def _standstill(self) -> str | None:
+    def standstill(self) -> str | None:
         """Why nothing is scheduled."""
         return self.sleeper.state.why() if self.is_sleeping else self.weights.lost
 
@@ -176,7 +176,7 @@ class EngineCore:
         outputs, self.late = self.late + outputs, []
         try:
             with span("schedule"):
-                plan = self.scheduler.schedule() if self._standstill is None else None
+                plan = self.scheduler.schedule() if self.standstill is None else None
             if plan is not None:
                 with span("launch"):
                     self.in_flight.append(self._launch(plan))

@@ -330,7 +330,8 @@ class LLM:
 
     def _step(self) -> None:
         """One engine step; its outputs reach their answers, whoever waits for them."""
-        assert self.core.error is not None or self.core.has_work, "an answer is awaited that nobody works on"
+        if self.core.error is None and not self.core.has_work:    # kept asleep, or without weights: waiting here would never end
+            raise UnavailableError(self.core.standstill or "an answer is awaited that nobody works on")
         for output in self.core.step():
             answer = self._answers.get(output.request_id)
             if answer is not None and (stop := answer.push(output)) is not None:

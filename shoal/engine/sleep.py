@@ -134,8 +134,9 @@ class Sleeper:
         return report
 
     def _settle(self, mode: str, cache_went: bool) -> None:
-        """With no step in flight. Requests are aborted, or kept: preempted if their KV is gone, else frozen as they are."""
-        if mode != "keep":
+        """With no step in flight. Requests are aborted, or kept: preempted if their KV is gone, else frozen as they are. Under "wait" there
+        are none but those that an earlier call kept."""
+        if mode == "abort":
             self.core.scheduler.abort_all()
         if cache_went:
             self.core.scheduler.preempt_all()

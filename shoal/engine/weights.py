@@ -66,12 +66,12 @@ class Weights:
             assert self.core.runner is not None
             self._load("from tensors", names, "load_broadcast", described, own=(self.core.runner.load_tensors, tensors))
         else:
-            handles = list(tensors)
             try:
-                listed = [(h["name"], getattr(torch, h["dtype"]), tuple(h["shape"])) for h in handles]
-            except (KeyError, TypeError, AttributeError) as error:
+                handles = list(tensors)
+                listed = parse_tensors(*([h[key] for h in handles] for key in ("name", "dtype", "shape")))
+            except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"tensors are neither a dict of tensors nor SharedTensors.handles ({error!r}); give either") from None
-            names = self._check_tensors(listed)
+            names = self._check_tensors([(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed])
             self._load("from shared tensors", names, "load_shared", [h for h in handles if h["name"] in names])
         return self.version
 

@@ -353,6 +353,41 @@ def test_mode_wait_lets_requests_end_first(folder, build, expected):
     assert tokens(llm) == expected
 
 
+def test_mode_wait_leaves_requests_alone_that_an_earlier_sleep_kept(folder, build, expected):
+    llm = build(folder)
+    stream = llm.stream(PROMPTS[1], params())
+    next(stream)
+    llm.sleep(level=1, tags=["kv_cache"], mode="keep")
+    llm.sleep(level=1, mode="wait")
+    llm.pause(mode="wait")
+    llm.wake_up()
+    *_, last = stream
+    assert last.outputs[0].finish_reason == "length" and list(last.outputs[0].token_ids) == expected[1]
+
+
+def test_to_wait_for_a_kept_request_is_refused_while_the_engine_sleeps(folder, build, expected):
+    llm = build(folder)
+    for lost, word in ((False, "sleeps"), (True, "update_weights")):
+        stream = llm.stream(PROMPTS[1], params())
+        next(stream)
+        llm.sleep(level=2 if lost else 1, mode="keep")
+        if lost:
+            llm.wake_up()
+        with pytest.raises(UnavailableError, match=word):
+            next(stream)
+        llm.wake_up()
+    llm.update_weights(folder)
+    assert tokens(llm) == expected
+
+
+def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expected):
+    """As undefined as a woken cache on a GPU is."""
+    llm = build(folder)
+    with torch.inference_mode():
+        llm.core.runner.kv.fill_(float("nan"))
+    assert tokens(llm) == expected
+
+
 def test_requests_are_refused_on_demand(folder, build, expected):
     llm = build(folder)
     llm.core.refuse("about to sleep")
@@ -601,7 +636,8 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_changes(folder, bui
                       ({"model.layers.0.input_layernorm.weight": torch.ones(48, dtype=torch.int32)}, "int32")):
         with pytest.raises(CheckpointError, match=word):
             llm.update_weights_from_tensors(good | bad)
-    for nonsense in ([{"name": "model.norm.weight"}], [7]):
+    whole = {"name": "model.norm.weight", "dtype": "float32", "shape": [48]}
+    for nonsense in ([{"name": "model.norm.weight"}], [7], 7, [whole | {"dtype": "nn"}], [whole | {"shape": "x"}], [whole | {"shape": 3}]):
         with pytest.raises(ConfigError, match="handles"):
             llm.update_weights_from_tensors(nonsense)
     assert llm.weights_version == 0 and tokens(llm) == expected
