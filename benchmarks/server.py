@@ -74,9 +74,10 @@ granian_app = GranianApp()
 async def serve_uvicorn(port: int) -> None:
     """As `shoal serve` does."""
     from shoal.config import ServerConfig
-    from shoal.server.run import serve
+    from shoal.server.run import open_ports, serve
 
-    await serve(our_app(), None, ServerConfig(port=port))
+    config = ServerConfig(port=port)
+    await serve(our_app(), None, config, open_ports(config))
 
 
 def serve_uvloop(port: int) -> None:

@@ -166,5 +166,7 @@ class ServerConfig:
                               ("reasoning_parser", ("auto", "qwen3", "none"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if self.admin_port == self.port != 0 and self.admin_host == self.host:
+            raise ConfigError(f"admin_port {self.admin_port} is the public port too; give each a port of its own")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")

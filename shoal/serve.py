@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -13,13 +14,15 @@ from typing import Any
 from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.engine.async_llm import AsyncLLM
 from shoal.engine.swap import Swapper
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.server.app import create_admin_app, create_app
+from shoal.server.keys import read_keys
 from shoal.server.model import ServedEngine, ServedModel
+from shoal.server.run import check_tls, open_ports, url_of
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, load_tokenizer
-from shoal.weights.source import resolve
+from shoal.weights.source import CheckpointFiles, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ class Planned:
 
     names: list[str]
     config: EngineConfig
-    tokenizer: Tokenizer | None
+    files: CheckpointFiles
 
 
 def serve(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> int:
@@ -45,7 +48,9 @@ def serve(model: str | None, models: Sequence[str], options: dict[str, Any], con
 
 
 def plan(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> list[Planned]:
-    """What to serve, with tokenizers loaded: a mistake is told before an engine is started. Raises ShoalError."""
+    """What to serve. A mistake is told here, before an engine is started, which may take minutes. Raises ShoalError."""
+    read_keys(config)
+    check_tls(config)
     pairs = [_named(entry) for entry in models]
     if model is not None and pairs:
         raise ConfigError(f"the model is given twice, as {model!r} and by --model {models[0]!r}; give all by --model NAME=MODEL")
@@ -65,9 +70,7 @@ def plan(model: str | None, models: Sequence[str], options: dict[str, Any], conf
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
-        files = resolve(engine.model, engine.revision, engine.download_dir)
-        tokenizer = None if engine.skip_tokenizer_init else load_tokenizer(files, engine.tokenizer, engine.chat_template)
-        found.append(Planned(config.served_model_name or [name], engine, tokenizer))
+        found.append(Planned(config.served_model_name or [name], engine, resolve(engine.model, engine.revision, engine.download_dir)))
     return found
 
 
@@ -79,27 +82,43 @@ def _named(entry: str) -> tuple[str | None, str]:
 
 async def _serve(planned: Sequence[Planned], config: ServerConfig, started: float) -> int:
     async with AsyncExitStack() as stack:
+        ports = [stack.enter_context(port) for port in open_ports(config)]
         swapper = Swapper(config.swap_patience) if config.swap else None
         models = []
         for one in planned:
-            llm = await AsyncLLM.start(one.config, restart=config.restart)
+            llm, tokenizer = await _start(one, config)
             stack.push_async_callback(llm.close)
             engine = llm if swapper is None else await swapper.add(one.names[0], llm, one.config.model)
-            models.append(_served(one, llm, engine, config))
+            models.append(_served(one, llm, engine, tokenizer, config))
         app = create_app(models, config)
         admin = create_admin_app(models, config) if config.admin_port is not None else None
 
         def ready(port: int, admin_port: int | None) -> None:
-            scheme = "https" if config.ssl_certfile else "http"
             operated = f", admin port {admin_port} on {config.admin_host}" if admin_port is not None else ""
-            logger.info("serving %s at %s://%s:%d%s, ready after %.1f s", ", ".join(m.name for m in models), scheme, config.host, port,
-                        operated, time.monotonic() - started)
+            logger.info("serving %s at %s%s, ready after %.1f s", ", ".join(m.name for m in models), url_of(config, port), operated,
+                        time.monotonic() - started)
 
-        return 0 if await serve_http(app, admin, config, ready=ready) else 1
+        return 0 if await serve_http(app, admin, config, ports, ready=ready) else 1
 
 
-def _served(planned: Planned, llm: AsyncLLM, engine: ServedEngine, config: ServerConfig) -> ServedModel:
-    info, tokenizer = llm.info, planned.tokenizer
+async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:
+    """The engine, and meanwhile the tokenizer: a tenth of a small model's start."""
+    engine = one.config
+    starting = asyncio.create_task(AsyncLLM.start(engine, restart=config.restart))
+    try:
+        await asyncio.sleep(0)    # the engine's process first: it takes longer
+        tokenizer = (None if engine.skip_tokenizer_init
+                     else await asyncio.to_thread(load_tokenizer, one.files, engine.tokenizer, engine.chat_template))
+    except BaseException:
+        starting.cancel()
+        with contextlib.suppress(ShoalError, asyncio.CancelledError):
+            await (await starting).close()
+        raise
+    return await starting, tokenizer
+
+
+def _served(planned: Planned, llm: AsyncLLM, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig) -> ServedModel:
+    info = llm.info
     template = tokenizer.chat_template if tokenizer is not None else None
     own = tokenizer.eos_token_ids if tokenizer is not None else ()
     ids = dict.fromkeys((*info.eos_token_ids, *own))    # some configs name ids that the model has not

@@ -19,7 +19,7 @@ from shoal.config import ServerConfig
 from shoal.fake import FakeEngine
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.model import ServedModel
-from shoal.server.run import serve_until
+from shoal.server.run import open_ports, serve_until, url_of
 from shoal.tokenizer import Tokenizer
 
 NAME = "tiny"
@@ -84,7 +84,8 @@ class FakeServer:
             self.port, self.admin_port = port, admin_port or 0
             self._ready.set()
 
-        await serve_until(self.drain, self.force, self.app, create_admin_app([self.model], self.config), self.config, ready=ready)
+        await serve_until(self.drain, self.force, self.app, create_admin_app([self.model], self.config), self.config,
+                          open_ports(self.config), ready=ready)
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
@@ -119,7 +120,7 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return url_of(self.config, self.port)
 
     def request(self, path, body=None, *, method=None, headers=None, admin=False, timeout=60):
         """(status, headers, body text). `body` is JSON-encoded unless it is bytes."""

@@ -9,7 +9,8 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -27,11 +28,13 @@ KEEP_ALIVE_SECONDS = 75    # longer than clients and proxies keep theirs, so tha
 LAST_WORDS_SECONDS = 5     # for answers that are whole and not yet read when the server ends
 Ready = Callable[[int, int | None], None]
 FORCED_SECONDS = 0.5       # to tell so those who are cut off
+BACKLOG = 2048             # connections that wait to be accepted
 MAX_FILES = 65536          # connections are files, and the usual limit of 1024 is soon reached
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-async def serve(app: Server, admin: Server | None, config: ServerConfig, *, ready: Ready | None = None) -> bool:
+async def serve(app: Server, admin: Server | None, config: ServerConfig, ports: Sequence[socket.socket], *,
+                ready: Ready | None = None) -> bool:
     """Serves until SIGTERM or SIGINT, then drains. A second signal ends at once: False, True otherwise. Else as serve_until."""
     loop = asyncio.get_running_loop()
     drain, force = asyncio.Event(), asyncio.Event()
@@ -42,23 +45,26 @@ async def serve(app: Server, admin: Server | None, config: ServerConfig, *, read
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
-        await serve_until(drain, force, app, admin, config, ready=ready)
+        await serve_until(drain, force, app, admin, config, ports, ready=ready)
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
     return not force.is_set()
 
 
-async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, admin: Server | None, config: ServerConfig, *,
-                      ready: Ready | None = None) -> None:
+async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, admin: Server | None, config: ServerConfig,
+                      ports: Sequence[socket.socket], *, ready: Ready | None = None) -> None:
     """Serves until `drain` is set, then lets running requests finish within shutdown_timeout; until `force` is set, at once.
 
-    ready: called with both ports once they are open. Raises ConfigError for an address that cannot be had.
+    ports: open_ports' sockets, closed at the end. ready: called with the numbers of both once they listen.
     """
     _allow_many_files()
-    listeners = [(app, listen(config.host, config.port, "port"))]
-    if admin is not None:
-        listeners.append((admin, listen(config.admin_host, config.admin_port or 0, "admin_port")))
+    listeners = list(zip([app] if admin is None else [app, admin], ports, strict=True))
+    for port in ports:
+        try:
+            port.listen(BACKLOG)
+        except OSError as error:    # two may bind one address; the second to listen has lost
+            raise ConfigError(f"port {port.getsockname()[1]} was taken by another server meanwhile: {error}; choose another") from None
     servers = [_Uvicorn(_settings(one, config)) for one, _ in listeners]
     tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, (_, listener) in zip(servers, listeners)]
     try:
@@ -67,9 +73,9 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
                 failed.result()
                 raise ConfigError("the HTTP server ended before it began; the log says why")
             await asyncio.sleep(0.01)
-        ports = [listener.getsockname()[1] for _, listener in listeners]
         if ready is not None:
-            ready(ports[0], ports[1] if admin is not None else None)
+            numbers = [port.getsockname()[1] for port in ports]
+            ready(numbers[0], numbers[1] if admin is not None else None)
         await _first(drain.wait(), force.wait(), *tasks)
         # The ports stay open meanwhile: who still comes is told 503 and when to try again, where a closed one tells nothing.
         await _first(app.drain(config.shutdown_timeout), force.wait())
@@ -88,19 +94,51 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
             model.close()
 
 
-def listen(host: str, port: int, option: str) -> socket.socket:
-    """A listening socket. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def open_ports(config: ServerConfig) -> list[socket.socket]:
+    """The public port and, where there is one, the admin port. They are ours from now on, and refuse connections until they are served.
+
+    Raises ConfigError for an address that cannot be had.
+    """
+    ports = [_bound(config.host, config.port, "port")]
+    if config.admin_port is not None:
+        try:
+            ports.append(_bound(config.admin_host, config.admin_port, "admin_port"))
+        except ConfigError:
+            ports[0].close()
+            raise
+    return ports
+
+
+def _bound(host: str, port: int, option: str) -> socket.socket:
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)    # a server that ended just now leaves connections behind
+        found.bind((host, port))
     except (OSError, OverflowError) as error:
+        found.close()
         raise ConfigError(f"{option} {port} on host {host!r} cannot be opened: {error}; choose another") from None
+    return found
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Raises ConfigError if the key and the certificate cannot be used."""
+    if config.ssl_certfile is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except OSError as error:
+            raise ConfigError(f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} cannot be used: {error}; give "
+                              "a PEM certificate and its key") from None
+
+
+def url_of(config: ServerConfig, port: int) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 
 def _settings(app: Server, config: ServerConfig) -> uvicorn.Config:
     connection = functools.partial(_Connection, limits=config)
     return uvicorn.Config(app, http=connection, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,    # type: ignore[arg-type]
-                          proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                          proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
                           timeout_graceful_shutdown=LAST_WORDS_SECONDS, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
 
 

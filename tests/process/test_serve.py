@@ -16,6 +16,8 @@ import openai
 import psutil
 import pytest
 
+from shoal.cli import main
+from shoal.engine.async_llm import AsyncLLM
 from tests.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -280,7 +282,9 @@ def test_two_models_take_turns(serve, checkpoints):
     (("/nowhere",), "/nowhere"), (("MODEL", "--tensor-parallel-size", "4"), "tensor_parallel_size"),
     (("--model", "a=MODEL", "--model", "b=MODEL"), "--swap"), (("MODEL", "--model", "a=MODEL"), "twice"),
     (("--model", "a=MODEL", "--swap", "--restart"), "--restart"), (("--model", "a=MODEL", "--model", "a=MODEL", "--swap"), "'a'"),
-    (("MODEL", "--allowed-origins", "[1]"), "allowed_origins"),
+    (("MODEL", "--allowed-origins", "[1]"), "allowed_origins"), (("MODEL", "--chat-template", "/nowhere.jinja"), "/nowhere.jinja"),
+    (("MODEL", "--api-key-file", "/nowhere"), "api_key_file"), (("MODEL", "--host", "192.0.2.1"), "192.0.2.1"),
+    (("MODEL", "--ssl-certfile", "/nowhere", "--ssl-keyfile", "/nowhere"), "ssl_certfile"),
 ], ids=str)
 def test_mistakes_are_told_in_one_line(arguments, words, serve, checkpoints):
     server = serve(*[a.replace("MODEL", str(checkpoints["llama"])) for a in arguments], "--device", "cpu")
@@ -288,6 +292,17 @@ def test_mistakes_are_told_in_one_line(arguments, words, serve, checkpoints):
     last = server.text().strip().splitlines()[-1]
     assert last.startswith("shoal: ") and words in last and "Traceback" not in server.text()
     assert server.sockets() == []
+
+
+@pytest.mark.parametrize("arguments", [("--api-key-file", "/nowhere"), ("--port", "80000"), ("--port", "TAKEN"), ("--admin-port", "TAKEN"),
+                                       ("--ssl-certfile", "/nowhere", "--ssl-keyfile", "/nowhere")], ids=str)
+def test_mistakes_are_told_before_an_engine_is_started(arguments, checkpoints, monkeypatch):
+    started = []
+    monkeypatch.setattr(AsyncLLM, "start", lambda *args, **options: started.append(args))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = str(taken.getsockname()[1])
+        assert main(["serve", str(checkpoints["llama"]), "--port", "0", *[a.replace("TAKEN", number) for a in arguments]]) == 1
+    assert not started
 
 
 def test_a_core_that_dies_at_the_start_ends_the_server(serve, checkpoints):
