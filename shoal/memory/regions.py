@@ -11,10 +11,12 @@ Usable without the engine, beside PyTorch's own allocator, in a training program
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -60,7 +62,9 @@ class Regions:
         self._piece_bytes, self._chunk_bytes = piece_bytes, chunk_bytes
         self._map_threads, self._streams = map_threads, streams
         self._regions: dict[tuple[str, int], _Region] = {}
-        self._host: host.HostBuffers | None = None
+        self._host: list[host.HostBuffers] = []      # one, once it is needed
+        self._finalizer = weakref.finalize(self, _end, self._regions, self._host, self._library)      # of a set that is let go of unclosed
+        self._finalizer.atexit = False      # the process takes all with it, and faster
         self._lock = threading.RLock()
         self._local = threading.local()      # the regions this thread is in
 
@@ -107,8 +111,8 @@ class Regions:
 
     def pause(self, tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
         """Gives the memory of the regions of these tags (all) back; `keep` names those whose content goes to host memory (else each
-        region's own `offload` says so). A region that is paused already stays so; a `keep` without it drops what was kept of it. All or
-        nothing. Raises ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError if host memory is short,
+        region's own `offload` says so). A region that is paused already stays so; a `keep` without it drops what was kept of it, and gives
+        host buffers back. All or nothing. Raises ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError if host memory is short,
         before anything is given back."""
         start = time.perf_counter()
         with self._lock:
@@ -120,11 +124,14 @@ class Regions:
                     raise UnavailableError(f"region {region.tag!r} is being allocated in; leave it before it is paused")
             ranges = {id(region): self._pools.live_ranges(region.pool) for region in going if region in kept}
             self._check_host([region for region in going if region in kept], ranges)
+            dropped = any(region.paused and region not in kept and self._usage(region).host for region in chosen)
             moved = self._call("shoal_pause", [(region, region in kept, ranges.get(id(region))) for region in chosen])
             self._note_paused(chosen)
+            if dropped:      # the host's memory is what is wanted then
+                self._buffers().trim()
             self._pools.release_cache()
-            if self._host is not None:
-                self._host.warn_of_plain()
+            for buffers in self._host:
+                buffers.warn_of_plain()
             return self._report(start, moved)
 
     def resume(self, tags: Sequence[str] | None = None) -> MemoryReport:
@@ -133,14 +140,15 @@ class Regions:
         start = time.perf_counter()
         with self._lock:
             coming = [region for region in self._choose(tags) if region.paused]
+            kept = [region for region in coming if self._usage(region).host]
             moved = self._call("shoal_resume", [(region, False, None) for region in coming])
             self._note_paused(coming)
-            rereads = list(dict.fromkeys(region.reread for region in coming if region.offload == "file" and region.reread))
+            rereads = dict.fromkeys(region.reread for region in coming if region.offload == "file" and region.reread and region not in kept)
             try:
                 for reread in rereads:
                     reread()
             except BaseException:
-                self.pause([region.tag for region in coming])
+                self.pause([region.tag for region in coming], [region.tag for region in kept])
                 raise
             return self._report(start, moved)
 
@@ -183,14 +191,7 @@ class Regions:
     def close(self) -> None:
         """Ends the regions. Memory that tensors still hold goes when they do; host buffers go at once, with what was kept."""
         with self._lock:
-            for region in self._regions.values():
-                region.pool = None
-                if left := self._library.shoal_region_close(region.handle):
-                    logger.debug("region %r: tensors still hold %d bytes", region.tag, left)
-            self._regions = {}
-            if self._host is not None:
-                self._host.close()
-                self._host = None
+            _end(self._regions, self._host, self._library)
 
     def _find(self, tag: str, device: int) -> _Region:
         found = self._regions.get((tag, device))
@@ -258,15 +259,26 @@ class Regions:
         return usage
 
     def _buffers(self) -> host.HostBuffers:
-        if self._host is None:
+        if not self._host:
             device = next(iter(self._regions.values())).device if self._regions else self._pools.current_device()
-            self._host = host.HostBuffers(self._driver, device, self._chunk_bytes)
-        return self._host
+            self._host.append(host.HostBuffers(self._driver, device, self._chunk_bytes))
+        return self._host[0]
 
     def _report(self, start: float, moved: Moved) -> MemoryReport:
         usage = self.usage().values()
         return MemoryReport(time.perf_counter() - start, moved.freed, moved.taken, sum(entry["host_bytes"] for entry in usage),
                             sum(entry["device_bytes"] for entry in usage))
+
+
+def _end(regions: dict[tuple[str, int], _Region], buffers: list[host.HostBuffers], own: ctypes.CDLL) -> None:
+    """Regions first: what they keep lies in the buffers."""
+    for region in regions.values():
+        region.pool = None
+        if left := own.shoal_region_close(region.handle):
+            logger.debug("region %r: tensors still hold %d bytes", region.tag, left)
+    regions.clear()
+    while buffers:
+        buffers.pop().close()
 
 
 @functools.cache

@@ -39,7 +39,8 @@ void plain_free(void *data, size_t bytes) { munmap(data, bytes); }
 static void *worker(void *argument)
 {
     Host *host = argument;
-    bool entered = !host->driver->enter(host->driver, host->device);
+    Driver *driver = host->driver;
+    bool entered = !driver->enter(driver, host->device);
     pthread_mutex_lock(&host->lock);
     for (;;) {
         Chunk *chunk = NULL;
@@ -58,9 +59,9 @@ static void *worker(void *argument)
     }
     host->running--;
     pthread_cond_broadcast(&host->changed);
-    pthread_mutex_unlock(&host->lock);
+    pthread_mutex_unlock(&host->lock);      // who closes may free `host` from here on
     if (entered)
-        host->driver->leave(host->driver);
+        driver->leave(driver);
     return NULL;
 }
 

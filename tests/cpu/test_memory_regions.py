@@ -1,5 +1,6 @@
 """Regions over fake drivers: contents, addresses, order and arguments of the driver's calls, failure at every one of them, no leak."""
 
+import gc
 import logging
 import random
 import threading
@@ -225,6 +226,49 @@ def test_content_from_a_file_is_read_again(regions, fake):
     assert regions.paused() == {"weights"} and fake.books()["bytes"] == 0
     with pytest.raises(ConfigError, match="reread"), regions.region("x", offload="file"):
         pass
+
+
+def test_a_file_that_cannot_be_read_costs_no_other_region_what_was_kept_of_it(regions, fake):
+    def broken():
+        raise OSError("gone")
+
+    kept = regions.make(4 * GRAIN, tag="kept", seed=1)
+    regions.make(4 * GRAIN, tag="weights", offload="file", reread=broken)
+    regions.pause(keep=["kept"])
+    with pytest.raises(OSError):
+        regions.resume()
+    assert regions.usage()["kept"]["host_bytes"] == 4 * GRAIN
+    regions.resume(["kept"])
+    assert kept.holds(1)
+
+
+def test_what_was_kept_of_a_file_after_all_is_not_read_again(regions, fake):
+    calls = []
+    weights = regions.make(4 * GRAIN, tag="weights", seed=2, offload="file", reread=lambda: calls.append(1))
+    regions.pause(keep=["weights"])
+    regions.resume()
+    assert not calls and weights.holds(2)
+
+
+def test_host_buffers_go_back_when_what_they_keep_is_dropped(regions, fake):
+    regions.make(30 * GRAIN, tag="a", offload=True)
+    b = regions.make(6 * GRAIN, tag="b", seed=1, offload=True)
+    regions.pause()
+    assert regions.host_usage()["bytes"] == 36 * GRAIN
+    regions.pause(["a"], keep=[])
+    assert regions.host_usage()["bytes"] == 6 * GRAIN and fake.books()["pinned"] == 2
+    regions.resume()
+    assert b.holds(1)
+
+
+def test_a_set_that_is_let_go_of_leaves_nothing(fake):
+    regions = make_regions(fake.path)
+    tensor = make(regions, [], 5 * GRAIN, seed=3, offload=True)
+    regions.prepare_host(wait=True)
+    regions.pause()
+    del regions
+    gc.collect()
+    tensor.free()
 
 
 def test_devices_have_regions_of_their_own(regions, fake):
