@@ -112,8 +112,8 @@ class Regions:
     def pause(self, tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
         """Gives the memory of the regions of these tags (all) back; `keep` names those whose content goes to host memory (else each
         region's own `offload` says so). A region that is paused already stays so; a `keep` without it drops what was kept of it, and gives
-        host buffers back. All or nothing. Raises ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError if host memory is short,
-        before anything is given back."""
+        host buffers back. All or nothing. Raises ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError
+        if host memory is short, before anything is given back."""
         start = time.perf_counter()
         with self._lock:
             chosen = self._choose(tags)

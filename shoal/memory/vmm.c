@@ -26,8 +26,8 @@ int fail(Status *status, int kind, int code, int64_t bytes, const char *format, 
 static int refuse(Region *region, int code, int64_t bytes, const char *step, Status *status)
 {
     Driver *driver = region->driver;
-    return fail(status, driver->is_full(code) ? DEVICE_MEMORY : DRIVER_ERROR, code, bytes, "%s: device %d, %lld bytes: %s (%s error %d)", step,
-                region->device, (long long)bytes, driver->describe(driver, code), driver->name, code);
+    return fail(status, driver->is_full(code) ? DEVICE_MEMORY : DRIVER_ERROR, code, bytes, "%s: device %d, %lld bytes: %s (%s error %d)",
+                step, region->device, (long long)bytes, driver->describe(driver, code), driver->name, code);
 }
 
 Driver *shoal_driver_open(int ascend, const char *path, Status *status)
@@ -52,7 +52,7 @@ int piece_map(Region *region, Piece *piece, Status *status)
         piece->created = driver->release(driver, piece->handle) != 0;
         return -1;
     }
-    piece->mapped = true;
+    piece->mapped = piece->fresh = true;
     return 0;
 }
 
@@ -161,8 +161,8 @@ static uint64_t allocate(Region *region, int64_t size, Status *status)
     return region->base + offset;
 }
 
-// Under both locks, the device current. Kernels that still use the memory may be queued: PyTorch frees a segment as cudaFree is called, which
-// waits for the device. So does this, but only when a piece is about to go.
+// Under both locks, the device current. Kernels that still use the memory may be queued: PyTorch frees a segment as cudaFree is called,
+// which waits for the device. So does this, but only when a piece is about to go.
 static void deallocate(Region *region, int64_t index)
 {
     Allocation gone = region->allocations[index];
@@ -216,8 +216,8 @@ static void destroy(Region *region)      // under both locks
     free(region);
 }
 
-// `step`: bytes of the smallest piece, `largest` of the largest (multiples of the driver's granularity); `span` 0: twice the device's memory,
-// since ranges may have to be found between others.
+// `step`: bytes of the smallest piece, `largest` of the largest (multiples of the driver's granularity); `span` 0: twice the device's
+// memory, since ranges may have to be found between others.
 Region *shoal_region_open(Driver *driver, int device, int64_t span, int64_t step, int64_t largest, Status *status)
 {
     Region *region = calloc(1, sizeof *region);

@@ -70,6 +70,7 @@ typedef struct Piece {      // of physical memory
     uint64_t handle;
     int live;               // allocations that touch it
     bool created, mapped;
+    bool fresh;             // mapped anew since the last pause: what was kept has to be copied in
 } Piece;
 
 typedef struct Allocation { int64_t offset, size; } Allocation;

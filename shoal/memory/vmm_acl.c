@@ -159,8 +159,8 @@ int acl_open(Driver *driver, const char *path, Status *status)
         free(acl);
         return dlclose(library), -1;
     }
-    *driver = (Driver){"ACL", library, acl, enter, leave, synchronize, granularity, total, reserve, unreserve, create, release, map, unmap,
-                       stream_create, stream_wait, stream_destroy, event_record, event_wait, event_destroy, to_host, to_device,
+    *driver = (Driver){"ACL", library, acl, enter, leave, synchronize, granularity, total, reserve, unreserve, create, release, map,
+                       unmap, stream_create, stream_wait, stream_destroy, event_record, event_wait, event_destroy, to_host, to_device,
                        host_alloc, host_free, describe, is_full};
     return 0;
 }

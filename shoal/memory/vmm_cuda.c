@@ -27,7 +27,8 @@ enum { PINNED = 1, ON_DEVICE = 1, READ_WRITE = 3, NON_BLOCKING = 1, NO_TIMING = 
     X(cuMemMap, (uint64_t, size_t, size_t, uint64_t, uint64_t)) X(cuMemUnmap, (uint64_t, size_t)) \
     X(cuMemSetAccess, (uint64_t, size_t, const Access *, size_t)) \
     X(cuStreamCreate, (void **, unsigned)) X(cuStreamSynchronize, (void *)) X(cuStreamDestroy_v2, (void *)) \
-    X(cuEventCreate, (void **, unsigned)) X(cuEventRecord, (void *, void *)) X(cuEventSynchronize, (void *)) X(cuEventDestroy_v2, (void *)) \
+    X(cuEventCreate, (void **, unsigned)) X(cuEventRecord, (void *, void *)) X(cuEventSynchronize, (void *)) \
+    X(cuEventDestroy_v2, (void *)) \
     X(cuMemcpyDtoHAsync_v2, (void *, uint64_t, size_t, void *)) X(cuMemcpyHtoDAsync_v2, (uint64_t, const void *, size_t, void *)) \
     X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *)) X(cuGetErrorString, (int, const char **))
 
@@ -40,6 +41,7 @@ typedef struct {
 
 static Cuda *of(Driver *driver) { return driver->calls; }
 
+// No handle types: the memory can't be shared with another process, which would keep it after a pause (NCCL tries with what a graph uses).
 static Properties properties(int device)
 {
     return (Properties){.type = PINNED, .location = {ON_DEVICE, device}};
@@ -170,8 +172,8 @@ int cuda_open(Driver *driver, const char *path, Status *status)
         return dlclose(library), -1;
     }
     pthread_mutex_init(&cuda->lock, NULL);
-    *driver = (Driver){"CUDA", library, cuda, enter, leave, synchronize, granularity, total, reserve, unreserve, create, release, map, unmap,
-                       stream_create, stream_wait, stream_destroy, event_record, event_wait, event_destroy, to_host, to_device,
+    *driver = (Driver){"CUDA", library, cuda, enter, leave, synchronize, granularity, total, reserve, unreserve, create, release, map,
+                       unmap, stream_create, stream_wait, stream_destroy, event_record, event_wait, event_destroy, to_host, to_device,
                        host_alloc, host_free, describe, is_full};
     return 0;
 }

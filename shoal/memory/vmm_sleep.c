@@ -244,7 +244,7 @@ static int restore(Job *jobs, int n, int num_threads, int num_streams, Moved *mo
         Driver *driver = region->driver;
         Streams *here = streams_of(streams, n, region);
         int code = driver->enter(driver, region->device), entered = !code;
-        for (int64_t j = unit->first; j < unit->end && !code; j++) {
+        for (int64_t j = unit->first; j < unit->end && !code && unit->piece->fresh; j++) {
             Copy *copy = &region->copies[j];
             code = driver->to_device(driver, region->base + copy->offset, (char *)copy->chunk->data + (intptr_t)copy->host, copy->size,
                                      here->of[i % here->count]);
@@ -321,9 +321,9 @@ static void lock_all(Job *jobs, int n, bool lock)
         (lock ? pthread_mutex_lock : pthread_mutex_unlock)(&jobs[i].region->lock);
 }
 
-// Pauses the regions, all or none. One that is paused already loses what was kept unless that is wanted. First every byte to keep is on its way
-// into host memory that is there; only then are pieces unmapped, those with copies as soon as the copies have ended. Should the driver break in
-// between, what was unmapped is put back; if that fails as well the region counts as paused and `resume` can be tried.
+// Pauses the regions, all or none. One that is paused already loses what was kept unless that is wanted. First every byte to keep is on its
+// way into host memory that is there; only then are pieces unmapped, those with copies as soon as the copies have ended. Should the driver
+// break in between, what was unmapped is put back; if that fails as well the region counts as paused and `resume` can be tried.
 int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, Moved *moved, Status *status)
 {
     Crew crew = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
@@ -348,6 +348,8 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     }
     if (!bad && !(crew.units = list_units(going, num_going, false, &crew.count)))
         bad = fail(status, HOST_MEMORY, 0, 0, "no host memory for the books");
+    for (int64_t i = 0; i < crew.count; i++)
+        crew.units[i].piece->fresh = false;      // one that stays mapped, as its copy broke, holds the truth
     bad = bad ? bad : copy_out(going, num_going, &crew, host, streams, num_streams, moved, status);
     moved->queued = now() - begin;
     if (!bad)
@@ -391,8 +393,8 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     return bad;
 }
 
-// Takes memory for the regions again, all or none, at the same addresses; what was kept is there again, the rest is undefined. What fails can be
-// tried again.
+// Takes memory for the regions again, all or none, at the same addresses; what was kept is there again, the rest is undefined. What fails
+// can be tried again.
 int shoal_resume(Job *jobs, int n, int num_threads, int num_streams, Moved *moved, Status *status)
 {
     Job *coming = calloc(n, sizeof *coming);

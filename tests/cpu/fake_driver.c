@@ -192,7 +192,20 @@ static int do_copy(void *to, const void *from, size_t size, uint64_t device, Str
 static int do_stream(void **stream) { Stream *made = calloc(1, sizeof *made); made->live = true; streams_live++; *stream = made; return 0; }
 static int do_stream_end(Stream *stream) { run(stream, stream->count); stream->live = false; streams_live--; free(stream); return 0; }
 static int do_event(void **event) { *event = calloc(1, sizeof(Event)); events_live++; return 0; }
-static int do_event_wait(Event *event) { int most = event->stream->count; run(event->stream, event->upto < most ? event->upto : most); return 0; }
+static int do_event_wait(Event *event)
+{
+    int most = event->stream->count;
+    run(event->stream, event->upto < most ? event->upto : most);
+    return 0;
+}
+static int do_event_failure(Event *event, int code)      // a copy that failed leaves nobody knows what
+{
+    pthread_mutex_lock(&lock);
+    Stream *stream = event->stream;
+    for (; stream->done < stream->count && stream->done < event->upto; stream->done++)
+        memset(stream->ops[stream->done].to, 0xEE, stream->ops[stream->done].size);
+    return end(code);
+}
 static int do_event_end(void *event) { free(event); events_live--; return 0; }
 
 // ---- libcuda
@@ -253,12 +266,21 @@ int cuMemSetAccess(uint64_t address, size_t size, const Access *access, size_t c
     }
     return end(0);
 }
-int cuStreamCreate(void **stream, unsigned flags) { BEGIN(true, true) if (flags != 1) violate("stream: flags", flags); return end(do_stream(stream)); }
+int cuStreamCreate(void **stream, unsigned flags)
+{
+    BEGIN(true, true)
+    if (flags != 1) violate("stream: flags", flags);
+    return end(do_stream(stream));
+}
 int cuStreamSynchronize(void *stream) { BEGIN(true, true) run(stream, ((Stream *)stream)->count); return end(0); }
 int cuStreamDestroy_v2(void *stream) { BEGIN(false, true) return end(do_stream_end(stream)); }
 int cuEventCreate(void **event, unsigned flags) { BEGIN(true, true) (void)flags; return end(do_event(event)); }
 int cuEventRecord(Event *event, Stream *stream) { BEGIN(true, true) *event = (Event){stream, stream->count}; return end(0); }
-int cuEventSynchronize(Event *event) { BEGIN(true, true) return end(do_event_wait(event)); }
+int cuEventSynchronize(Event *event)
+{
+    int failed = begin(__func__, true, true);
+    return failed ? do_event_failure(event, failed) : end(do_event_wait(event));
+}
 int cuEventDestroy_v2(void *event) { BEGIN(false, true) return end(do_event_end(event)); }
 int cuMemcpyDtoHAsync_v2(void *host, uint64_t device, size_t size, void *stream)
 {
@@ -334,7 +356,11 @@ int aclrtSynchronizeStream(void *stream) { BEGIN(true, true) run(stream, ((Strea
 int aclrtDestroyStream(void *stream) { BEGIN(false, true) return end(do_stream_end(stream)); }
 int aclrtCreateEvent(void **event) { BEGIN(true, true) return end(do_event(event)); }
 int aclrtRecordEvent(Event *event, Stream *stream) { BEGIN(true, true) *event = (Event){stream, stream->count}; return end(0); }
-int aclrtSynchronizeEvent(Event *event) { BEGIN(true, true) return end(do_event_wait(event)); }
+int aclrtSynchronizeEvent(Event *event)
+{
+    int failed = begin(__func__, true, true);
+    return failed ? do_event_failure(event, failed) : end(do_event_wait(event));
+}
 int aclrtDestroyEvent(void *event) { BEGIN(false, true) return end(do_event_end(event)); }
 int aclrtMemcpyAsync(void *to, size_t most, const void *from, size_t size, int kind, void *stream)
 {
