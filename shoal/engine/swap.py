@@ -16,11 +16,11 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from shoal.api import Control, Engine, FinishReason, MemoryReport, Output, Request, Stats
 from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError
+from shoal.memory.available import available_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Swapper:
         self.turns = Turns(patience)
         self.models: dict[str, _Sleeper] = {}
         self.last_switch: Switch | None = None
-        self._available = available or available_memory
+        self._available = available or available_bytes
         self._switch: asyncio.Task[None] | None = None
 
     async def add(self, name: str, engine: SwapEngine, path: str) -> SwappedModel:
@@ -206,7 +206,7 @@ class Swapper:
         level = 1 if await self._make_host_room(name) else 2
         try:
             await model.engine.sleep(level, None, "wait")
-        except ConfigError:
+        except UnavailableError:
             if level == 2:
                 raise
             logger.warning("model %s found no host memory for its weights; they will be read again from %s", name, model.path)
@@ -335,14 +335,6 @@ class SwappedModel:
 
     async def stop_profile(self) -> list[str]:
         return await self._model.engine.stop_profile()
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping to disk."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo names no MemAvailable, so --swap cannot tell whether weights fit into host memory")
 
 
 def _is_cancelled() -> bool:

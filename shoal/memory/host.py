@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from shoal.memory.library import HostUsage, Status, error_of, load
 
@@ -57,22 +56,3 @@ class HostBuffers:
 
     def close(self) -> None:
         self._library.shoal_host_close(self.handle)
-
-
-def available_bytes() -> int:
-    """Host memory that can be had without swapping, within this process's control group."""
-    found = [_field(Path("/proc/meminfo"), "MemAvailable:") * 1024]
-    for limit, used, stat in (("memory.max", "memory.current", "memory.stat"),
-                              ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")):
-        root = Path("/sys/fs/cgroup")
-        if (root / limit).exists() and (text := (root / limit).read_text().strip()).isdigit():
-            cached = _field(root / stat, "inactive_file")
-            found.append(int(text) - int((root / used).read_text()) + cached)
-    return max(0, min(found))
-
-
-def _field(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1])
-    return 0

@@ -25,7 +25,7 @@ import torch
 
 from shoal.api import MemoryReport
 from shoal.errors import ConfigError, UnavailableError
-from shoal.memory import host, library, pools
+from shoal.memory import available, host, library, pools
 from shoal.memory.library import Job, Moved, Range, RegionUsage, Status
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Regions:
             if not num_bytes:
                 return
             buffers = self._buffers()
-            if (missing := buffers.missing(num_bytes)) > (free := host.available_bytes()):
+            if (missing := buffers.missing(num_bytes)) > (free := available.available_bytes()):
                 raise MemoryError(f"{missing} bytes of host memory are needed to keep {num_bytes} bytes, {free} are free")
             buffers.prepare(num_bytes)
         if wait:
@@ -231,7 +231,7 @@ class Regions:
             live = ranges[id(region)]
             size = self._usage(region).allocated if live is None else sum(size for _, size in live)
             needed += -(-size // self._chunk_bytes) * self._chunk_bytes
-        if needed and (missing := self._buffers().missing(needed)) > (free := host.available_bytes()):
+        if needed and (missing := self._buffers().missing(needed)) > (free := available.available_bytes()):
             names = ", ".join(region.tag for region in kept)
             raise MemoryError(f"{missing} bytes of host memory are needed to keep {names}, {free} are free")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.memory import host, library
+from shoal.memory import available, library
 from shoal.memory.pools import TorchPools, merged
 from tests.cpu.fake_memory import GRAIN, Fake, build_fake, make_regions, needs_compiler
 
@@ -180,7 +180,7 @@ def test_a_resume_that_finds_no_memory_changes_nothing_and_can_be_tried_again(re
 def test_a_pause_without_host_memory_fails_before_anything_is_unmapped(regions, fake, monkeypatch):
     tensor = regions.make(10 * GRAIN, seed=1, offload=True)
     unmaps = fake.get("unmaps")
-    monkeypatch.setattr(host, "available_bytes", lambda: 3 * GRAIN)
+    monkeypatch.setattr(available, "available_bytes", lambda: 3 * GRAIN)
     with pytest.raises(MemoryError, match=rf"{12 * GRAIN} bytes of host memory.*{3 * GRAIN} are free"):
         regions.pause()
     assert fake.get("unmaps") == unmaps and not regions.paused() and tensor.holds(1)

@@ -212,6 +212,23 @@ async def test_short_host_memory_drops_the_weights_that_were_used_least_recently
 
 
 @scenario
+async def test_a_model_whose_weights_find_no_host_memory_drops_them():
+    """The estimate said that they would fit; the engine, which has to take the memory, says no."""
+    _, engines, models = await build()
+    real = engines["a"].sleep
+
+    async def short(level=1, tags=None, mode="abort"):
+        if level == 1:
+            raise UnavailableError("16 bytes of host memory are needed, 3 are free")
+        return await real(level, tags, mode)
+
+    engines["a"].sleep = short
+    for name in ("a", "b", "a"):
+        assert await run(models[name], 0) == (4, FinishReason.LENGTH)
+    assert engines["a"].weights_version == 1, "read again from its file"
+
+
+@scenario
 async def test_sleeping_by_hand_is_refused():
     _, _, models = await build()
     with pytest.raises(ConfigError, match="--swap"):
