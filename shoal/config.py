@@ -132,6 +132,7 @@ class ServerConfig:
     allowed_headers: list[str] | None = None   # CORS; default: all
     allow_credentials: bool = False            # CORS
     max_body_bytes: int = 32 << 20             # of a request; more is a 413
+    max_total_body_bytes: int = 1 << 30        # of all requests under way together; more are a 429
     max_queued_requests: int = 1024            # beyond what runs; more are a 429
     request_timeout: float | None = None       # seconds a request may take in all; a request's own `timeout` may be shorter
     read_timeout: float = 30.0                 # seconds a client may take to send its request
@@ -148,7 +149,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, low, high in (("port", 0, 65535), ("admin_port", 0, 65535), ("max_body_bytes", 1024, None),
-                                ("max_queued_requests", 0, None)):
+                                ("max_total_body_bytes", 1024, None), ("max_queued_requests", 0, None)):
             value = getattr(self, name)
             if value is None and name == "admin_port":
                 continue

@@ -35,11 +35,12 @@ class Route:
 class Server:
     """One port. Shared by its handlers as `exchange.server`."""
 
-    def __init__(self, models: Sequence[ServedModel], config: ServerConfig, routes: Sequence[Route]) -> None:
-        self.models, self.config, self.routes = list(models), config, list(routes)
+    def __init__(self, models: Sequence[ServedModel], config: ServerConfig, routes: Sequence[Route], *, is_admin: bool = False) -> None:
+        """is_admin: a page that some browser on this machine has open must not put models to sleep, so it is refused."""
+        self.models, self.config, self.routes, self.is_admin = list(models), config, list(routes), is_admin
         self.by_name = {name: model for model in self.models for name in model.names}
         self.exchanges: set[Exchange] = set()
-        self.draining = False
+        self.body_bytes = 0           # of their bodies
         self._keys = [hashlib.sha256(key.encode()).digest() for key in read_keys(config)]
         self._table: dict[str, dict[str, Route]] = {}
         self._prefixes: dict[str, dict[str, Route]] = {}
@@ -82,6 +83,7 @@ class Server:
             await exchange.fail(to_api_error(error))
         finally:
             self.exchanges.discard(exchange)
+            self.body_bytes -= exchange.size
             if watch is not None:
                 watch.cancel()
 
@@ -103,18 +105,17 @@ class Server:
             allowed = sorted({*methods, *(["HEAD"] if "GET" in methods else [])})
             raise ApiError(405, f"{path} takes {' or '.join(methods)}, not {method:.20}", headers={"allow": ", ".join(allowed)})
         exchange.error_body = route.error_body
+        if self.is_admin and method == "POST" and b"origin" in exchange.headers and self._allowed_origin(exchange) is None:
+            raise ApiError(403, "web pages may not operate this server, unless --allowed-origins names their site")
         if self._keys and not route.public:
             self._check_key(exchange)
         return route
 
     def _check_key(self, exchange: Exchange) -> None:
-        given = exchange.headers.get(b"x-api-key")
-        if given is None:
-            scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
-            given = value.strip() if scheme.lower() == b"bearer" else b""
-        digest = hashlib.sha256(given).digest()
+        scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
+        given = [exchange.headers.get(b"x-api-key", b""), value.strip() if scheme.lower() == b"bearer" else b""]    # some clients send both
         # All keys are compared, whichever fits, and by their digests: the time says nothing about any of them.
-        if not sum([hmac.compare_digest(digest, key) for key in self._keys]):
+        if not sum([hmac.compare_digest(hashlib.sha256(one).digest(), key) for one in given for key in self._keys]):
             raise ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", code="invalid_api_key",
                            headers={"www-authenticate": "Bearer"})
 
@@ -157,9 +158,12 @@ class Server:
 
     # The end
 
+    @property
+    def draining(self) -> bool:
+        return any(model.admission.draining for model in self.models)
+
     async def drain(self, grace: float) -> None:
         """Refuses new requests, waits for the running ones, and ends what still runs after `grace` seconds."""
-        self.draining = True
         for model in self.models:
             model.admission.draining = True
         try:
@@ -184,5 +188,5 @@ def create_app(models: Sequence[ServedModel], config: ServerConfig) -> Server:
 def create_admin_app(models: Sequence[ServedModel], config: ServerConfig) -> Server:
     """The port for whoever operates the server: sleep, weights, pause."""
     from shoal.server.admin import ADMIN_ROUTES
-    return Server(models, config, ADMIN_ROUTES)
+    return Server(models, config, ADMIN_ROUTES, is_admin=True)
 

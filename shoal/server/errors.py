@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 FIELD = re.compile(r"[a-z_]+([.\[][\w.\[\]]*)?")
 
 RETRY_SECONDS = 1    # of Retry-After: queues here move on within that
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-         408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
-         504: "timeout_error"}
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+         405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
+         503: "service_unavailable_error", 504: "timeout_error"}
 
 
 class ApiError(ShoalError):

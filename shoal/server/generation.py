@@ -11,12 +11,13 @@ runs.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, StructuredOutputsParams, TokenLogprobs
 from shoal.detokenizer import Detokenizer
 from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
 from shoal.server.errors import ApiError
@@ -70,9 +71,7 @@ class Generation:
     async def __aenter__(self) -> Generation:
         params = self.params
         if params.structured_outputs is not None:
-            from shoal.structured import check  # here, as the grammar library takes a while to import and most requests do without
-            wanted = params.structured_outputs
-            await self.model.for_text(len(repr(wanted)), lambda: check(wanted))
+            await self.model.in_thread(functools.partial(_check_grammar, params.structured_outputs))    # a short one may take long, too
         count = len(self.prompts) * params.n
         self.model.admission.enter(count)    # before anything is built: n may be a million
         try:
@@ -236,6 +235,12 @@ class Generation:
             raise RequestError(f"max_tokens {asked} is too large: the model's maximum context length is {model.max_model_len} tokens and "
                                f"the prompt has {len(ids)} ({asked} > {model.max_model_len} - {len(ids)}); ask for at most {room}")
         return asked
+
+
+def _check_grammar(wanted: StructuredOutputsParams) -> None:
+    from shoal.structured import check  # here, as the grammar library takes a while to import and most requests do without
+
+    check(wanted)
 
 
 class _Answer:

@@ -41,6 +41,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])    # lower-case names; of repeated ones the last
         self.body = b""
+        self.size = 0                 # bytes of the body so far
         self.more_headers: list[tuple[bytes, bytes]] = []            # CORS and the like, of every answer
         self.started = False          # the status is out
         self.ended = False
@@ -56,16 +57,16 @@ class Exchange:
     # What the client sent
 
     async def read(self) -> None:
-        """Takes in the body. Raises ApiError (413, 408), ClientGone."""
-        limit = self.server.config.max_body_bytes
+        """Takes in the body. Raises ApiError (413, 408, 429), ClientGone."""
+        config = self.server.config
+        limit, seconds = config.max_body_bytes, config.read_timeout
         try:
             length = int(self.headers.get(b"content-length", b"0"))
         except ValueError:
             raise ApiError(400, "the header Content-Length is no number") from None
         if length > limit:
             raise too_large(limit)
-        seconds = self.server.config.read_timeout
-        parts, size = [], 0
+        parts = []
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -73,9 +74,13 @@ class Exchange:
                     if message["type"] == "http.disconnect":
                         raise ClientGone
                     part = message.get("body", b"")
-                    size += len(part)
-                    if size > limit:
+                    self.size += len(part)
+                    self.server.body_bytes += len(part)
+                    if self.size > limit:
                         raise too_large(limit)
+                    if self.server.body_bytes > config.max_total_body_bytes:
+                        raise ApiError(429, f"the requests under way have more than {config.max_total_body_bytes} bytes together, the most "
+                                            "this server takes (--max-total-body-bytes); try again later")
                     parts.append(part)
                     if not message.get("more_body"):
                         break

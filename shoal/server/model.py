@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -71,9 +71,9 @@ class ServedModel:
             raise RequestError(f"the model {self.name} is served without a tokenizer (skip_tokenizer_init): send token ids")
         return self.tokenizer
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         tokenizer = self.need_tokenizer()
-        return await self.for_text(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+        return await self.for_text(text_size(texts), lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
 
     async def chat_prompt(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
                           chat_template: str | None = None, add_generation_prompt: bool | None = None,
@@ -98,13 +98,13 @@ class ServedModel:
                                                  continue_final_message=bool(continue_final_message), tokenize=False, **variables)
             return Prompt(tokenizer.encode(text, bool(add_special_tokens)), text)
 
-        size = sum(len(content) if isinstance(content := m.get("content"), str) else LONG_TEXT // 4 for m in messages)
-        return await self.for_text(size + (LONG_TEXT if tools else 0), render)
+        return await self.for_text(text_size([messages, variables]) + (LONG_TEXT if tools else 0), render)
 
     async def for_text(self, size: int, work: Callable[[], T]) -> T:
         """`work()`, in a thread if it handles as much text as `size` says. Threads are few: a burst queues here, not on the cores."""
-        if size < LONG_TEXT:
-            return work()
+        return work() if size < LONG_TEXT else await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def slept(self, level: int) -> None:
@@ -117,3 +117,12 @@ class ServedModel:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def text_size(value: Any) -> int:
+    """Characters of the texts in some JSON, and a few for whatever else there is: all of it takes time."""
+    if isinstance(value, str):
+        return 8 + len(value)
+    if isinstance(value, dict):
+        return 8 + sum(map(text_size, value.values()))
+    return 8 + (sum(map(text_size, value)) if isinstance(value, (list, tuple)) else 0)

@@ -58,11 +58,11 @@ async def read_prompts(model: ServedModel, given: Prompts, *, field: str, add_sp
         texts = list(given)
     else:
         raise ApiError(400, f"{field} mixes texts and token ids; give a text, a list of texts, ids, or a list of lists of ids", param=field)
-    prompts = []
-    for text in texts:
-        prompt = Prompt(await model.encode(text, add_special_tokens), text) if isinstance(text, str) else Prompt(text)
-        prompts.append(shortened(prompt, keep))
-    return prompts
+    if isinstance(texts[0], str):
+        prompts = [Prompt(ids, text) for ids, text in zip(await model.encode(texts, add_special_tokens), texts)]
+    else:
+        prompts = [Prompt(ids) for ids in texts]
+    return [shortened(prompt, keep) for prompt in prompts]
 
 
 def shortened(prompt: Prompt, keep: int | None) -> Prompt:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import logging
 import resource
 import signal
 import socket
 import ssl
+import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -210,12 +213,27 @@ class _Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
+        self._await_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
+
+    def _await_reader(self) -> None:
+        self._write_timer = self.loop.call_later(self._limits.write_timeout, self._check_reader, self._num_unread())
+
+    def _check_reader(self, before: int) -> None:
+        """A big answer takes a slow line long: only whoever took nothing at all is given up."""
+        if self._num_unread() < before:
+            self._await_reader()
+        else:
+            self.transport.abort()
+
+    def _num_unread(self) -> int:
+        """Bytes that the client's side has not acknowledged: those in our buffer, and those in the kernel's, which may be megabytes."""
+        in_kernel = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))

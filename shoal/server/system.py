@@ -6,7 +6,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Iterable
-from urllib.parse import unquote
 
 from prometheus_client.core import Metric
 
@@ -29,7 +28,7 @@ async def list_models(exchange: Exchange) -> None:
 
 
 async def get_model(exchange: Exchange) -> None:
-    name = unquote(exchange.path.removeprefix("/v1/models/"))
+    name = exchange.path.removeprefix("/v1/models/")
     await exchange.json(_card(exchange.server.find(name), name))
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.fake_server import FakeServer, post, read_until
+from tests.fake_server import FakeServer, eventually, post, read_until
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -91,6 +91,19 @@ def test_large_bodies_are_refused_by_their_length_and_by_their_size(server):
     connection = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n")
     assert read_until(connection, b"\r\n").startswith(b"HTTP/1.1 413")
     assert server.request("/health")[0] == 200
+
+
+def test_bodies_have_a_limit_together():
+    with FakeServer(max_body_bytes=1 << 16, max_total_body_bytes=1 << 16) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 40001\r\n\r\n"
+        first = server.raw(head + b" " * 40_000)
+        eventually(lambda: server.app.body_bytes == 40_000)
+        answer = read_until(server.raw(head + b" " * 40_000), b"}}")
+        assert answer.startswith(b"HTTP/1.1 429") and b"retry-after" in answer and b"max-total-body-bytes" in answer
+        assert server.request(COMPLETE, {"prompt": "a", "max_tokens": 1})[0] == 200
+        first.close()
+        eventually(lambda: server.app.body_bytes == 0)
+        assert server.request(COMPLETE, {"prompt": [1] * 20, "max_tokens": 1})[0] == 200
 
 
 def test_slow_clients_are_told_and_hold_nobody_up(server):
@@ -181,9 +194,21 @@ def test_keys_are_asked_for_where_they_should(tmp_path, monkeypatch):
                 assert check_error(status, text, 401)["code"] == "invalid_api_key" and answer_headers["WWW-Authenticate"] == "Bearer"
         for path in ("/v1/completions", "/tokenize", "/detokenize", "/inference/v1/generate", "/v1/embeddings", CHAT):
             assert server.request(path, {})[0] == 401, path
+        assert server.request("/v1/models", headers={"x-api-key": "", "Authorization": "Bearer given"})[0] == 200
+        assert server.request("/v1/models", headers={"x-api-key": "given", "Authorization": "Bearer wrong"})[0] == 200
         assert server.request("/is_sleeping", admin=True)[0] == 401
         for path in ("/health", "/ping", "/version", "/metrics", "/"):
             assert server.request(path)[0] == 200, path
+
+
+def test_web_pages_may_not_operate_the_server_unless_their_site_is_named():
+    page = {"Origin": "https://a.example"}
+    with FakeServer() as server:
+        check_error(*server.request("/sleep", b"", headers=page, admin=True)[::2], 403)
+        assert server.json("/is_sleeping", admin=True)[1] == {"is_sleeping": False}
+        assert server.request("/reset_prefix_cache", b"", admin=True)[0] == 200
+    with FakeServer(allowed_origins=["https://a.example"]) as server:
+        assert server.request("/reset_prefix_cache", b"", headers=page, admin=True)[0] == 200
 
 
 def test_cors_is_off_unless_origins_are_named():

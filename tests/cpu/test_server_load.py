@@ -1,6 +1,10 @@
 """Clients that leave, read slowly or come in crowds; deadlines, drain, dead engines; metrics and the admin port."""
 
+import socket
+import ssl
+import subprocess
 import threading
+import time
 
 import openai
 import pytest
@@ -48,6 +52,80 @@ def test_a_slow_reader_holds_little_memory_and_is_cut_off():
         eventually(lambda: idle(server))    # nobody reads: aborted
         assert server.json(COMPLETE, {"prompt": "a", "max_tokens": 3})[0] == 200
         connection.close()
+
+
+def test_nothing_is_computed_ahead_for_a_reader_that_takes_nothing():
+    """What is made of the engine's outputs waits in the socket's buffers, and nowhere else."""
+    class Counting(FakeEngine):
+        taken = 0
+
+        def _output(self, *args):
+            self.taken += 1
+            return super()._output(*args)
+
+    with FakeServer(Counting(300, reply=ids_of("word ")), model={"max_model_len": 10**9}) as server:
+        connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 10**8, "stream": True}))
+        eventually(lambda: server.engine.taken)
+        seen = [-1]
+
+        def stands_still():
+            time.sleep(0.5)
+            seen.append(server.engine.taken)
+            return seen[-1] == seen[-2]
+
+        eventually(stands_still)
+        assert server.json(COMPLETE, {"prompt": "a", "max_tokens": 3})[0] == 200
+        connection.close()
+        eventually(lambda: idle(server))
+
+
+def test_a_slow_line_gets_a_big_answer_whole():
+    with FakeServer(write_timeout=1.0, model={"max_model_len": 10**7}) as server:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post(COMPLETE, {"prompt": [65] * 4_000_000, "max_tokens": 1, "return_token_ids": True}))
+        found = b""
+        for _ in range(8):    # twice as long as a reader may take nothing
+            found += connection.recv(1 << 18)
+            time.sleep(0.25)
+        head, _, body = (found + read_until(connection, b'"usage"')).partition(b"\r\n\r\n")
+        assert b"200 OK" in head and len(body) > 12_000_000
+
+
+# Where it is reached
+
+
+def test_over_tls(tmp_path):
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+                    "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+                   check=True, capture_output=True)
+    with FakeServer(slow_engine(0.01), ssl_keyfile=key, ssl_certfile=certificate) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        with openai.DefaultHttpx2Client(verify=ssl.create_default_context(cafile=certificate)) as http:
+            client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http)
+            parts = list(client.completions.create(model=NAME, prompt="x", max_tokens=20, stream=True))
+            assert "".join(p.choices[0].text for p in parts) == "word " * 4
+            stream = client.completions.create(model=NAME, prompt="x", max_tokens=250, stream=True)
+            next(iter(stream))
+            stream.close()
+            eventually(lambda: idle(server))
+        with pytest.raises(openai.APIConnectionError):    # who doesn't know the certificate
+            openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0).models.list()
+        plain = server.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" not in read_until(plain)
+
+
+def test_over_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no ::1 here")
+    with FakeServer(host="::1", admin_host="::1") as server:
+        assert server.url == f"http://[::1]:{server.port}"
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        assert client.completions.create(model=NAME, prompt="x", max_tokens=5).choices[0].text == "hello"
 
 
 def test_the_queue_is_bounded_and_counts_every_answer():

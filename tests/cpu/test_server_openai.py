@@ -173,6 +173,11 @@ def test_embeddings_as_numbers_and_base64(server, client):
     assert server.json("/v1/embeddings", {"input": "a" * 300, "truncate_prompt_tokens": -1})[1]["usage"]["prompt_tokens"] == 256
 
 
+def test_a_model_is_found_by_a_name_of_any_characters():
+    with FakeServer(model={"names": ["a%20b/c d"]}) as server:
+        assert server.json("/v1/models/a%2520b/c%20d")[1]["id"] == "a%20b/c d"
+
+
 def test_models_are_listed_under_all_their_names():
     with FakeServer(model={"names": ["first", "org/second"]}) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
@@ -212,6 +217,19 @@ def test_long_texts_are_tokenized_beside_the_loop():
         assert long.json("/v1/completions", {"prompt": "x" * 50_000, "max_tokens": 1})[1]["usage"]["prompt_tokens"] == 50_000
         body = {"messages": [{"role": "user", "content": "y" * 50_000}], "max_tokens": 1}
         assert long.json("/v1/chat/completions", body)[1]["usage"]["prompt_tokens"] > 50_000
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 50_000}]}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "y"}], "documents": [{"text": "y" * 50_000}]}),
+    ("/v1/completions", {"prompt": ["y" * 100] * 500}), ("/v1/completions", {"prompt": "y", "structured_outputs": {"regex": "(.*a){200}"}}),
+], ids=["parts", "documents", "many", "grammar"])
+def test_what_takes_long_is_done_beside_the_loop(path, body):
+    with FakeServer(model={"max_model_len": 10**6}) as server:
+        works, in_thread = [], server.model.in_thread
+        server.model.in_thread = lambda work: works.append(work) or in_thread(work)
+        assert server.request(path, {"max_tokens": 1, **body})[0] == 200
+        assert works
 
 
 def test_tools_and_reasoning_are_parsed_in_streams_and_whole_answers():
