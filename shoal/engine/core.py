@@ -96,7 +96,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens or 0, max_model_len=config.max_model_len or 0,
             enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold)
-        self.builder = BatchBuilder(self.runner.layout, config.block_size)
+        self.builder = self._new_builder(self.runner)
         self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer), self.model_config.vocab_size, files.eos_token_ids)
         self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []    # held until their grammar is there
         self.sleeper = Sleeper(self)
@@ -216,8 +216,11 @@ class EngineCore:
         self.scheduler.reset_prefix_cache()
         self.in_flight.clear()
         self.late.clear()
-        self.builder = BatchBuilder(self.runner.layout, self.config.block_size)
+        self.builder = self._new_builder(self.runner)
         self.runner.reset_state()
+
+    def _new_builder(self, runner: ModelRunner) -> BatchBuilder:
+        return BatchBuilder(runner.layout, self.config.block_size, share_prefixes=runner.prefixes is not None)
 
     def _cause_of_death(self, error: Exception) -> EngineDeadError:
         """A rank's death, if there was one, rather than the broken collective it left behind."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shoal.attention.select import select_backend
-from shoal.attention.step import StepInput
+from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.config import EngineConfig
 from shoal.engine.batch import HEADER_SIZE, Extras, Header, section_spans
 from shoal.engine.device import DeviceMemory, PinnedRing
@@ -113,6 +113,8 @@ class ModelRunner(RankCommands):
         self.active_B = layout.active(self.state)
         self.table = layout.table(self.state)
         self.block_tables = layout.block_tables(self.state)
+        shares = self.backend.shares_prefixes and not self.config.disable_cascade_attn
+        self.prefixes = SharedPrefixes(*layout.prefixes(self.state)) if shares else None
         self.tokens_B, self.positions_B, self.kv_lens_B, self.out_B = (torch.zeros(size, dtype=torch.int32) for _ in range(4))
         self.query_starts_B = torch.arange(size + 1, dtype=torch.int32)
         pinned = self.device.type == "cuda"
@@ -254,7 +256,8 @@ class ModelRunner(RankCommands):
         tokens, positions, kv_lens, rows = self.tokens_B[:size], self.positions_B[:size], self.kv_lens_B[:size], self.active_B[:size]
         self.ops.begin_decode(rows, self.table, tokens, positions, kv_lens)
         step = StepInput(token_ids_T=tokens, positions_T=positions, rows_T=rows, rows_S=rows, query_starts_S=self.query_starts_B[:size + 1],
-                         kv_lens_S=kv_lens, block_tables_RM=self.block_tables, num_decodes=size, max_query_len=1, max_kv_len=max_kv_len)
+                         kv_lens_S=kv_lens, block_tables_RM=self.block_tables, num_decodes=size, max_query_len=1, max_kv_len=max_kv_len,
+                         prefixes=self.prefixes)
         self.backend.begin(step)
         logits_SV = self.model.logits(self.model(step, self.kv))
         self._sample(logits_SV, rows, positions, None)
@@ -273,7 +276,7 @@ class ModelRunner(RankCommands):
             query_starts_S=sections["query_starts"], kv_lens_S=sections["kv_lens"], block_tables_RM=self.block_tables,
             num_decodes=num_decodes, max_query_len=int(header[Header.MAX_QUERY_LEN]), max_kv_len=int(header[Header.MAX_KV_LEN]),
             fresh_prefills=bool(header[Header.FRESH_PREFILLS]), host_query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
-            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()))
+            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()), prefixes=self.prefixes if header[Header.NUM_GROUPS] else None)
         self.backend.begin(step)
         select_S, prompt = sections["sample_index"].long(), None
         if header[Header.NUM_PROMPT_LOGITS]:
@@ -350,7 +353,7 @@ class ModelRunner(RankCommands):
         """Waits for the device and frees its memory. The runner is of no use afterwards."""
         for name in list(self.weights_groups):
             self.leave_weights_group(name)
-        for name in ("model", "kv", "state", "active_B", "table", "block_tables", "backend", "shaper", "staging", "results"):
+        for name in ("model", "kv", "state", "active_B", "table", "block_tables", "prefixes", "backend", "shaper", "staging", "results"):
             setattr(self, name, None)
         gc.collect()
         self.regions.close()
