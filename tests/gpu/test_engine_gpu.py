@@ -77,7 +77,9 @@ def test_captured_steps_equal_eager_ones_in_bf16(build):
     assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1    # a near tie may flip: splits differ
 
 
-@pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(max_num_batched_tokens=300), dict(num_gpu_blocks_override=60)], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, dict(enforce_eager=True), dict(max_num_batched_tokens=300), dict(num_gpu_blocks_override=60),
+], ids=str)
 def test_shared_prefixes_change_no_token(options, build, monkeypatch):
     monkeypatch.setattr(prefixes, "MIN_SAVED", 256)
     shared = [random.Random(i).choices(range(256), k=150) for i in range(2)]
