@@ -19,7 +19,7 @@ import triton
 
 from shoal.attention import triton as backend_module
 from shoal.attention.step import SharedPrefixes, StepInput
-from shoal.attention.triton import MIN_SPLIT, TritonBackend, decode_splits, prefix_parts
+from shoal.attention.triton import MIN_SPLIT, PREFIX_PROGRAMS_PER_SM, TritonBackend, decode_splits, prefix_parts
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, decode_tiles, prefill_attention, prefill_tiles
 from shoal.kernels.prefix_attention import prefix_attention, prefix_tiles
 from shoal.kernels.state import MAX_GROUPS, GroupField
@@ -197,8 +197,9 @@ def shared_case(name: str, num_heads: int, num_seqs: int, num_groups: int, share
     same_blocks, step.step = graphed_microseconds(step.attend, num_layers), kernel_input
     sms, parts = step.backend.num_sms, prefix_parts(num_seqs, 8, step.backend.num_sms)
     step.workspace = DecodeWorkspace.allocate(num_seqs * num_heads * (64 + 64), num_seqs * 8, 128, DEVICE)
-    tiles = prefix_tiles(num_seqs * num_heads // 8, 128, BF16)
-    cuts = [(tiles, sms, parts)] + ([] if quick else [(tiles, waves * sms, waves * parts) for tiles in PREFIX_TILES for waves in (1, 2)])
+    cuts = [(prefix_tiles(128, BF16), PREFIX_PROGRAMS_PER_SM * sms, parts)]
+    if not quick:
+        cuts += [(tiles, waves * sms, max(1, int(x * parts))) for tiles in PREFIX_TILES for waves in (1, 2) for x in (0.5, 1, 2)]
     results = []
     for cut in cuts:
         alone = graphed_microseconds(partial(step.cascade, *cut, only_prefix=True), num_layers)

@@ -17,7 +17,7 @@ from shoal.kernels import cpu_build
 class CpuBackend:
     """AttentionBackend for the CPU."""
 
-    shares_prefixes = False
+    share_from: int | None = None
 
     def __init__(self, head_dim: int) -> None:
         self.scale = head_dim ** -0.5

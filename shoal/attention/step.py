@@ -40,7 +40,7 @@ class StepInput:
     fresh_prefills: bool = False    # every prefill chunk starts at position 0: k and v of the step are all there is to see
     host_query_starts: tuple[int, ...] = ()    # query_starts_S on the host, for backends that loop over prefills (empty in a captured step)
     host_kv_lens: tuple[int, ...] = ()         # kv_lens_S on the host (likewise)
-    prefixes: SharedPrefixes | None = None     # None: nothing is shared
+    prefixes: SharedPrefixes | None = None     # None: nothing is shared; else there may be no group, in a captured step
 
     @property
     def num_seqs(self) -> int:
@@ -55,7 +55,7 @@ class AttentionBackend(Protocol):
     """Causal attention of a step's queries over the paged cache. Built once an engine; `begin` may plan for a step's shape."""
 
     scale: float
-    shares_prefixes: bool    # whether it makes use of StepInput.prefixes
+    share_from: int | None    # from how many decodes on it makes use of StepInput.prefixes; None: never
 
     def begin(self, step: StepInput) -> None:
         """Called once before the layers of an eager step, or before capture."""

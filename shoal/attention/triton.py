@@ -21,8 +21,9 @@ PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once
 WAVES = 3                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
 MIN_SPLIT = 64            # fewest keys that are worth a program of their own
 FULL_SPLIT = 160          # and that the longest sequence gives each: many programs for few keys cost more than they bring
-SHARE_FROM = 9            # smallest batch that looks for shared prefixes: one launch more a layer
-MAX_PARTS = 32            # most parts of a shared prefix
+SHARE_FROM = 9            # fewest decodes for which a shared prefix is worth one launch more a layer
+PREFIX_PROGRAMS_PER_SM = 2
+MAX_PARTS = 16            # most parts of a shared prefix: each is one result more to weigh
 CUDNN_MIN_LEN = 2048      # shortest fresh prefill that cuDNN gets; it is faster than our kernel on long ones only
 CUDNN_STEP = 1024         # and it gets whole steps of its queries, since it plans anew for every length it meets
 
@@ -36,11 +37,11 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: in
 
 
 def prefix_parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
-    """Into how many parts a shared prefix may be cut: a whole batch's takes a program an SM, of 128 queries each; a few sequences' leave
-    some idle in a large batch, as the workspace has room for that many parts of every sequence."""
+    """Into how many parts a shared prefix may be cut. In a large batch a few sequences' parts do not fill the GPU, as the workspace has
+    room for that many parts of every sequence."""
     if num_seqs < SHARE_FROM:
         return 0
-    return min(MAX_PARTS, max(8, num_sms // (num_kv_heads * -(-num_seqs // 32))))
+    return min(MAX_PARTS, max(8, PREFIX_PROGRAMS_PER_SM * num_sms // (num_kv_heads * -(-num_seqs // 32))))
 
 
 def equal_runs(host_query_starts: tuple[int, ...], first_seq: int) -> Iterator[tuple[int, int, int]]:
@@ -57,7 +58,7 @@ def equal_runs(host_query_starts: tuple[int, ...], first_seq: int) -> Iterator[t
 class TritonBackend:
     """Steps that share a backend must run one after the other: they share its workspace."""
 
-    shares_prefixes = True
+    share_from: int | None = SHARE_FROM
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,
                  device: torch.device, dtype: torch.dtype) -> None:
@@ -85,7 +86,7 @@ class TritonBackend:
             if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
                 parts, prefix_lens_S = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms), step.prefixes.lens_S
                 prefix_attention(q_THN, kv_layer, step.prefixes.groups, step.prefixes.members_S, step.block_tables_RM, self.workspace,
-                                 step.num_decodes, self.num_sms, splits, parts, self.scale)
+                                 step.num_decodes, PREFIX_PROGRAMS_PER_SM * self.num_sms, splits, parts, self.scale)
             decode_attention(q_THN, kv_layer, out_THN, step.rows_S, step.kv_lens_S, step.block_tables_RM, self.workspace,
                              step.num_decodes, splits, self.scale, window, min_split=MIN_SPLIT,
                              prefix_lens_S=prefix_lens_S, max_parts=parts)

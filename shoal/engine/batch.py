@@ -131,9 +131,10 @@ class Extras:
 class BatchBuilder:
     """The host's mirror of the device's batch state. `build` must see every plan, in order."""
 
-    def __init__(self, layout: StateLayout, block_size: int, share_prefixes: bool = False) -> None:
-        self.layout, self.block_size = layout, block_size
-        self.tree = PrefixTree(block_size, MAX_GROUPS) if share_prefixes else None
+    def __init__(self, layout: StateLayout, block_size: int, share_from: int | None = None) -> None:
+        """`share_from`: the fewest decodes among which groups are looked for."""
+        self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
+        self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
         self.decode_rows = np.zeros(0, np.int32)                        # of the last step
         self.num_groups = 0                                             # that they made
         self.prefixes = np.zeros(layout.prefix_size, np.int32)          # what the device holds at prefix_address
@@ -216,7 +217,7 @@ class BatchBuilder:
         """Who decodes has changed, and so may the groups. A row changes hands only with a step between in which it does not decode."""
         self.decode_rows = decode_rows
         rows = decode_rows.tolist()
-        groups = tree.groups(rows)
+        groups = tree.groups(rows) if len(rows) >= self.share_from else []
         if not groups and not self.num_groups:
             return
         self.num_groups = len(groups)

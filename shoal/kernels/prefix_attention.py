@@ -21,11 +21,8 @@ GROUP_FIELDS = tl.constexpr(len(GroupField))
 MIN_PART = 256    # fewest keys that are worth a part of their own
 
 
-def prefix_tiles(num_rows: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """For at most `num_rows` queries, heads of one group included."""
-    if dtype != torch.float32 and head_dim <= 128 and num_rows <= 64:
-        return Tiles(64, 64, 4, 3)
-    return prefill_tiles(head_dim, dtype)
+def prefix_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    return Tiles(64, 64, 4, 3) if dtype != torch.float32 and head_dim <= 128 else prefill_tiles(head_dim, dtype)
 
 
 @triton.jit(do_not_specialize=["splits", "max_parts"], do_not_specialize_on_alignment=["groups_ptr", "members_ptr"])
@@ -101,7 +98,7 @@ def prefix_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, groups: torch.
     assert q_THN.stride()[1:] == (head_dim, 1) and kv_layer.stride()[3:] == (head_dim, 1) and block_tables_RM.stride(1) == 1
     assert groups.shape == (MAX_GROUPS, len(GroupField)) and groups.is_contiguous()
     assert num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
-    tiles = tiles or prefix_tiles(num_seqs * group, head_dim, q_THN.dtype)
+    tiles = tiles or prefix_tiles(head_dim, q_THN.dtype)
     block_m = max(tiles.block_m, triton.next_power_of_2(group))
     prefix_kernel[(num_programs,)](
         q_THN, kv_layer, groups, members_S, block_tables_RM, workspace.partial, workspace.lse, workspace.parts, scale * LOG2_E,

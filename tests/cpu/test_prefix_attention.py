@@ -146,4 +146,4 @@ def test_parts_fill_the_gpu_and_bound_the_workspace() -> None:
     assert prefix_parts(SHARE_FROM - 1, 8, 132) == 0
     for num_seqs in range(SHARE_FROM, 513):
         parts = prefix_parts(num_seqs, 8, 132)
-        assert 8 <= parts <= 32 and parts * num_seqs <= max(132 * 32, 8 * num_seqs)
+        assert 8 <= parts <= 16 and parts * num_seqs <= max(132 * 16, 8 * num_seqs)

@@ -119,7 +119,7 @@ class Device:
     def __init__(self, num_rows, max_blocks):
         self.layout = StateLayout(num_rows, max_blocks)
         self.state = np.zeros(self.layout.size, np.int32)
-        self.builder = BatchBuilder(self.layout, BLOCK, share_prefixes=True)
+        self.builder = BatchBuilder(self.layout, BLOCK, share_from=2)
         self.most_shared = 0
 
     def run(self, plan):
