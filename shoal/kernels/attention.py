@@ -173,18 +173,28 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
         k = tl.load(kv_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)    # masked: 0 * what an unused slot holds may be NaN
         acc, total, highest = _softmax_step(acc, total, highest, q, k, v, there[None, :], scale_log2, True)
-    result = acc / total[:, None]
+    task = seq * num_kv_heads + kv_head
+    partial_ptr += task.to(tl.int64) * (splits + max_parts) * GROUP * N
+    lse_ptr += task.to(tl.int64) * (splits + max_parts) * GROUP
     parts = 0
     if SHARED:
         wait_for_neighbour(PDL)
         parts = tl.load(parts_ptr + seq, mask=start > 0, other=0, cache_modifier=".cg")
-    if active + parts == 1:
-        tl.store(out_ptr + head_offsets, result.to(out_ptr.dtype.element_ty), mask=head_mask)
+    if active == 1:
+        if SHARED:    # who is alone weighs the parts of the prefix itself
+            for part in tl.range(splits, splits + parts, loop_unroll_factor=4):
+                lse = tl.load(lse_ptr + part * GROUP + heads, mask=heads < GROUP, other=float("-inf"), cache_modifier=".cg")
+                partial = tl.load(partial_ptr + part * GROUP * N + head_offsets, mask=head_mask, other=0.0, cache_modifier=".cg")
+                new_highest = tl.maximum(highest, lse)
+                shrink = tl.exp2(highest - new_highest)
+                weight = tl.exp2(lse - new_highest)
+                acc = acc * shrink[:, None] + partial * weight[:, None]
+                total = total * shrink + weight
+                highest = new_highest
+        tl.store(out_ptr + head_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
         return
 
-    task = seq * num_kv_heads + kv_head
-    partial_ptr += task.to(tl.int64) * (splits + max_parts) * GROUP * N
-    lse_ptr += task.to(tl.int64) * (splits + max_parts) * GROUP
+    result = acc / total[:, None]
     tl.store(partial_ptr + split * GROUP * N + head_offsets, result, mask=head_mask)
     tl.store(lse_ptr + split * GROUP + heads, highest + tl.log2(total), mask=heads < GROUP)
     tl.debug_barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
