@@ -37,9 +37,12 @@ def prefix_kernel(q_ptr, kv_ptr, groups_ptr, members_ptr, table_ptr, partial_ptr
     """
     wait_then_start_next(PDL)
     groups = tl.arange(0, MAX_GROUPS)
+    starts = tl.load(groups_ptr + groups * GROUP_FIELDS + START)
     counts = tl.load(groups_ptr + groups * GROUP_FIELDS + COUNT)
+    lengths = tl.load(groups_ptr + groups * GROUP_FIELDS + LENGTH)
+    table_rows = tl.load(groups_ptr + groups * GROUP_FIELDS + ROW)
     tiles = tl.cdiv(counts, BLOCK_Q)
-    steps = tl.cdiv(tl.load(groups_ptr + groups * GROUP_FIELDS + LENGTH), BLOCK_N)
+    steps = tl.cdiv(lengths, BLOCK_N)
     work = tl.sum(tiles * steps, 0) * G
     if work == 0:
         return
@@ -59,20 +62,23 @@ def prefix_kernel(q_ptr, kv_ptr, groups_ptr, members_ptr, table_ptr, partial_ptr
         index = tl.sum(tl.where(mine, item - ends + items, 0), 0)
         num_parts = tl.sum(tl.where(mine, parts, 0), 0)
         part_len = tl.sum(tl.where(mine, part_steps, 0), 0) * BLOCK_N
-        group_ptr = groups_ptr + tl.sum(tl.where(mine, groups, 0), 0) * GROUP_FIELDS
+        start = tl.sum(tl.where(mine, starts, 0), 0)
+        count = tl.sum(tl.where(mine, counts, 0), 0)
+        length = tl.sum(tl.where(mine, lengths, 0), 0)
+        table_row = tl.sum(tl.where(mine, table_rows, 0), 0)
         kv_head = index % G
         part = index // G % num_parts
         members = index // G // num_parts * BLOCK_Q + rows // GROUP
-        there = (rows < BLOCK_Q * GROUP) & (members < tl.load(group_ptr + COUNT))
-        seqs = tl.load(members_ptr + tl.load(group_ptr + START) + members, mask=there, other=0).to(tl.int64)
+        there = (rows < BLOCK_Q * GROUP) & (members < count)
+        seqs = tl.load(members_ptr + start + members, mask=there, other=0).to(tl.int64)
         mask = there[:, None] & dim_mask
         q = tl.load(q_ptr + (seqs * stride_q + (kv_head * GROUP + heads) * N)[:, None] + dims[None, :], mask=mask, other=0.0)
 
         begin = part * part_len
-        end = tl.minimum(begin + part_len, tl.load(group_ptr + LENGTH))
+        end = tl.minimum(begin + part_len, length)
         whole = begin + (end - begin) // BLOCK_N * BLOCK_N
         last_key = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
-        keys_table_ptr = table_ptr + tl.load(group_ptr + ROW).to(tl.int64) * stride_table
+        keys_table_ptr = table_ptr + table_row.to(tl.int64) * stride_table
         k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_head
         acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)

@@ -36,7 +36,7 @@ class GroupField(IntEnum):
     ROW = 3       # a member's: whose block table to read
 
 
-MAX_GROUPS = 64            # a power of two, as a kernel looks at all at once
+MAX_GROUPS = 32            # as many as a warp has threads: all are looked at at once
 FIELDS = 16                # 64 bytes, so that block tables are aligned
 MIN_TEMPERATURE = 1e-5     # as vLLM: below it, dividing by the temperature means nothing
 _ALIGNMENT = 16            # int32s: rows start on 64 bytes
