@@ -114,7 +114,9 @@ class ModelRunner(RankCommands):
         self.table = layout.table(self.state)
         self.block_tables = layout.block_tables(self.state)
         self.prefixes = SharedPrefixes(*layout.prefixes(self.state))
-        self.share_from = None if self.config.disable_cascade_attn else self.backend.share_from    # decodes, for the host to make groups
+        config = self.config
+        never = config.disable_cascade_attn or not config.enable_prefix_caching or all(self.model_config.windows)
+        self.share_from = None if never else self.backend.share_from    # decodes, for the host to look for groups
         self.tokens_B, self.positions_B, self.kv_lens_B, self.out_B = (torch.zeros(size, dtype=torch.int32) for _ in range(4))
         self.query_starts_B = torch.arange(size + 1, dtype=torch.int32)
         pinned = self.device.type == "cuda"

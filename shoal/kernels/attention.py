@@ -76,8 +76,8 @@ def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.
 # ------------------------------------------------------------------------------------------------------------------------------- decode
 
 @triton.jit
-def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, GROUP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-                    N_PAD: tl.constexpr, CHUNK: tl.constexpr):
+def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
+                    ROWS: tl.constexpr, N_PAD: tl.constexpr, CHUNK: tl.constexpr):
     """Weighs the partial results of one (sequence, kv head): `active` of its splits, then `parts` of a shared prefix, which lie behind
     the room for all `splits`. Always in this order: who came last changes no bit."""
     rows = tl.arange(0, ROWS)
@@ -87,8 +87,10 @@ def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, GROUP:
     highest = tl.full((ROWS,), LOWEST, tl.float32)
     for first in range(0, active + parts, CHUNK):
         results = first + tl.arange(0, CHUNK)
-        slots = tl.where(results < active, results, results - active + splits)[:, None] * GROUP + rows[None, :]
         there = (results < active + parts)[:, None] & (rows < GROUP)[None, :]
+        if SHARED:
+            results = tl.where(results < active, results, results - active + splits)
+        slots = results[:, None] * GROUP + rows[None, :]
         # .cg: other SMs wrote these, this one's L1 must not answer
         lse = tl.load(lse_ptr + slots, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(partial_ptr + slots[:, :, None] * N + dims[None, None, :], mask=there[:, :, None] & (dims < N)[None, None, :],
@@ -174,8 +176,11 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
         v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)    # masked: 0 * what an unused slot holds may be NaN
         acc, total, highest = _softmax_step(acc, total, highest, q, k, v, there[None, :], scale_log2, True)
     task = seq * num_kv_heads + kv_head
-    partial_ptr += task.to(tl.int64) * (splits + max_parts) * GROUP * N
-    lse_ptr += task.to(tl.int64) * (splits + max_parts) * GROUP
+    room = splits
+    if SHARED:
+        room += max_parts
+    partial_ptr += task.to(tl.int64) * room * GROUP * N
+    lse_ptr += task.to(tl.int64) * room * GROUP
     parts = 0
     if SHARED:
         wait_for_neighbour(PDL)
@@ -202,7 +207,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     if arrived == active - 1:
         tl.store(arrived_ptr + task, 0)
         tl.debug_barrier()
-        _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, GROUP, N, ROWS, N_PAD, CHUNK)
+        _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED, GROUP, N, ROWS, N_PAD, CHUNK)
 
 
 def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor, rows_S: torch.Tensor, kv_lens_S: torch.Tensor,
