@@ -1,6 +1,6 @@
 """The attention kernels on one GPU, against the ceilings of the peers, with a sweep of how they may be cut.
 
-    python benchmarks/attention.py [--quick] [decode] [prefill] [cudnn] [launch]
+    python benchmarks/attention.py [--quick] [decode] [shared] [prefill] [cudnn] [launch]
 
 Prints for each case the default and the best three cuts: microseconds, and TB/s of keys and values (decode) or TFLOP/s (prefill).
 --quick leaves the sweep out. Decodes run in a CUDA graph over as many layers as it takes to keep the L2 cache cold, as in a model.
@@ -11,16 +11,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 
 import torch
 import triton
 
 from shoal.attention import triton as backend_module
-from shoal.attention.step import StepInput
-from shoal.attention.triton import MIN_SPLIT, TritonBackend, decode_splits
+from shoal.attention.step import SharedPrefixes, StepInput
+from shoal.attention.triton import MIN_SPLIT, PREFIX_PROGRAMS_PER_SM, TritonBackend, decode_splits, prefix_parts
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, decode_tiles, prefill_attention, prefill_tiles
+from shoal.kernels.prefix_attention import prefix_attention, prefix_tiles
+from shoal.kernels.state import MAX_GROUPS, GroupField
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -41,6 +43,18 @@ DECODES = {
 }
 DECODE_TILES = [Tiles(16, 64, 4, 2), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 4), Tiles(16, 128, 4, 2), Tiles(16, 128, 8, 2),
                 Tiles(16, 128, 8, 3), Tiles(16, 32, 4, 4), Tiles(16, 32, 2, 4), Tiles(16, 64, 2, 3)]
+
+# name: (query heads, sequences, groups of equal size that they form, tokens that a group shares, tokens of each one's own)
+SHARED = {
+    "16 heads: 256 x (2048 + 160)": (16, 256, 1, 2048, 160),
+    "256 x (2048 + 160)": (32, 256, 1, 2048, 160),
+    "4 groups of 64 x (2048 + 160)": (32, 256, 4, 2048, 160),
+    "16 heads: 4 groups of 8 x (4096 + 500)": (16, 32, 4, 4096, 500),
+    "16 x (8192 + 500)": (32, 16, 1, 8192, 500),
+    "16 heads: 256 x 640, nothing shared": (16, 256, 0, 0, 640),
+    "16 heads: 16 x 640, nothing shared": (16, 16, 0, 0, 640),
+}
+PREFIX_TILES = [Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 2)]
 
 # name: (query heads, (query tokens, kv_len) of each sequence, paged)
 PREFILLS = {
@@ -84,6 +98,27 @@ class Step:
         self.backend = TritonBackend(num_heads, num_kv_heads, head_dim, block_size, len(sequences), max_kv_len, DEVICE, BF16)
         self.layer_bytes = sum(kv_lens) * 2 * num_kv_heads * head_dim * 2
         self.flops = sum(4 * num_heads * head_dim * (n * (kv_len - n) + n * (n + 1) // 2) for n, kv_len in sequences)
+
+    def share(self, num_groups: int, shared: int) -> None:
+        """Every num_groups-th sequence begins with the same blocks."""
+        num_seqs, table = self.step.num_seqs, torch.zeros(MAX_GROUPS, len(GroupField), dtype=torch.int32, device=DEVICE)
+        members: list[int] = []
+        for group in range(num_groups):
+            seqs = list(range(group, num_seqs, num_groups))
+            self.step.block_tables_RM[seqs, :shared // 16] = self.step.block_tables_RM[group, :shared // 16].clone()
+            table[group] = torch.tensor([len(members), len(seqs), shared, group])
+            members += seqs
+        lens_S, members_S = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([shared] * num_seqs, members or [0]))
+        self.step = replace(self.step, prefixes=SharedPrefixes(lens_S, members_S, table))
+
+    def cascade(self, tiles: Tiles, programs: int, parts: int, layer: int, only_prefix: bool = False) -> None:
+        step, prefixes = self.step, self.step.prefixes
+        splits = decode_splits(step.num_seqs, 8, step.max_kv_len, self.backend.num_sms)
+        prefix_attention(self.q, self.cache[:, layer], prefixes.groups, prefixes.members_S, step.block_tables_RM, self.workspace,
+                         step.num_seqs, programs, splits, parts, self.backend.scale, tiles)
+        if not only_prefix:
+            decode_attention(self.q, self.cache[:, layer], self.out, step.rows_S, step.kv_lens_S, step.block_tables_RM, self.workspace,
+                             step.num_seqs, splits, self.backend.scale, min_split=MIN_SPLIT, prefix_lens_S=prefixes.lens_S, max_parts=parts)
 
     def attend(self, layer: int = 0) -> torch.Tensor:
         return self.backend.attend(self.q, self.k, self.v, self.cache[:, layer], self.step, None)
@@ -152,6 +187,30 @@ def decode_case(name: str, num_heads: int, lengths: list[int], max_kv_len: int, 
     show(name, results, lambda us: f"{layer_bytes / us / 1e6:.2f} TB/s", note)
 
 
+def shared_case(name: str, num_heads: int, num_seqs: int, num_groups: int, shared: int, own: int, quick: bool) -> None:
+    """Beside it each for itself, and the prefix kernel alone."""
+    num_layers = 3
+    step = Step(num_heads, [(1, shared + own)] * num_seqs, num_layers, 4608 if shared + own < 4608 else 16384)
+    plain = graphed_microseconds(step.attend, num_layers)    # random blocks of its own for each
+    step.share(num_groups, shared)
+    kernel_input, step.step = step.step, replace(step.step, prefixes=None)
+    same_blocks, step.step = graphed_microseconds(step.attend, num_layers), kernel_input
+    sms, parts = step.backend.num_sms, prefix_parts(num_seqs, 8, step.backend.num_sms)
+    step.workspace = DecodeWorkspace.allocate(num_seqs * num_heads * (64 + 64), num_seqs * 8, 128, DEVICE)
+    cuts = [(prefix_tiles(128, BF16), PREFIX_PROGRAMS_PER_SM * sms, parts)]
+    if not quick:
+        cuts += [(tiles, waves * sms, max(1, int(x * parts))) for tiles in PREFIX_TILES for waves in (1, 2) for x in (0.5, 1, 2)]
+    results = []
+    for cut in cuts:
+        alone = graphed_microseconds(partial(step.cascade, *cut, only_prefix=True), num_layers)
+        us = graphed_microseconds(partial(step.cascade, *cut), num_layers)
+        results.append((us, f"{cut[1]} programs, {cut[2]} parts, tiles {astuple(cut[0])}, prefix alone {alone:.1f} us"))
+    flops = 4 * num_heads * 128 * num_seqs * shared
+    print(f"{name:40s} each for itself {plain:.1f} us, from the same blocks {same_blocks:.1f} us; "
+          f"{num_seqs * own * 4096 / 4.28e6:.1f} us for its own keys and {flops / 6e8:.1f} us for the products would be ideal", flush=True)
+    show(name, results, lambda us: f"{same_blocks / us:.2f} times")
+
+
 def prefill_case(name: str, num_heads: int, sequences: list[tuple[int, int]], paged: bool, quick: bool) -> None:
     step = Step(num_heads, sequences, 1, max(kv_len for _, kv_len in sequences), fresh=not paged)
     cuts = [prefill_tiles(128, BF16)] + ([] if quick else PREFILL_TILES)
@@ -175,6 +234,12 @@ def cudnn_case(length: int) -> None:
 def bench_decode(quick: bool) -> None:
     for name, case in DECODES.items():
         decode_case(name, *case, quick)
+        torch.cuda.empty_cache()
+
+
+def bench_shared(quick: bool) -> None:
+    for name, case in SHARED.items():
+        shared_case(name, *case, quick)
         torch.cuda.empty_cache()
 
 
@@ -205,7 +270,7 @@ def bench_launch(_: bool) -> None:
 
 
 def main() -> None:
-    parts = {"decode": bench_decode, "prefill": bench_prefill, "cudnn": bench_cudnn, "launch": bench_launch}
+    parts = {"decode": bench_decode, "shared": bench_shared, "prefill": bench_prefill, "cudnn": bench_cudnn, "launch": bench_launch}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="default: all")
     parser.add_argument("--quick", action="store_true", help="no sweep")

@@ -24,7 +24,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 IGNORED_OPTIONS = frozenset({
     "tokenizer_mode", "trust_remote_code", "swap_space", "disable_log_stats", "disable_custom_all_reduce", "enable_chunked_prefill",
     "compilation_config", "distributed_executor_backend", "max_seq_len_to_capture", "use_tqdm_on_load", "allowed_local_media_path",
-    "limit_mm_per_prompt", "mm_processor_kwargs", "disable_cascade_attn", "num_scheduler_steps", "use_v2_block_manager", "worker_cls",
+    "limit_mm_per_prompt", "mm_processor_kwargs", "num_scheduler_steps", "use_v2_block_manager", "worker_cls",
     "optimization_level", "served_model_name", "disable_log_requests",
     "tokenizer_revision",
 })
@@ -61,6 +61,7 @@ class EngineConfig:
     cudagraph_capture_sizes: list[int] | None = None
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"            # "triton" | "cpu" | "flashinfer" | "flash_attn"
+    disable_cascade_attn: bool = False         # decodes read a shared prefix each for itself, as if it were its own
     async_scheduling: bool | None = None       # schedule step n+1 while n runs; default: on a GPU
     scheduling_policy: str = "fcfs"            # or "priority"
     long_prefill_token_threshold: int = 0      # most prompt tokens of one sequence in a step while others wait; 0: the whole budget

@@ -17,6 +17,8 @@ from shoal.kernels import cpu_build
 class CpuBackend:
     """AttentionBackend for the CPU."""
 
+    share_from: int | None = None
+
     def __init__(self, head_dim: int) -> None:
         self.scale = head_dim ** -0.5
         self._library = cpu_build.load()

@@ -12,6 +12,15 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Groups of decodes that share their first blocks: views into the batch state (kernels/state.py says what is in them)."""
+
+    lens_S: torch.Tensor
+    members_S: torch.Tensor
+    groups: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One step on the device. Sequences come decodes first: `num_decodes` of them have one query token, the rest are prefill chunks.
 
@@ -31,6 +40,7 @@ class StepInput:
     fresh_prefills: bool = False    # every prefill chunk starts at position 0: k and v of the step are all there is to see
     host_query_starts: tuple[int, ...] = ()    # query_starts_S on the host, for backends that loop over prefills (empty in a captured step)
     host_kv_lens: tuple[int, ...] = ()         # kv_lens_S on the host (likewise)
+    prefixes: SharedPrefixes | None = None     # None: nothing is shared; else there may be no group, in a captured step
 
     @property
     def num_seqs(self) -> int:
@@ -45,6 +55,7 @@ class AttentionBackend(Protocol):
     """Causal attention of a step's queries over the paged cache. Built once an engine; `begin` may plan for a step's shape."""
 
     scale: float
+    share_from: int | None    # from how many decodes on it makes use of StepInput.prefixes; None: never
 
     def begin(self, step: StepInput) -> None:
         """Called once before the layers of an eager step, or before capture."""

@@ -1,6 +1,7 @@
 """The GPU's attention backend: Triton kernels on the paged cache, and cuDNN for long prefills that have no cached prefix.
 
-Owns the choice of kernel, the number of splits and the decode workspace; the kernels are in kernels/attention.py.
+Owns the choice of kernel, the number of splits and the decode workspace; the kernels are in kernels/attention.py, that for prefixes which
+decodes share in kernels/prefix_attention.py.
 Shapes: T tokens of the step, H query heads, G kv heads, N head size, L queries of one sequence.
 """
 
@@ -14,11 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shoal.attention.step import StepInput
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
+from shoal.kernels.prefix_attention import prefix_attention
 
 PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once
 WAVES = 3                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
 MIN_SPLIT = 64            # fewest keys that are worth a program of their own
 FULL_SPLIT = 160          # and that the longest sequence gives each: many programs for few keys cost more than they bring
+SHARE_FROM = 9            # fewest decodes for which a shared prefix is worth one launch more a layer
+PREFIX_PROGRAMS_PER_SM = 2
+MAX_PARTS = 16            # most parts of a shared prefix: each is one result more to weigh
 CUDNN_MIN_LEN = 2048      # shortest fresh prefill that cuDNN gets; it is faster than our kernel on long ones only
 CUDNN_STEP = 1024         # and it gets whole steps of its queries, since it plans anew for every length it meets
 
@@ -29,6 +34,14 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: in
     slots = num_sms * PROGRAMS_PER_SM
     splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)    # few tasks: one full wave of equal programs
     return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
+
+
+def prefix_parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
+    """Into how many parts a shared prefix may be cut. In a large batch a few sequences' parts do not fill the GPU, as the workspace has
+    room for that many parts of every sequence."""
+    if num_seqs < SHARE_FROM:
+        return 0
+    return min(MAX_PARTS, max(8, PREFIX_PROGRAMS_PER_SM * num_sms // (num_kv_heads * -(-num_seqs // 32))))
 
 
 def equal_runs(host_query_starts: tuple[int, ...], first_seq: int) -> Iterator[tuple[int, int, int]]:
@@ -45,6 +58,8 @@ def equal_runs(host_query_starts: tuple[int, ...], first_seq: int) -> Iterator[t
 class TritonBackend:
     """Steps that share a backend must run one after the other: they share its workspace."""
 
+    share_from: int | None = SHARE_FROM
+
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,
                  device: torch.device, dtype: torch.dtype) -> None:
         self.scale = head_dim ** -0.5
@@ -55,7 +70,8 @@ class TritonBackend:
         # cuDNN's fused attention: Hopper's kernels, half precision, head sizes it has
         self.cudnn = (on_gpu and torch.cuda.get_device_capability(device) >= (9, 0) and dtype != torch.float32
                       and head_dim <= 128 and head_dim % 8 == 0)
-        partials = max(s * decode_splits(s, num_kv_heads, max_model_len, self.num_sms) for s in range(1, max_num_seqs + 1))
+        partials = max(s * (decode_splits(s, num_kv_heads, max_model_len, self.num_sms) + prefix_parts(s, num_kv_heads, self.num_sms))
+                       for s in range(1, max_num_seqs + 1))
         self.workspace = DecodeWorkspace.allocate(partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device)
 
     def begin(self, step: StepInput) -> None:
@@ -66,8 +82,14 @@ class TritonBackend:
         out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype, device=q_THN.device)
         if step.num_decodes:
             splits = decode_splits(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
+            parts, prefix_lens_S = 0, None
+            if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
+                parts, prefix_lens_S = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms), step.prefixes.lens_S
+                prefix_attention(q_THN, kv_layer, step.prefixes.groups, step.prefixes.members_S, step.block_tables_RM, self.workspace,
+                                 step.num_decodes, PREFIX_PROGRAMS_PER_SM * self.num_sms, splits, parts, self.scale)
             decode_attention(q_THN, kv_layer, out_THN, step.rows_S, step.kv_lens_S, step.block_tables_RM, self.workspace,
-                             step.num_decodes, splits, self.scale, window, min_split=MIN_SPLIT)
+                             step.num_decodes, splits, self.scale, window, min_split=MIN_SPLIT,
+                             prefix_lens_S=prefix_lens_S, max_parts=parts)
         if step.num_seqs > step.num_decodes:
             self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN)
         return out_THN

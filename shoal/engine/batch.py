@@ -12,9 +12,10 @@ from enum import IntEnum
 
 import numpy as np
 
+from shoal.engine.prefixes import PrefixTree
 from shoal.engine.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.sequence import Grammar, Sequence
-from shoal.kernels.state import FIELDS, Field, StateLayout, seed_words
+from shoal.kernels.state import FIELDS, MAX_GROUPS, Field, GroupField, StateLayout, seed_words
 
 INT32_MAX = 2**31 - 1
 ALIGNMENT = 4    # int32s: sections start on 16 bytes, so that Triton sees one alignment and compiles one variant
@@ -34,6 +35,7 @@ class Header(IntEnum):
     FRESH_PREFILLS = 8       # every prefill chunk starts at position 0
     EXTRAS = 9               # rank 0 samples once more, with what the state rows can't say
     NUM_PROMPT_LOGITS = 10   # tokens of prompts whose logits are asked for
+    NUM_GROUPS = 11          # of decodes that share a prefix
 
 
 HEADER_SIZE = 16
@@ -129,8 +131,13 @@ class Extras:
 class BatchBuilder:
     """The host's mirror of the device's batch state. `build` must see every plan, in order."""
 
-    def __init__(self, layout: StateLayout, block_size: int) -> None:
-        self.layout, self.block_size = layout, block_size
+    def __init__(self, layout: StateLayout, block_size: int, share_from: int | None = None) -> None:
+        """`share_from`: the fewest decodes among which groups are looked for."""
+        self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
+        self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
+        self.decode_rows = np.zeros(0, np.int32)                        # of the last step
+        self.num_groups = 0                                             # that they made
+        self.prefixes = np.zeros(layout.prefix_size, np.int32)          # what the device holds at prefix_address
         self.active = np.full(layout.num_rows, -1, np.int32)            # what rows_B holds on the device
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows    # (sequence, its admission) whose fields a row holds
         self.num_sent = [0] * layout.num_rows                           # block ids of the row's table that the device has
@@ -150,8 +157,11 @@ class BatchBuilder:
                     self._sample_extras(entry, sample, extras)
                 sample += 1
         decode_only = plan.num_decodes == len(plan.scheduled)
+        decode_rows = np.array([entry.row for entry in plan.scheduled[:plan.num_decodes]], np.int32)
         if decode_only:
-            self._update_active(plan, graph_size or plan.num_decodes, addresses, values)
+            self._update_active(decode_rows, graph_size or plan.num_decodes, addresses, values)
+        if self.tree is not None and not np.array_equal(decode_rows, self.decode_rows):
+            self._update_prefixes(self.tree, decode_rows, addresses, values)
         header = np.zeros(HEADER_SIZE, np.int32)
         header[Header.NUM_UPDATES] = len(addresses)
         header[Header.NUM_SEQS] = len(plan.scheduled)
@@ -164,6 +174,7 @@ class BatchBuilder:
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes:])
         header[Header.EXTRAS] = extras.shapes_logits
         header[Header.NUM_PROMPT_LOGITS] = len(extras.prompt_targets)
+        header[Header.NUM_GROUPS] = self.num_groups
         sections = {"addresses": np.array(addresses, np.int32), "values": np.array(values, np.int64).astype(np.int32)}
         if not decode_only:
             sections |= self._token_sections(plan)
@@ -176,6 +187,8 @@ class BatchBuilder:
         if self.owner[row] != (seq, seq.num_admissions):
             self.owner[row] = (seq, seq.num_admissions)
             self.num_sent[row] = 0
+            if self.tree is not None:
+                self.tree.place(row, seq.block_ids)
             params = seq.request.params
             low, high = seed_words(params.seed or 0)
             fields = {Field.TOKEN: seq.token_ids[entry.start], Field.POSITION: entry.start, Field.SEED_LOW: low, Field.SEED_HIGH: high,
@@ -192,12 +205,35 @@ class BatchBuilder:
             values.extend(blocks[sent:])
             self.num_sent[row] = len(blocks)
 
-    def _update_active(self, plan: StepPlan, size: int, addresses: list[int], values: list[int]) -> None:
+    def _update_active(self, decode_rows: np.ndarray, size: int, addresses: list[int], values: list[int]) -> None:
         wanted = np.full(size, -1, np.int32)
-        wanted[:plan.num_decodes] = [entry.row for entry in plan.scheduled]
+        wanted[:len(decode_rows)] = decode_rows
         changed = np.flatnonzero(self.active[:size] != wanted)
         self.active[:size] = wanted
         addresses.extend((changed + self.layout.active_address).tolist())
+        values.extend(wanted[changed].tolist())
+
+    def _update_prefixes(self, tree: PrefixTree, decode_rows: np.ndarray, addresses: list[int], values: list[int]) -> None:
+        """Who decodes has changed, and so may the groups. A row changes hands only with a step between in which it does not decode."""
+        self.decode_rows = decode_rows
+        rows = decode_rows.tolist()
+        groups = tree.groups(rows) if len(rows) >= self.share_from else []
+        if not groups and not self.num_groups:
+            return
+        self.num_groups = len(groups)
+        index = {row: i for i, row in enumerate(rows)}
+        wanted = np.zeros(self.layout.prefix_size, np.int32)
+        lens, members, table = (wanted[span] for span in self.layout.prefix_spans)
+        start = 0
+        for group, fields in zip(groups, table.reshape(MAX_GROUPS, len(GroupField))):
+            indices, end = [index[row] for row in group.rows], start + len(group.rows)
+            fields[:] = start, len(indices), group.num_blocks * self.block_size, group.rows[0]
+            members[start:end] = indices
+            lens[indices] = fields[GroupField.LENGTH]
+            start = end
+        changed = np.flatnonzero(self.prefixes != wanted)
+        self.prefixes = wanted
+        addresses.extend((changed + self.layout.prefix_address).tolist())
         values.extend(wanted[changed].tolist())
 
     @staticmethod

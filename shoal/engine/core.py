@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, Stats, TokenLogprobs
@@ -96,7 +98,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens or 0, max_model_len=config.max_model_len or 0,
             enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold)
-        self.builder = BatchBuilder(self.runner.layout, config.block_size)
+        self.builder = self._new_builder(self.runner)
         self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer), self.model_config.vocab_size, files.eos_token_ids)
         self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []    # held until their grammar is there
         self.sleeper = Sleeper(self)
@@ -130,7 +132,11 @@ class EngineCore:
     def _check_ids(self, request: Request) -> None:
         params, vocab_size = request.params, self.model_config.vocab_size
         ids = request.prompt_token_ids
-        if min(ids) < 0 or max(ids) >= vocab_size:
+        try:
+            valid = np.frombuffer(array("I", ids), np.uint32).max() < vocab_size    # min and max of a list take six times as long
+        except OverflowError:    # negative, or beyond 32 bits
+            valid = False
+        if not valid:
             bad = next(i for i in ids if not 0 <= i < vocab_size)
             raise RequestError(f"token id {bad} in the prompt is outside the vocabulary [0, {vocab_size}); check the tokenizer")
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
@@ -216,8 +222,11 @@ class EngineCore:
         self.scheduler.reset_prefix_cache()
         self.in_flight.clear()
         self.late.clear()
-        self.builder = BatchBuilder(self.runner.layout, self.config.block_size)
+        self.builder = self._new_builder(self.runner)
         self.runner.reset_state()
+
+    def _new_builder(self, runner: ModelRunner) -> BatchBuilder:
+        return BatchBuilder(runner.layout, self.config.block_size, runner.share_from)
 
     def _cause_of_death(self, error: Exception) -> EngineDeadError:
         """A rank's death, if there was one, rather than the broken collective it left behind."""

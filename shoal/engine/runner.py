@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shoal.attention.select import select_backend
-from shoal.attention.step import StepInput
+from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.config import EngineConfig
 from shoal.engine.batch import HEADER_SIZE, Extras, Header, section_spans
 from shoal.engine.device import DeviceMemory, PinnedRing
@@ -113,6 +113,10 @@ class ModelRunner(RankCommands):
         self.active_B = layout.active(self.state)
         self.table = layout.table(self.state)
         self.block_tables = layout.block_tables(self.state)
+        self.prefixes = SharedPrefixes(*layout.prefixes(self.state))
+        config = self.config
+        never = config.disable_cascade_attn or not config.enable_prefix_caching or all(self.model_config.windows)
+        self.share_from = None if never else self.backend.share_from    # decodes, for the host to look for groups
         self.tokens_B, self.positions_B, self.kv_lens_B, self.out_B = (torch.zeros(size, dtype=torch.int32) for _ in range(4))
         self.query_starts_B = torch.arange(size + 1, dtype=torch.int32)
         pinned = self.device.type == "cuda"
@@ -147,7 +151,7 @@ class ModelRunner(RankCommands):
         self._largest_step()
         graph_bytes = 0
         if not config.enforce_eager:
-            graph_bytes = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len).measure()
+            graph_bytes = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len, self.share_from).measure()
         return (self.memory.room(graph_bytes) - self.shaper.reserved_bytes) // self.block_bytes
 
     def _largest_step(self) -> None:
@@ -190,7 +194,7 @@ class ModelRunner(RankCommands):
         self.reset_state()
         if self.device.type == "cuda":
             if not self.config.enforce_eager:
-                self.graphs = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len)
+                self.graphs = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len, self.share_from)
                 self.graphs.capture(self.regions.graph_pool("kv_cache"))
             for fresh in (True, False):    # compiles, or loads, the kernels of mixed steps before a request waits for them
                 self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
@@ -239,22 +243,24 @@ class ModelRunner(RankCommands):
 
     def _decode_step(self, header: np.ndarray, extras: Extras | None) -> torch.Tensor:
         size = int(header[Header.NUM_DECODES])
-        graph = self.graphs.fitting(size) if self.graphs is not None else None
+        sharing = bool(header[Header.NUM_GROUPS])
+        graph = self.graphs.fitting(size, sharing) if self.graphs is not None else None
         if graph is not None:
             graph.replay()
             padded, logits_SV = graph.size, graph.logits
         else:
-            padded, logits_SV = size, self._decode(size, int(header[Header.MAX_KV_LEN]))
+            padded, logits_SV = size, self._decode(size, int(header[Header.MAX_KV_LEN]), sharing)
         if header[Header.EXTRAS]:
             self._sample(logits_SV, self.active_B[:padded], self.positions_B[:padded], extras)
         return logits_SV
 
-    def _decode(self, size: int, max_kv_len: int) -> torch.Tensor:
+    def _decode(self, size: int, max_kv_len: int, sharing: bool) -> torch.Tensor:
         """One decode of the first `size` active rows, all inputs from the state; returns the logits. This is what a graph captures."""
         tokens, positions, kv_lens, rows = self.tokens_B[:size], self.positions_B[:size], self.kv_lens_B[:size], self.active_B[:size]
         self.ops.begin_decode(rows, self.table, tokens, positions, kv_lens)
         step = StepInput(token_ids_T=tokens, positions_T=positions, rows_T=rows, rows_S=rows, query_starts_S=self.query_starts_B[:size + 1],
-                         kv_lens_S=kv_lens, block_tables_RM=self.block_tables, num_decodes=size, max_query_len=1, max_kv_len=max_kv_len)
+                         kv_lens_S=kv_lens, block_tables_RM=self.block_tables, num_decodes=size, max_query_len=1, max_kv_len=max_kv_len,
+                         prefixes=self.prefixes if sharing else None)
         self.backend.begin(step)
         logits_SV = self.model.logits(self.model(step, self.kv))
         self._sample(logits_SV, rows, positions, None)
@@ -273,7 +279,7 @@ class ModelRunner(RankCommands):
             query_starts_S=sections["query_starts"], kv_lens_S=sections["kv_lens"], block_tables_RM=self.block_tables,
             num_decodes=num_decodes, max_query_len=int(header[Header.MAX_QUERY_LEN]), max_kv_len=int(header[Header.MAX_KV_LEN]),
             fresh_prefills=bool(header[Header.FRESH_PREFILLS]), host_query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
-            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()))
+            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()), prefixes=self.prefixes if header[Header.NUM_GROUPS] else None)
         self.backend.begin(step)
         select_S, prompt = sections["sample_index"].long(), None
         if header[Header.NUM_PROMPT_LOGITS]:
@@ -350,7 +356,7 @@ class ModelRunner(RankCommands):
         """Waits for the device and frees its memory. The runner is of no use afterwards."""
         for name in list(self.weights_groups):
             self.leave_weights_group(name)
-        for name in ("model", "kv", "state", "active_B", "table", "block_tables", "backend", "shaper", "staging", "results"):
+        for name in ("model", "kv", "state", "active_B", "table", "block_tables", "prefixes", "backend", "shaper", "staging", "results"):
             setattr(self, name, None)
         gc.collect()
         self.regions.close()

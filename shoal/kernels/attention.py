@@ -1,7 +1,7 @@
 """Triton attention over the paged KV cache: one kernel for decode steps, one for (chunked) prefills.
 
 Both group the query heads of one kv head in a tile, so that K and V are read once a group. The oracle is attention_reference.py;
-who launches which, and the workspace, is attention/triton.py. Offsets into the cache are 64-bit.
+who launches which, and the workspace, is attention/triton.py; what decodes share, prefix_attention.py. Offsets into the cache are 64-bit.
 Shapes: T tokens, S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size; GROUP = H / G.
 """
 
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.pdl import pdl_options, wait_for_inputs
+from shoal.kernels.pdl import pdl_options, start_next, wait_for_inputs, wait_for_neighbour
 
 LOG2_E = 1.4426950408889634
 LOWEST: tl.constexpr = tl.constexpr(-1e30)    # start of a running maximum: finite, so that a wholly masked tile adds 0, not NaN
@@ -76,18 +76,21 @@ def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.
 # ------------------------------------------------------------------------------------------------------------------------------- decode
 
 @triton.jit
-def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, GROUP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-                    N_PAD: tl.constexpr, CHUNK: tl.constexpr):
-    """Weighs the partial results of one (sequence, kv head), always in the order of the splits: who came last changes no bit."""
+def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
+                    ROWS: tl.constexpr, N_PAD: tl.constexpr, CHUNK: tl.constexpr):
+    """Weighs the partial results of one (sequence, kv head): `active` of its splits, then `parts` of a shared prefix, which lie behind
+    the room for all `splits`. Always in this order: who came last changes no bit."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, N_PAD)
     acc = tl.zeros((ROWS, N_PAD), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     highest = tl.full((ROWS,), LOWEST, tl.float32)
-    for first in range(0, active, CHUNK):
-        splits = first + tl.arange(0, CHUNK)
-        slots = splits[:, None] * GROUP + rows[None, :]
-        there = (splits < active)[:, None] & (rows < GROUP)[None, :]
+    for first in range(0, active + parts, CHUNK):
+        results = first + tl.arange(0, CHUNK)
+        there = (results < active + parts)[:, None] & (rows < GROUP)[None, :]
+        if SHARED:
+            results = tl.where(results < active, results, results - active + splits)
+        slots = results[:, None] * GROUP + rows[None, :]
         # .cg: other SMs wrote these, this one's L1 must not answer
         lse = tl.load(lse_ptr + slots, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(partial_ptr + slots[:, :, None] * N + dims[None, None, :], mask=there[:, :, None] & (dims < N)[None, None, :],
@@ -103,18 +106,25 @@ def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, GROUP: tl.constexpr, 
              mask=(rows < GROUP)[:, None] & (dims < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["splits", "min_split"], do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"])
-def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr,
-                  scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, splits, min_split,
-                  GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["splits", "max_parts", "min_split"], do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"])
+def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr, parts_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr,
+                  scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, splits, max_parts, min_split,
+                  GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+                  PDL: tl.constexpr):
     """One query token a sequence; grid (G, splits, S). A sequence's keys are shared out evenly over at most `splits` programs.
 
     The grid is fixed when a graph is captured, lengths are read here: programs beyond a length leave at once, and a sequence that
     needs one program writes its output directly. Otherwise each leaves a normalised result and its log-sum-exp in the workspace, and
     the last to arrive (a counter tells) weighs them together and puts the counter back to 0: no second launch.
+
+    SHARED: the kernel before, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in `parts_ptr[seq]` parts, while
+    this one works on the other keys; they are weighed together with the splits.
     """
-    wait_for_inputs(PDL)
+    if SHARED:
+        start_next(PDL)
+    else:
+        wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2)
@@ -125,9 +135,13 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, part
     start = 0
     if WINDOW > 0:
         start = tl.maximum(kv_len - WINDOW, 0)
+    if SHARED:
+        start = tl.minimum(tl.load(prefix_lens_ptr + seq), kv_len)
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
     active = tl.cdiv(kv_len - start, split_len)
     if split >= tl.maximum(active, 1):
+        if SHARED:
+            wait_for_neighbour(PDL)
         return
 
     heads = tl.arange(0, BLOCK_M)    # of this group; padded, as a matrix product wants 16 rows
@@ -137,6 +151,8 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, part
     head_offsets = heads[:, None] * N + dims[None, :]
     out_ptr += (seq * num_kv_heads + kv_head).to(tl.int64) * GROUP * N
     if kv_len == 0:    # a padded row
+        if SHARED:
+            wait_for_neighbour(PDL)
         tl.store(out_ptr + head_offsets, tl.zeros((BLOCK_M, N_PAD), out_ptr.dtype.element_ty), mask=head_mask)
         return
 
@@ -159,14 +175,31 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, part
         k = tl.load(kv_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)    # masked: 0 * what an unused slot holds may be NaN
         acc, total, highest = _softmax_step(acc, total, highest, q, k, v, there[None, :], scale_log2, True)
-    result = acc / total[:, None]
+    task = seq * num_kv_heads + kv_head
+    room = splits
+    if SHARED:
+        room += max_parts
+    partial_ptr += task.to(tl.int64) * room * GROUP * N
+    lse_ptr += task.to(tl.int64) * room * GROUP
+    parts = 0
+    if SHARED:
+        wait_for_neighbour(PDL)
+        parts = tl.load(parts_ptr + seq, mask=start > 0, other=0, cache_modifier=".cg")
     if active == 1:
-        tl.store(out_ptr + head_offsets, result.to(out_ptr.dtype.element_ty), mask=head_mask)
+        if SHARED:    # who is alone weighs the parts of the prefix itself
+            for part in tl.range(splits, splits + parts, loop_unroll_factor=4):
+                lse = tl.load(lse_ptr + part * GROUP + heads, mask=heads < GROUP, other=float("-inf"), cache_modifier=".cg")
+                partial = tl.load(partial_ptr + part * GROUP * N + head_offsets, mask=head_mask, other=0.0, cache_modifier=".cg")
+                new_highest = tl.maximum(highest, lse)
+                shrink = tl.exp2(highest - new_highest)
+                weight = tl.exp2(lse - new_highest)
+                acc = acc * shrink[:, None] + partial * weight[:, None]
+                total = total * shrink + weight
+                highest = new_highest
+        tl.store(out_ptr + head_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
         return
 
-    task = seq * num_kv_heads + kv_head
-    partial_ptr += task.to(tl.int64) * splits * GROUP * N
-    lse_ptr += task * splits * GROUP
+    result = acc / total[:, None]
     tl.store(partial_ptr + split * GROUP * N + head_offsets, result, mask=head_mask)
     tl.store(lse_ptr + split * GROUP + heads, highest + tl.log2(total), mask=heads < GROUP)
     tl.debug_barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
@@ -174,26 +207,34 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, part
     if arrived == active - 1:
         tl.store(arrived_ptr + task, 0)
         tl.debug_barrier()
-        _combine_splits(out_ptr, partial_ptr, lse_ptr, active, GROUP, N, ROWS, N_PAD, CHUNK)
+        _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED, GROUP, N, ROWS, N_PAD, CHUNK)
 
 
 def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor, rows_S: torch.Tensor, kv_lens_S: torch.Tensor,
                      block_tables_RM: torch.Tensor, workspace: DecodeWorkspace, num_seqs: int, splits: int, scale: float,
-                     window: int | None = None, tiles: Tiles | None = None, min_split: int = 64) -> None:
-    """Sequence s < num_seqs has the one query q_THN[s]; writes out_THN[s]. `min_split`: fewest keys worth a program of their own."""
+                     window: int | None = None, tiles: Tiles | None = None, min_split: int = 64,
+                     prefix_lens_S: torch.Tensor | None = None, max_parts: int = 0) -> None:
+    """Sequence s < num_seqs has the one query q_THN[s]; writes out_THN[s]. `min_split`: fewest keys worth a program of their own.
+
+    With `prefix_lens_S`, `prefix_attention` of the same `splits` and `max_parts` was launched just before: it has those keys."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert q_THN.stride()[1:] == (head_dim, 1) and out_THN.is_contiguous() and kv_layer.stride()[3:] == (head_dim, 1)
     assert block_tables_RM.stride(1) == 1 and num_seqs * num_kv_heads <= workspace.arrived.numel()
-    assert splits == 1 or num_seqs * num_kv_heads * splits * group * head_dim <= workspace.partial.numel()
+    shared = prefix_lens_S is not None
+    assert not (shared and window) and (shared or max_parts == 0)
+    assert splits + max_parts == 1 or num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
     tiles = tiles or decode_tiles(head_dim, q_THN.dtype)
     head_dim_pad = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(group)
     decode_kernel[(num_kv_heads, splits, num_seqs)](
-        q_THN, kv_layer, out_THN, rows_S, kv_lens_S, block_tables_RM, workspace.partial, workspace.lse, workspace.arrived,
-        scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), *kv_layer.stride()[:3], splits, min_split,
-        GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0,
-        BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows, CHUNK=max(2, 8192 // (rows * head_dim_pad)),
+        q_THN, kv_layer, out_THN, rows_S, kv_lens_S, prefix_lens_S if shared else rows_S, workspace.parts, block_tables_RM,
+        workspace.partial, workspace.lse, workspace.arrived,
+        scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), *kv_layer.stride()[:3], splits, max_parts, min_split,
+        GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SHARED=shared,
+        BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows,
+        # with a prefix most programs weigh, and few results: a large tile would be mostly masked
+        CHUNK=max(2, (2048 if shared else 8192) // (rows * head_dim_pad)),
         num_warps=max(tiles.num_warps, min(rows // 8, 4)), num_stages=tiles.num_stages, maxnreg=tiles.max_registers, **pdl_options())
 
 
@@ -204,12 +245,14 @@ class DecodeWorkspace:
     partial: torch.Tensor    # fp32: normalised results
     lse: torch.Tensor        # fp32: their log2-sum-exps
     arrived: torch.Tensor    # int32: programs done, of each (sequence, kv head); 0 between launches
+    parts: torch.Tensor      # int32: partial results there are for a shared prefix, of each sequence that has one
 
     @classmethod
     def allocate(cls, num_partials: int, num_tasks: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
-        """`num_partials`: rows of results, over all sequences, query heads and splits; `num_tasks`: sequences times kv heads."""
+        """`num_partials`: rows of results, over all sequences, query heads, splits and parts; `num_tasks`: sequences times kv heads."""
         return cls(torch.empty(num_partials * head_dim, dtype=torch.float32, device=device),
                    torch.empty(num_partials, dtype=torch.float32, device=device),
+                   torch.zeros(num_tasks, dtype=torch.int32, device=device),
                    torch.zeros(num_tasks, dtype=torch.int32, device=device))
 
 

@@ -24,6 +24,27 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def wait_then_start_next(PDL: tl.constexpr):
+    """For a kernel whose successor works beside it: that one starts when all before this one are done, and reads what they wrote."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """For such a successor, at its start; it comes to `wait_for_neighbour` before it leaves or reads what its predecessor writes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_neighbour(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
 def pdl_options() -> dict[str, bool]:
     """Arguments of a launch on the current device; the kernel passes its PDL on to `wait_for_inputs`."""
     enabled = not triton.knobs.runtime.interpret and _has_pdl(triton.runtime.driver.active.get_current_device())

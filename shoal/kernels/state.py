@@ -1,7 +1,8 @@
 """The batch state on the device: one flat int32 tensor, changed only by (address, value) pairs. This file says what lies where.
 
-First the active decode rows in batch order (-1: padding), then one row a sequence: its fields, then its block table; last a spare row,
-nobody's, where writes through index -1 end up.
+First the active decode rows in batch order (-1: padding); then what decodes share: of each in batch order how many of its first tokens
+its group shares (0: none), the groups' members one group after the other, as indices into the batch, and the table of groups; then one
+row a sequence: its fields, then its block table; last a spare row, nobody's, where writes through index -1 end up.
 The host's mirror of it: engine/batch.py. Who reads it: the kernels. No Triton here.
 """
 
@@ -26,6 +27,16 @@ class Field(IntEnum):
     MIN_P = 7          # float32 bits; 0: off
 
 
+class GroupField(IntEnum):
+    """Columns of the table of groups, of sequences whose first blocks are the same. Unused ones have 0 members and length 0."""
+
+    START = 0     # of its members in the list of all
+    COUNT = 1
+    LENGTH = 2    # tokens they share, whole blocks
+    ROW = 3       # a member's: whose block table to read
+
+
+MAX_GROUPS = 32            # as many as a warp has threads: all are looked at at once
 FIELDS = 16                # 64 bytes, so that block tables are aligned
 MIN_TEMPERATURE = 1e-5     # as vLLM: below it, dividing by the temperature means nothing
 _ALIGNMENT = 16            # int32s: rows start on 64 bytes
@@ -46,8 +57,22 @@ class StateLayout:
     def row_stride(self) -> int:
         return FIELDS + _aligned(self.max_blocks)
 
+    @property
+    def prefix_address(self) -> int:
+        return _aligned(self.num_rows)
+
+    @property
+    def prefix_spans(self) -> tuple[slice, slice, slice]:
+        """Lengths, members and groups, in the `prefix_size` ints from `prefix_address` on."""
+        stride = _aligned(self.num_rows)
+        return slice(0, self.num_rows), slice(stride, stride + self.num_rows), slice(2 * stride, self.prefix_size)
+
+    @property
+    def prefix_size(self) -> int:
+        return 2 * _aligned(self.num_rows) + MAX_GROUPS * len(GroupField)
+
     def row_address(self, row: int) -> int:
-        return _aligned(self.num_rows) + row * self.row_stride
+        return self.prefix_address + self.prefix_size + row * self.row_stride
 
     @property
     def size(self) -> int:
@@ -56,6 +81,11 @@ class StateLayout:
     def active(self, state: torch.Tensor) -> torch.Tensor:
         """rows_B: [num_rows]."""
         return state[:self.num_rows]
+
+    def prefixes(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """prefix_lens_B and members_B, [num_rows] each, and the groups, [MAX_GROUPS, 4]."""
+        lens_B, members_B, groups = (state[self.prefix_address:][span] for span in self.prefix_spans)
+        return lens_B, members_B, groups.view(MAX_GROUPS, len(GroupField))
 
     def table(self, state: torch.Tensor) -> torch.Tensor:
         """[num_rows + 1, FIELDS + M]: what `sample` and `begin_decode` take."""

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from shoal.attention import triton as backend_module
-from shoal.attention.step import StepInput
+from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.attention.triton import TritonBackend
 from shoal.kernels.attention import DecodeWorkspace, decode_attention
 from shoal.kernels.attention_reference import gather_kv, paged_attention
+from shoal.kernels.state import MAX_GROUPS, GroupField
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -198,3 +199,73 @@ def test_random_mixed_steps() -> None:
         chunks = [(n, n + rng.choice([0, rng.randint(1, 2000)])) for n in (rng.randint(1, 700) for _ in range(rng.randint(1, 12)))]
         case = Case([*decoding, *chunks], *rng.choice([(32, 8, 128), (9, 3, 64)]), num_decodes=len(decoding), seed=rng.randrange(1000))
         case.check(case.attend())
+
+
+Groups = list[tuple[list[int], int]]    # (sequences, tokens they share)
+
+
+def set_groups(case: Case, groups: Groups) -> None:
+    """Lets the sequences of each group begin with the first one's blocks. Once set, groups change in place, as under a captured graph."""
+    rows = case.step.rows_S.tolist()
+    lens = torch.zeros(len(rows), dtype=torch.int32)
+    table = torch.zeros(MAX_GROUPS, len(GroupField), dtype=torch.int32)
+    members: list[int] = []
+    for group, (seqs, length) in enumerate(groups):
+        first, num_blocks = rows[seqs[0]], length // case.block_size
+        where = torch.tensor([rows[seq] for seq in seqs], device=DEVICE)
+        case.table[where, 16:16 + num_blocks] = case.table[first, 16:16 + num_blocks].clone()
+        lens[seqs] = num_blocks * case.block_size
+        table[group] = torch.tensor([len(members), len(seqs), num_blocks * case.block_size, first])
+        members += seqs
+    padded = torch.full((len(rows),), -1, dtype=torch.int32)
+    padded[:len(members)] = torch.tensor(members, dtype=torch.int32)
+    if case.step.prefixes is None:
+        case.step = replace(case.step, prefixes=SharedPrefixes(lens.to(DEVICE), padded.to(DEVICE), table.to(DEVICE)))
+    else:
+        for there, new in zip((case.step.prefixes.lens_S, case.step.prefixes.members_S, case.step.prefixes.groups), (lens, padded, table)):
+            there.copy_(new)
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (32, 32, 96), (8, 1, 80), (8, 2, 256)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_shared_prefixes_with_any_heads(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    lengths = [1000, 15, 993, 1500, 0, 1001, 2049, 63, 2000, 1700, 1024, 1060, 0, 3000]
+    case = Case(decodes(lengths), *heads, dtype=dtype, num_decodes=len(lengths))
+    set_groups(case, [([0, 2, 10, 5], 992), ([3, 13, 8, 6], 1488)])
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("shared", [2048, 2000, 16])
+@pytest.mark.parametrize("heads", [16, 32])
+def test_one_prefix_of_a_whole_batch(heads: int, shared: int) -> None:
+    case = Case(decodes([2176 + i % 64 for i in range(256)]), heads, num_decodes=256, max_kv_len=4608)
+    set_groups(case, [(list(range(256)), shared)])
+    case.check(case.attend())
+
+
+def test_many_groups_answer_the_same_bits_every_time() -> None:
+    case = Case(decodes([1030 + 7 * i for i in range(128)]), num_decodes=128)
+    set_groups(case, [(list(range(i, 128, 16)), 64 * (i + 1)) for i in range(16)])
+    first = case.attend()
+    case.check(first)
+    for _ in range(300):
+        assert torch.equal(case.attend(), first)
+    assert not case.backend.workspace.arrived.any()
+
+
+def test_groups_change_between_replays_of_a_captured_step() -> None:
+    lengths = [9000, 8000, 3000, 500, 2000, 1, 17, 1280] * 3
+    case = Case(decodes(lengths), num_decodes=24, max_kv_len=40_960)
+    set_groups(case, [])
+    case.attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers = [case.backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None) for _ in range(3)]
+    for groups in ([], [([0, 1, 8, 9, 16], 7984), ([4, 12, 20], 16)], [([23, 15, 7, 4, 2], 1264)], [(list(range(24)), 0)],
+                   [([3, 11, 19], 496), ([1, 9, 17], 7984), ([0, 8, 16], 8992)], []):
+        set_groups(case, [group for group in groups if group[1]])
+        for layer in layers:
+            layer.fill_(float("nan"))
+        graph.replay()
+        for layer in layers:
+            case.check(layer)

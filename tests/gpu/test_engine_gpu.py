@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shoal import LLM, SamplingParams
+from shoal.engine import prefixes
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -74,6 +75,20 @@ def test_captured_steps_equal_eager_ones_in_bf16(build):
     graphs = ids_of(build("qwen3", dtype="bfloat16").generate(PROMPTS, greedy()))
     eager = ids_of(build("qwen3", dtype="bfloat16", enforce_eager=True).generate(PROMPTS, greedy()))
     assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1    # a near tie may flip: splits differ
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(enforce_eager=True), dict(max_num_batched_tokens=300), dict(num_gpu_blocks_override=60),
+], ids=str)
+def test_shared_prefixes_change_no_token(options, build, monkeypatch):
+    monkeypatch.setattr(prefixes, "MIN_SAVED", 256)
+    shared = [random.Random(i).choices(range(256), k=150) for i in range(2)]
+    prompts = [shared[i % 2] + random.Random(100 + i).choices(range(256), k=i) for i in range(16)]
+    params = [greedy(max_tokens=10 + 3 * i) for i in range(16)]
+    expected = ids_of(build("qwen3", disable_cascade_attn=True).generate(prompts, params))
+    engine = build("qwen3", **options)
+    assert engine.core.builder.tree is not None
+    assert ids_of(engine.generate(prompts, params)) == expected
 
 
 def test_exit_gives_the_memory_back(build):
