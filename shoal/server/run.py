@@ -16,6 +16,7 @@ import termios
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -182,6 +183,7 @@ class _Connection(HttpToolsProtocol):
         self._in_head, self._head_bytes = True, 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._is_told_again = False    # what the parser reads is no news
 
     def connection_made(self, transport: asyncio.Transport) -> None:    # type: ignore[override]
         super().connection_made(transport)
@@ -192,12 +194,24 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
+        if self._is_told_again:
+            return
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
 
+    def on_url(self, url: bytes) -> None:
+        if not self._is_told_again:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_told_again:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self._is_told_again:
+            return
         self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -205,11 +219,30 @@ class _Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline(data[offer.args[0]:])
+        except httptools.HttpParserError:
+            self.send_400_response("what came is no HTTP")
+            return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEADER_BYTES:
                 self._refuse(ApiError(431, f"the request's head has more than {MAX_HEADER_BYTES} bytes"))
+
+    def _decline(self, rest: bytes) -> None:
+        """The client offers another protocol (HTTP/2, as Java's does each time), and the parser ends the request with its head. Nobody need
+        take the offer: another parser is told of the body, which begins with `rest`."""
+        framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.cycle.more_body = True
+        self._is_told_again = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        self._is_told_again = False
+        if rest:
+            self.data_received(rest)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import pytest
 
@@ -229,6 +230,32 @@ def test_cors_is_off_unless_origins_are_named():
         assert server.request("/health", headers={"Origin": "https://b.example"})[1]["Access-Control-Allow-Origin"] == "*"
         text = server.request(CHAT, method="OPTIONS", headers=asks)[2]
         assert re.search("method and headers", text)
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_offer_to_speak_http2_is_declined_and_the_request_answered(framing, at_once, server):
+    """Java's client makes it with each request, and so does `curl --http2`."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    said, framed = ((f"Content-Length: {len(body)}", body) if framing == "length"
+                    else ("Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)))
+    head = (f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+            f"{said}\r\n\r\n").encode()
+    connection = server.raw(head + framed if at_once else head)
+    for _ in range(3):
+        if not at_once:
+            connection.sendall(framed[:5])
+            time.sleep(0.05)
+            connection.sendall(framed[5:])
+        assert read_until(connection, b'"cached_tokens":0}}}').startswith(b"HTTP/1.1 200")
+        connection.sendall(head + framed if at_once else head)
+    connection.sendall(b"" if at_once else framed)
+    read_until(connection, b'"cached_tokens":0}}}')
+    connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" * 2)
+    answers = read_until(connection, b"}")
+    if answers.count(b"200 OK") < 2:
+        answers += read_until(connection, b"}")
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
 
 
 def test_keep_alive_connections_serve_one_request_after_another(server):
