@@ -302,6 +302,9 @@ class EngineCore:
         except (RuntimeError, ShoalError) as error:
             self.error = self._cause_of_death(error)
             raise self.error from error
+        except BaseException:
+            self._forget_everything()
+            raise
 
     # Commands
 

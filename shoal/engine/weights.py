@@ -60,6 +60,9 @@ class Weights:
     def update_from_tensors(self, tensors: Mapping[str, torch.Tensor] | Sequence[Handle]) -> int:
         """From whole tensors under their Hugging Face names, some or all: of this process, or SharedTensors.handles of another."""
         if isinstance(tensors, Mapping):
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, torch.Tensor) or tensor.is_meta:    # found in the middle, other ranks would wait for it
+                    raise ConfigError(f"{name} is no tensor that holds data, but {tensor!r:.80}; give one")
             names = self._check_tensors([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
             tensors = {name: tensors[name] for name in names}
             described = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]

@@ -388,6 +388,22 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expect
     assert tokens(llm) == expected
 
 
+def test_an_interrupt_while_the_last_step_is_waited_for_leaves_a_whole_engine(folder, build, expected, monkeypatch):
+    llm = build(folder, async_scheduling=True)
+    stream = llm.stream(PROMPTS[1], params())
+    next(stream)
+    assert llm.core.in_flight
+    fail_once(monkeypatch, llm.core, "_complete", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.sleep(level=1, mode="keep")
+    *_, last = stream
+    assert last.outputs[0].finish_reason == "abort"
+    llm.core.scheduler.check()
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
 def test_requests_are_refused_on_demand(folder, build, expected):
     llm = build(folder)
     llm.core.refuse("about to sleep")
@@ -636,6 +652,9 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_changes(folder, bui
                       ({"model.layers.0.input_layernorm.weight": torch.ones(48, dtype=torch.int32)}, "int32")):
         with pytest.raises(CheckpointError, match=word):
             llm.update_weights_from_tensors(good | bad)
+    for nothing in (torch.zeros(48, device="meta"), [0.0] * 48):
+        with pytest.raises(ConfigError, match=r"model\.norm\.weight is no tensor that holds data"):
+            llm.update_weights_from_tensors(good | {"model.norm.weight": nothing})
     whole = {"name": "model.norm.weight", "dtype": "float32", "shape": [48]}
     for nonsense in ([{"name": "model.norm.weight"}], [7], 7, [whole | {"dtype": "nn"}], [whole | {"shape": "x"}], [whole | {"shape": 3}]):
         with pytest.raises(ConfigError, match="handles"):

@@ -203,6 +203,21 @@ def test_freed_memory_goes_back_once_the_region_closes(regions):
     assert used() - before < 64 * MIB and y == GIB
 
 
+def test_a_set_that_is_let_go_of_gives_its_memory_back():
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = used()
+    for _ in range(70):      # a process has room for 64 regions
+        own = Regions()
+        with own.region("weights", offload=True):
+            x = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
+        own.pause()
+        del own, x
+        gc.collect()
+    torch.cuda.empty_cache()
+    assert used() - before < 64 * MIB
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_each_device_has_a_region_of_its_own(regions):
     tensors = []

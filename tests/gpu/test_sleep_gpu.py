@@ -147,6 +147,59 @@ def test_a_wake_without_room_loses_nothing(build, folder, expected, level):
     assert tokens(llm) == expected
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_what_lies_in_unused_cache_slots_reaches_no_answer(build, expected, eager):
+    """A woken cache's content is undefined: NaN at worst."""
+    llm = build(enforce_eager=eager)
+    with torch.inference_mode():
+        llm.core.runner.kv.fill_(float("nan"))
+    assert tokens(llm) == expected
+    assert tokens(llm) == expected      # prompts found in the cache
+
+
+@pytest.mark.parametrize("backend, package", [("flash_attn", "flash_attn"), ("flashinfer", "flashinfer")])
+def test_nor_with_attention_from_other_libraries(build, backend, package):
+    pytest.importorskip(package)
+    llm = build(attention_backend=backend, block_size=256, dtype="bfloat16")
+    before = tokens(llm)
+    with torch.inference_mode():
+        llm.core.runner.kv.fill_(float("nan"))
+    llm.reset_prefix_cache()
+    assert tokens(llm) == before and tokens(llm) == before
+
+
+def test_level_2_after_level_1_gives_the_hosts_memory_back(build, folder, expected):
+    llm = build()
+    llm.collective_rpc("wait_for_host")
+    llm.sleep(level=1)
+    buffers = llm.core.runner.regions._regions.host_usage
+    assert buffers()["used"] > 0
+    assert llm.sleep(level=2).host_bytes == 0 and buffers()["bytes"] == 0
+    llm.wake_up()
+    llm.update_weights(folder)
+    for _ in range(2):
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert tokens(llm) == expected
+
+
+def test_engines_that_do_not_start_leave_no_region(build, tmp_path, folder):
+    """A process has room for 64 regions."""
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    with open(broken / "model.safetensors", "r+b") as file:
+        file.truncate(4000)
+    before = free_bytes()
+    for _ in range(70):
+        with pytest.raises(ShoalError):
+            build(broken)
+        gc.collect()
+    torch.cuda.empty_cache()
+    assert before - free_bytes() < GIB
+
+
 @pytest.mark.parametrize("tags", [None, ["kv_cache"], ["weights"]])
 def test_kept_requests_go_on_after_waking(build, expected, tags):
     llm = build()
@@ -233,5 +286,5 @@ def test_two_ranks_sleep_together(build, folder, expected):
     torch.cuda.empty_cache()
     llm.wake_up()
     assert tokens(llm) == expected
-    llm.update_weights_from_tensors({name: w.cuda() for name, w in load_file(folder / "model.safetensors").items()})    # CUDA IPC to rank 1
+    llm.update_weights_from_tensors({name: w.cuda() for name, w in load_file(folder / "model.safetensors").items()})
     assert tokens(llm) == expected
