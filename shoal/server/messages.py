@@ -14,7 +14,7 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.protocol import MinusOneOrMore, Positive
+from shoal.server.protocol import MinusOneOrMore, Positive, Words
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools
 
@@ -61,7 +61,7 @@ class CountTokensRequest(Struct, kw_only=True):
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Positive
-    stop_sequences: list[str] | None = None
+    stop_sequences: Words | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: MinusOneOrMore | None = None

@@ -23,6 +23,8 @@ Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 MinusOneOrMore = Annotated[int, Meta(ge=-1, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Text = Annotated[str, Meta(min_length=1)]
+Word = Annotated[str, Meta(max_length=1000)]
+Words = Annotated[list[Word], Meta(max_length=256)]    # each is looked for at every token
 Prompts = str | list[str | TokenId | list[TokenId]]    # a text, texts, ids, or lists of ids
 
 
@@ -55,9 +57,9 @@ class SamplingFields(Struct, kw_only=True):
     top_k: MinusOneOrMore | None = None
     min_p: float | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: Word | Words | None = None
     stop_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Words | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: Positive | None = None

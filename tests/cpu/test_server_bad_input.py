@@ -55,6 +55,8 @@ def check_error(status, text, expected):
     (COMPLETE, {"prompt": [99999]}, "prompt"), (COMPLETE, {"prompt": [-1]}, "prompt[0]"), (COMPLETE, {"prompt": ["a", 1]}, "prompt"),
     (COMPLETE, {"prompt": [10**40]}, "prompt[0]"), (COMPLETE, {"prompt": "x", "logit_bias": {"zzz": 1}}, "logit_bias"),
     (COMPLETE, {"prompt": "x", "stop": 17}, "stop"), (COMPLETE, {"prompt": "x", "stop": [""]}, "stop"),
+    (COMPLETE, {"prompt": "x", "stop": ["a"] * 257}, "stop"), (COMPLETE, {"prompt": "x", "bad_words": ["a"] * 257}, "bad_words"),
+    (COMPLETE, {"prompt": "x", "stop": "a" * 1001}, "stop"), (COMPLETE, {"prompt": "x", "bad_words": ["a" * 1001]}, "bad_words[0]"),
     (COMPLETE, {"prompt": "x", "best_of": 3}, "best_of"), (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix"),
     (COMPLETE, {"prompt": "x", "seed": 2**70}, "seed"), (COMPLETE, {"prompt": "x", "priority": 2**40}, "priority"),
     (COMPLETE, {"prompt": "x", "timeout": 0}, "timeout"), (COMPLETE, {"prompt": "x", "stream": "yes"}, "stream"),
