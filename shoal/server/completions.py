@@ -27,6 +27,10 @@ async def create_completion(exchange: Exchange) -> None:
     prompts = await read_prompts(model, request.prompt, field="prompt", keep=keep,
                                  add_special_tokens=request.add_special_tokens is not False)
     max_tokens = request.max_tokens
+    if max_tokens == 0:
+        if not request.echo:
+            raise ApiError(400, "max_tokens 0 asks for nothing; set echo for the prompt alone, or raise it", param="max_tokens")
+        max_tokens = 1    # the engine gives one at least, which is not shown
     if max_tokens is None:    # as many as OpenAI gives, or what is left
         longest = max(len(p.token_ids) for p in prompts)
         max_tokens = max(1, min(DEFAULT_MAX_TOKENS, model.max_model_len - longest))
@@ -58,10 +62,13 @@ class _Answer:
         self.id, self.created = generation.request_id, int(time.time())
         self.shapes = LogprobShapes(model, request.logprobs or 0, bool(request.return_tokens_as_token_ids))
         self._offsets: dict[int, int] = {}    # characters so far, of each choice that began
+        self._is_echo_alone = request.max_tokens == 0
         self._is_plain = not (request.echo or request.return_token_ids) and request.prompt_logprobs is None and request.logprobs is None
 
     def choice(self, whole: CompletionOutput) -> dict[str, Any]:
         request, index = self.request, whole.index
+        if self._is_echo_alone:
+            whole = CompletionOutput(index, "", [], logprobs=[], finish_reason="length")
         shown = self._shown(index, whole.text, whole.token_ids, whole.logprobs, self.generation.prompt_logprobs[index], True)
         return {**shown, "finish_reason": whole.finish_reason, "stop_reason": whole.stop_reason,
                 **({"token_ids": whole.token_ids} if request.return_token_ids else {})}
@@ -71,6 +78,8 @@ class _Answer:
         if self._is_plain and delta.finish_reason is None:
             return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}' % (delta.index, encode(delta.text))
         is_first = delta.index not in self._offsets
+        if self._is_echo_alone:
+            delta = Delta(delta.index, "", [], prompt_logprobs=delta.prompt_logprobs, finish_reason="length")
         shown = self._shown(delta.index, delta.text, delta.token_ids, delta.logprobs, delta.prompt_logprobs, is_first)
         if self.request.return_token_ids:
             shown["token_ids"] = delta.token_ids

@@ -124,6 +124,7 @@ class ChatCompletionRequest(TextFields, kw_only=True):
 
 class CompletionRequest(TextFields, kw_only=True):
     prompt: Prompts
+    max_tokens: Count | None = None               # 0, with echo: the prompt alone, for its log-probabilities
     echo: bool | None = None                      # the prompt before its continuation
     logprobs: MinusOneOrMore | None = None
     suffix: str | None = None                     # refused: no model here fills in the middle

@@ -103,6 +103,16 @@ def test_completion_logprobs_and_echo(client):
     assert complete(client, prompt=ids_of("xy"), echo=True, max_tokens=1).choices[0].text == "xyh"
 
 
+def test_no_tokens_with_echo_is_the_prompt_alone(server, client):
+    for stream in (False, True):
+        answer = complete(client, echo=True, logprobs=1, max_tokens=0, stream=stream)
+        [choice] = [c for part in (answer if stream else [answer]) for c in part.choices]
+        assert choice.text == "hello" and choice.finish_reason == "length" and choice.logprobs.tokens == list("hello")
+        assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.token_logprobs) == 5
+    status, answer = server.json("/v1/completions", {"prompt": "hello", "max_tokens": 0})
+    assert status == 400 and answer["error"]["param"] == "max_tokens"
+
+
 def test_prompt_logprobs_and_token_ids(server):
     status, answer = server.json("/v1/completions", {"prompt": "abc", "max_tokens": 2, "prompt_logprobs": 1, "return_token_ids": True})
     choice = answer["choices"][0]
