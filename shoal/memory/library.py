@@ -38,7 +38,7 @@ class Moved(ctypes.Structure):
 
 
 class RegionUsage(ctypes.Structure):
-    _fields_ = tuple((name, c_int64) for name in ("base", "reserved", "allocated", "mapped", "host", "pieces", "allocations", "paused"))
+    _fields_ = tuple((name, c_int64) for name in ("allocated", "mapped", "host", "pieces", "paused"))
 
 
 class HostUsage(ctypes.Structure):

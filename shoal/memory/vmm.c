@@ -281,13 +281,12 @@ void shoal_region_failure(Region *region, Status *status)
     pthread_mutex_unlock(&region->lock);
 }
 
-typedef struct RegionUsage { int64_t base, reserved, allocated, mapped, host, pieces, allocations, paused; } RegionUsage;
+typedef struct RegionUsage { int64_t allocated, mapped, host, pieces, paused; } RegionUsage;
 
 void shoal_region_usage(Region *region, RegionUsage *usage)
 {
     pthread_mutex_lock(&region->lock);
-    *usage = (RegionUsage){.base = region->base, .reserved = region->span, .allocated = region->allocated,
-                           .allocations = region->num_allocations, .paused = region->paused};
+    *usage = (RegionUsage){.allocated = region->allocated, .paused = region->paused};
     for (int64_t i = 0; i < region->num_copies; i++)
         usage->host += region->copies[i].size;
     for (int64_t i = 0; i < steps(region); i++) {

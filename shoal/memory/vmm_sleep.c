@@ -26,7 +26,7 @@ typedef struct Unit {           // a piece, with the copies that touch it
     Region *region;
     Piece *piece;
     int64_t first, end;
-    void *event, *stream;
+    void *event;
     atomic_int state;
     bool was_mapped;
 } Unit;

@@ -31,7 +31,7 @@ static int64_t store_end, in_use;
 static char violation[256];
 static _Thread_local int contexts[64], depth;
 static _Thread_local int acl_device = -1;
-long fake_calls, fake_fail_at, fake_fail_code = 999, fake_refuse_pin, fake_copied, fake_syncs, fake_creates, fake_unmaps;
+long fake_calls, fake_fail_at, fake_fail_code = 999, fake_refuse_pin, fake_syncs, fake_unmaps;
 int64_t fake_capacity = 1ll << 32;
 char fake_failed[64];
 
@@ -107,7 +107,6 @@ static int do_unreserve(uint64_t address, size_t size)
 
 static int do_create(uint64_t *handle, size_t size, int device, int full)
 {
-    fake_creates++;
     if (size % GRANULARITY || !size) violate("create: size", size);
     if (in_use + (int64_t)size > fake_capacity) return full;
     if (store < 0) { store = memfd_create("fake", 0); if (ftruncate(store, STORE)) return 1; }
@@ -172,10 +171,8 @@ static void run(Stream *stream, int upto)
         Mapping *first = mapping_of(op->device), *last = mapping_of(op->device + op->size - 1);
         if (!first || first != last || !first->access)
             violate("copy: not mapped", op->device);
-        else {
+        else
             memcpy(op->to, op->from, op->size);
-            fake_copied += op->size;
-        }
     }
     if (stream->done == stream->count)
         stream->done = stream->count = 0;

@@ -150,6 +150,15 @@ def test_requests_share_pieces_and_a_piece_goes_with_its_last_tenant(regions, fa
     assert fake.books()["physical"] == 0
 
 
+def test_a_free_waits_for_the_device_when_a_piece_goes_and_only_then(regions, fake):
+    a, b = regions.make(512), regions.make(100)
+    before = fake.get("syncs")
+    a.free()
+    assert fake.get("syncs") == before
+    b.free()
+    assert fake.get("syncs") == before + 1 and fake.books()["physical"] == 0
+
+
 def test_large_requests_come_in_few_pieces(regions, fake):
     regions.make(80 * GRAIN)
     assert fake.books()["physical"] == 10
