@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from shoal.config import option
 from shoal.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ LATENCIES = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl
              "e2el": "End-to-end Latency"}
 SHOWN_ERRORS = 5
 MAX_LINE_BYTES = 1 << 24    # of a stream
-
-
-def option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,8 @@ def _add_flags(parser: argparse.ArgumentParser, config: type, title: str, but: t
             continue
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
         kinds = [t for t in typing.get_args(hint) if t is not types.NoneType] if isinstance(hint, types.UnionType) else [hint]
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.metadata.get('help', '')} (default: {field.default})"}
+        default = "" if field.default is None else f" (default: {field.default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"] + default}
         if kinds[0] is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kinds[0]) is list:

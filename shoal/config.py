@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import ConfigError
@@ -37,40 +37,45 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def option(default: Any, help: str) -> Any:
+    """A field whose meaning `--help` tells, too."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Raises ConfigError naming the option, its value and the limit."""
 
-    model: str = DEFAULT_MODEL                 # folder, .gguf file, hub id, or "smollm2"
-    tokenizer: str | None = None               # folder or tokenizer.json; default: the model's own
-    skip_tokenizer_init: bool = False          # token ids only
-    revision: str | None = None                # of a hub id
-    download_dir: str | None = None
-    load_format: str = "auto"                  # or "dummy": random weights
-    dtype: str = "auto"                        # "auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it
-    device: str = "auto"                       # "cuda" if there is one, else "cpu"
-    max_model_len: int | None = None           # default: what the model was trained for
-    max_num_seqs: int | None = None            # default: 256 on a GPU, 64 on the CPU
-    max_num_batched_tokens: int | None = None  # token budget of a step; default: 16384 on a GPU, 1024 on the CPU
-    block_size: int = 16                       # tokens a KV block
-    gpu_memory_utilization: float = 0.9        # this engine's share of the card
-    kv_cache_memory_bytes: int | None = None   # on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share
-    num_gpu_blocks_override: int | None = None
-    enable_prefix_caching: bool = True
-    enforce_eager: bool = False                # no CUDA graphs
-    cudagraph_capture_sizes: list[int] | None = None
-    tensor_parallel_size: int = 1
-    attention_backend: str = "auto"            # "triton" | "cpu" | "flashinfer" | "flash_attn"
-    disable_cascade_attn: bool = False         # decodes read a shared prefix each for itself, as if it were its own
-    async_scheduling: bool | None = None       # schedule step n+1 while n runs; default: on a GPU
-    scheduling_policy: str = "fcfs"            # or "priority"
-    long_prefill_token_threshold: int = 0      # most prompt tokens of one sequence in a step while others wait; 0: the whole budget
-    generation_config: str = "auto"            # "vllm": ignore the model's generation_config.json for default sampling parameters
-    chat_template: str | None = None           # a Jinja template or a path to one; default: the model's own
-    max_logprobs: int = 20                     # most logprobs a request may ask for; -1: no limit
-    seed: int = 0                              # of requests that bring none
-    enable_sleep_mode: bool = False            # weights and KV cache in regions whose memory `sleep` gives back
-    sleep_offload: str = "host"                # where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint
+    model: str = option(DEFAULT_MODEL, 'folder, .gguf file, hub id, or "smollm2"')
+    tokenizer: str | None = option(None, "folder or tokenizer.json; default: the model's own")
+    skip_tokenizer_init: bool = option(False, "token ids only")
+    revision: str | None = option(None, "branch, tag or commit of a hub id")
+    download_dir: str | None = option(None, "where files from the hub are kept; default: the hub library's cache")
+    load_format: str = option("auto", '"auto" | "safetensors" | "dummy": random weights')
+    dtype: str = option("auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it')
+    device: str = option("auto", '"cuda" if there is one, else "cpu"')
+    max_model_len: int | None = option(None, "default: what the model was trained for")
+    max_num_seqs: int | None = option(None, "default: 256 on a GPU, 64 on the CPU")
+    max_num_batched_tokens: int | None = option(None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU")
+    block_size: int = option(16, "tokens a KV block")
+    gpu_memory_utilization: float = option(0.9, "this engine's share of the card")
+    kv_cache_memory_bytes: int | None = option(None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share")
+    num_gpu_blocks_override: int | None = option(None, "KV blocks, whatever would fit")
+    enable_prefix_caching: bool = option(True, "requests share the KV blocks of equal beginnings")
+    enforce_eager: bool = option(False, "no CUDA graphs")
+    cudagraph_capture_sizes: list[int] | None = option(None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs")
+    tensor_parallel_size: int = option(1, "devices that share the work of each layer")
+    attention_backend: str = option("auto", '"triton" | "cpu" | "flashinfer" | "flash_attn"')
+    disable_cascade_attn: bool = option(False, "decodes read a shared prefix each for itself, as if it were its own")
+    async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
+    scheduling_policy: str = option("fcfs", '"fcfs" | "priority": the lowest number first')
+    long_prefill_token_threshold: int = option(0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget")
+    generation_config: str = option("auto", "\"vllm\": ignore the model's generation_config.json for default sampling parameters")
+    chat_template: str | None = option(None, "a Jinja template or a path to one; default: the model's own")
+    max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
+    seed: int = option(0, "of requests that bring none")
+    enable_sleep_mode: bool = option(False, "weights and KV cache in regions whose memory `sleep` gives back")
+    sleep_offload: str = option("host", 'where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint')
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -121,32 +126,32 @@ class EngineConfig:
 class ServerConfig:
     """Options of `shoal serve` beside the engine's; vLLM's names where it has them. Raises ConfigError."""
 
-    host: str = "127.0.0.1"                    # 0.0.0.0 serves every network this machine is on
-    port: int = 8000
-    admin_host: str = "127.0.0.1"
-    admin_port: int | None = None              # sleep, weights, pause and profile are offered here alone; default: not at all
-    served_model_name: list[str] | None = None # names clients use; the first is the one answered with; default: the model as given
-    api_key: list[str] | None = None           # any of them opens the /v1 endpoints; SHOAL_API_KEY adds some (comma-separated)
-    api_key_file: str | None = None            # one key a line
-    allowed_origins: list[str] | None = None   # CORS: sites whose pages may call; "*" for all; default: none
-    allowed_methods: list[str] | None = None   # CORS; default: all
-    allowed_headers: list[str] | None = None   # CORS; default: all
-    allow_credentials: bool = False            # CORS
-    max_body_bytes: int = 32 << 20             # of a request; more is a 413
-    max_total_body_bytes: int = 1 << 30        # of all requests under way together; more are a 429
-    max_queued_requests: int = 1024            # beyond what runs; more are a 429
-    request_timeout: float | None = None       # seconds a request may take in all; a request's own `timeout` may be shorter
-    read_timeout: float = 30.0                 # seconds a client may take to send its request
-    write_timeout: float = 120.0               # seconds a client may take none of its answer
-    shutdown_timeout: float = 30.0             # seconds running requests get after SIGTERM
-    restart: bool = False                      # start a dead engine core again
-    swap: bool = False                         # several models: one is awake, the others sleep
-    swap_patience: float = 5.0                 # seconds a sleeping model's requests wait while others still begin
-    tool_call_parser: str = "auto"             # "hermes" | "llama3_json" | "none"; auto: by the chat template
-    reasoning_parser: str = "auto"             # "qwen3" | "none"; auto: by the chat template
-    trust_request_chat_template: bool = False  # requests may bring a chat template (in the sandbox, but one may run for ever)
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
+    host: str = option("127.0.0.1", "0.0.0.0 serves every network this machine is on")
+    port: int = option(8000, "0: any that is free")
+    admin_host: str = option("127.0.0.1", "where the admin port is offered")
+    admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
+    served_model_name: list[str] | None = option(None, "names clients use; the first is the one answered with; default: the model as given")
+    api_key: list[str] | None = option(None, "any of them opens the /v1 endpoints; SHOAL_API_KEY adds some (comma-separated)")
+    api_key_file: str | None = option(None, "one key a line")
+    allowed_origins: list[str] | None = option(None, 'CORS: sites whose pages may call; "*" for all; default: none')
+    allowed_methods: list[str] | None = option(None, "CORS; default: all")
+    allowed_headers: list[str] | None = option(None, "CORS; default: all")
+    allow_credentials: bool = option(False, "CORS: pages may send cookies")
+    max_body_bytes: int = option(32 << 20, "of a request; more is a 413")
+    max_total_body_bytes: int = option(1 << 30, "of all requests under way together; more are a 429")
+    max_queued_requests: int = option(1024, "beyond what runs; more are a 429")
+    request_timeout: float | None = option(None, "seconds a request may take in all; a request's own `timeout` may be shorter")
+    read_timeout: float = option(30.0, "seconds a client may take to send its request")
+    write_timeout: float = option(120.0, "seconds a client may take none of its answer")
+    shutdown_timeout: float = option(30.0, "seconds running requests get after SIGTERM")
+    restart: bool = option(False, "start a dead engine core again")
+    swap: bool = option(False, "several models: one is awake, the others sleep")
+    swap_patience: float = option(5.0, "seconds a sleeping model's requests wait while others still begin")
+    tool_call_parser: str = option("auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template')
+    reasoning_parser: str = option("auto", '"qwen3" | "none"; auto: by the chat template')
+    trust_request_chat_template: bool = option(False, "requests may bring a chat template (in the sandbox, but one may run for ever)")
+    ssl_keyfile: str | None = option(None, "TLS: the private key")
+    ssl_certfile: str | None = option(None, "TLS: the certificate")
 
     def __post_init__(self) -> None:
         for name, low, high in (("port", 0, 65535), ("admin_port", 0, 65535), ("max_body_bytes", 1024, None),
