@@ -15,7 +15,7 @@ import torch
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.loader import is_derived
 from shoal.weights.source import CheckpointFiles, resolve
-from shoal.weights.transfer import Handle, check_group, parse_tensors
+from shoal.weights.transfer import Handle, check_group, checkpoint_tensors, parse_tensors
 from shoal.weights.update import check_checkpoint, check_same_packing, check_tensor, fingerprint
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ class Weights:
         """From whole tensors under their Hugging Face names, some or all: of this process, or SharedTensors.handles of another."""
         if isinstance(tensors, Mapping):
             for name, tensor in tensors.items():
-                if not isinstance(tensor, torch.Tensor) or tensor.is_meta:    # found in the middle, other ranks would wait for it
-                    raise ConfigError(f"{name} is no tensor that holds data, but {tensor!r:.80}; give one")
+                if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                    raise ConfigError(f"{name!s:.80} is no tensor that holds data, but {tensor!r:.80}; give tensors by name")
+            tensors = checkpoint_tensors(tensors)
             names = self._check_tensors([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
             tensors = {name: tensors[name] for name in names}
             described = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]

@@ -22,13 +22,29 @@ Handle = dict[str, Any]    # one tensor: "name", "dtype", "shape", and where it 
 Listed = tuple[str, str, Sequence[int]]    # name, dtype, shape
 
 
+def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors under the names that checkpoints have: transformers 5 holds a layer's experts in two tensors, gate_up_proj [E, 2F, D]
+    and down_proj [E, D, F]; here each expert has three, as views."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, is_fused, projection = name.rpartition(".experts.")
+        if not is_fused or tensor.ndim != 3 or projection not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        for i, expert in enumerate(tensor.detach()):
+            parts = expert.chunk(2) if projection == "gate_up_proj" else (expert,)
+            for part, its_name in zip(parts, ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",)):
+                found[f"{layer}.experts.{i}.{its_name}.weight"] = part
+    return found
+
+
 class SharedTensors:
     """The sender's side. CPU tensors are copied into anonymous shared memory, CUDA tensors are shared as they lie (CUDA IPC: the receiver
     must be another process on the same GPU's host, and a CUDA tensor must come from torch's own allocator). Keep it, unchanged, until the
     receiver has answered; then close it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        self._kept = {name: tensor.detach().contiguous() for name, tensor in checkpoint_tensors(tensors).items()}
         on_host = [(name, tensor) for name, tensor in self._kept.items() if tensor.device.type == "cpu"]
         self._fd = -1
         offsets, size = {}, 0
@@ -114,7 +130,8 @@ class WeightsGroup:
         return tensor
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The trainer's side of `update_weights_from_distributed`, in the order of the names that the engine was given."""
+        """The trainer's side of `update_weights_from_distributed`, in the order of the names that the engine was given: those of
+        checkpoints (`checkpoint_tensors`)."""
         for tensor in tensors.values():
             self.broadcast(tensor.detach().to(self.device).contiguous())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
@@ -643,6 +644,21 @@ def test_after_level_2_all_tensors_have_to_come_in_any_number_of_calls(folder, b
             tokens(llm)
         llm.update_weights_from_tensors(dict(items[start:start + 10]))
     assert tokens(llm) == expected
+
+
+def test_a_trainers_own_parameters_fit_also_where_its_experts_are_one_tensor(root, build):
+    """transformers 5 holds a layer's experts fused; its parameters are what an RL trainer has at hand."""
+    path = tiny.write_model(root, "qwen3-moe")
+    llm, trainer = build(path), transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    before = tokens(llm)
+    parameters = dict(trainer.named_parameters())
+    assert any(parameter.ndim == 3 for parameter in parameters.values())
+    with SharedTensors(parameters) as shared:
+        for given in (parameters, shared.handles):
+            llm.sleep(level=2)
+            llm.wake_up()
+            llm.update_weights_from_tensors(given)
+            assert tokens(llm) == before
 
 
 def test_tensors_that_do_not_fit_are_refused_before_anything_changes(folder, build, expected):
