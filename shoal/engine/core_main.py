@@ -25,7 +25,7 @@ from shoal import wire
 from shoal.api import MemoryReport
 from shoal.engine.core import EngineCore
 from shoal.engine.sleep import check_sleep
-from shoal.errors import RequestError, ShoalError
+from shoal.errors import RequestError, ShoalError, UnavailableError
 from shoal.weights.source import resolve
 from shoal.wire import Abort, Add, Call, Dead, Failure, ModelInfo, Outputs, Ready, Refused, Reply, Start, ToCore
 
@@ -113,6 +113,12 @@ class CoreLoop:
         return MemoryReport()
 
     def do_wake_up(self, tags: list[str] | None) -> MemoryReport:
+        """Calls off a sleep that still waits for running requests: the last word counts."""
+        sleepers, self.sleepers = self.sleepers, []
+        for call in sleepers:
+            self.outbox.put(Reply(call.call_id, error=Failure.of(UnavailableError("wake_up came before the running requests had ended"))))
+        if sleepers:
+            self.core.refuse(None)
         return self.core.wake_up(tags)
 
     def do_is_sleeping(self) -> bool:

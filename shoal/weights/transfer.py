@@ -23,8 +23,8 @@ Listed = tuple[str, str, Sequence[int]]    # name, dtype, shape
 
 
 def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors under the names that checkpoints have: transformers 5 holds a layer's experts in two tensors, gate_up_proj [E, 2F, D]
-    and down_proj [E, D, F]; here each expert has three, as views."""
+    """The same tensors under the names that checkpoints have: transformers 5 holds a layer's experts in two tensors, gate_up_proj
+    [E, 2F, D] and down_proj [E, D, F]; here each expert has three, as views."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, is_fused, projection = name.rpartition(".experts.")

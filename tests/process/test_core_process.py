@@ -189,6 +189,15 @@ async def test_sleep_in_its_three_modes(llm):
     await llm.wake_up()
     assert await running == (whole, FinishReason.LENGTH)
 
+    running = await begin("called off")
+    sleeping = asyncio.create_task(llm.sleep(1, mode="wait"))
+    await asyncio.sleep(0)
+    await llm.wake_up()
+    with pytest.raises(UnavailableError, match="wake_up came before"):
+        await sleeping
+    assert not await llm.is_sleeping() and len((await run(llm, request("new")))[0]) == 8
+    assert await running == (whole, FinishReason.LENGTH)
+
     running = await begin("awaited")
     sleeping = asyncio.create_task(llm.sleep(2, mode="wait"))
     await asyncio.sleep(0)
