@@ -279,7 +279,8 @@ class Control(Protocol):
         ...
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept}. Summed over ranks."""
+        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the host, "ready_bytes": host memory
+        held ready for it}. Summed over ranks."""
         ...
 
 

@@ -143,7 +143,8 @@ class FakeEngine:
         return {"rank0.embed": f"{self.weights_version:016x}"}
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
-        return {tag: {"device_bytes": 0 if tag in self.asleep else 1 << 30, "reserved_bytes": 1 << 30, "host_bytes": 0} for tag in TAGS}
+        return {tag: {"device_bytes": 0 if tag in self.asleep else 1 << 30, "reserved_bytes": 1 << 30, "host_bytes": 0,
+                      "ready_bytes": 0} for tag in TAGS}
 
     async def start_profile(self, folder: str) -> None:
         self._profiling = folder

@@ -182,7 +182,8 @@ class LLM:
         return self.core.is_sleeping
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the host}, summed over ranks."""
+        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the host, "ready_bytes": host memory
+        held ready for it}, summed over ranks."""
         return self.core.memory_usage()
 
     def update_weights(self, source: str) -> int:

@@ -54,7 +54,7 @@ class CpuRegions:
 
     def usage(self) -> dict[str, dict[str, int]]:
         return {tag: {"device_bytes": 0 if tag in self._asleep else self._size(tag), "reserved_bytes": self._size(tag),
-                      "host_bytes": self._size(tag) if self._asleep.get(tag) else 0} for tag in self._tensors}
+                      "host_bytes": self._size(tag) if self._asleep.get(tag) else 0, "ready_bytes": 0} for tag in self._tensors}
 
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
         """Where a graph's own memory comes from. None: wherever."""
@@ -101,7 +101,9 @@ class GpuRegions:
         return {name: report[name] for name in ("freed_bytes", "taken_bytes", "host_bytes", "in_use_bytes")}
 
     def usage(self) -> dict[str, dict[str, int]]:
-        return self._regions.usage()
+        buffers = self._regions.host_usage()
+        ready = max(0, buffers["ready"] - buffers["used"])
+        return {tag: entry | {"ready_bytes": ready if tag == "weights" else 0} for tag, entry in self._regions.usage().items()}
 
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
         return self._regions.graph_pool(tag)

@@ -230,7 +230,7 @@ class Swapper:
 
     async def _host_need(self, name: str) -> int:
         usage = (await self.models[name].engine.memory_usage())[WEIGHTS]
-        return max(0, usage["device_bytes"] - usage["host_bytes"])
+        return max(0, usage["device_bytes"] - usage["host_bytes"] - usage["ready_bytes"])
 
     def _room(self) -> int:
         return int(self._available() * (1 - HOST_MARGIN))

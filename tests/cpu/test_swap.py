@@ -62,6 +62,7 @@ class Checked(FakeEngine):
 
     group: list
     fails: Exception | None = None
+    ready: int = 0
 
     async def wake_up(self, tags=None):
         if self.fails is not None:
@@ -70,15 +71,15 @@ class Checked(FakeEngine):
         return await super().wake_up(tags)
 
     async def memory_usage(self):
-        return {"weights": {"device_bytes": 100, "host_bytes": 0}}
+        return {"weights": {"device_bytes": 100, "host_bytes": 0, "ready_bytes": self.ready}}
 
 
-async def build(patience=0.05, available=lambda: 1000, **settings):
+async def build(patience=0.05, available=lambda: 1000, ready=0, **settings):
     swapper, engines, models = Swapper(patience, available), {}, {}
     group = []
     for name in NAMES:
         engine = Checked(300, **settings)
-        engine.group = group
+        engine.group, engine.ready = group, ready
         group.append(engine)
         engines[name] = engine
         models[name] = await swapper.add(name, engine, f"/{name}")
@@ -209,6 +210,14 @@ async def test_short_host_memory_drops_the_weights_that_were_used_least_recently
         assert taken() <= 200
     assert engines["c"].sleeping_level is not None and engines["b"].sleeping_level is not None
     assert sum(e.weights_version for e in engines.values()) >= 1, "somebody's weights were dropped and came back from the file"
+
+
+@scenario
+async def test_host_memory_that_is_held_ready_for_the_weights_need_not_be_found_again():
+    _, engines, models = await build(available=lambda: 0, ready=100)
+    for name in ("a", "b", "a"):
+        assert (await run(models[name], 0))[0] == 4
+    assert engines["b"].sleeping_level == 1 and engines["a"].weights_version == 0
 
 
 @scenario
