@@ -171,9 +171,10 @@ def test_nor_with_attention_from_other_libraries(build, backend, package):
 def test_level_2_after_level_1_gives_the_hosts_memory_back(build, folder, expected):
     llm = build()
     llm.collective_rpc("wait_for_host")
-    assert llm.memory_usage()["weights"]["ready_bytes"] > 0
+    awake = llm.memory_usage()["weights"]
     llm.sleep(level=1)
-    assert llm.memory_usage()["weights"]["ready_bytes"] == 0 < llm.memory_usage()["weights"]["host_bytes"]
+    asleep = llm.memory_usage()["weights"]
+    assert asleep["host_bytes"] > awake["host_bytes"] == 0 and asleep["ready_bytes"] < awake["ready_bytes"]
     buffers = llm.core.runner.regions._regions.host_usage
     assert buffers()["used"] > 0
     assert llm.sleep(level=2).host_bytes == 0 and buffers()["bytes"] == 0
