@@ -270,8 +270,9 @@ def test_groups_leave_no_file_descriptor_thread_or_child_behind():
 
 
 SCRIPT = textwrap.dedent("""
-    import os, sys, time
+    import os, signal, sys, time
     from shoal.engine.workers import WorkerGroup
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # what a shell starts in the background ignores it, and so would we
     group = WorkerGroup(3, "toy_worker:Toy", {})
     abouts = group.submit("about").results()
     group.call("sleep", 60)
