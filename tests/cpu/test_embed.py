@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from shoal import LLM, SamplingParams
+from shoal import SamplingParams
 from shoal.api import FinishReason, Request
 from shoal.errors import RequestError
 from tests import tiny
@@ -13,27 +13,6 @@ from tests import tiny
 SHARED = random.Random(5).choices(range(256), k=64)
 PROMPTS = [SHARED[:random.Random(i).choice((0, 16, 33, 64))] + random.Random(i).choices(range(256), k=n)
            for i, n in enumerate((1, 3, 16, 17, 40, 100))]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def build(root):
-    engines = []
-
-    def make(name="qwen3", **options):
-        folder = tiny.write_model(root, name)
-        engines.append(LLM(str(folder), **{"dtype": "float32", "max_model_len": 256, "device": "cpu"} | options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.core.scheduler.check()
-        assert engine.stats().num_free_blocks == engine.stats().num_blocks
-        engine.exit()
 
 
 def assert_oracles(engine, folder, prompts):

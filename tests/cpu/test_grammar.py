@@ -9,13 +9,12 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 
-from shoal import LLM, SamplingParams, StructuredOutputsParams
+from shoal import SamplingParams, StructuredOutputsParams
 from shoal.api import FinishReason, Request
 from shoal.engine.batch import GrammarRow
 from shoal.engine.grammar import Grammars
 from shoal.errors import RequestError
 from shoal.kernels.logits import keep_bits
-from tests import tiny
 
 PERSON = {"type": "object",
           "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
@@ -46,26 +45,6 @@ KINDS = [    # what is asked for, and whether a text is that
     (dict(grammar='start: "<" inner ">"\ninner: WORD | "<" inner ">"\nWORD: /[x-z]{1,4}/'),
      lambda text: re.fullmatch(r"(<+)[x-z]{1,4}(>+)", text)),
 ]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def build(root):
-    engines = []
-
-    def make(name="qwen3", **options):
-        folder = tiny.write_model(root, name)
-        engines.append(LLM(str(folder), **{"dtype": "float32", "max_model_len": 256, "device": "cpu"} | options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.core.scheduler.check()
-        engine.exit()
 
 
 def structured(seed, given, **options):

@@ -23,24 +23,6 @@ def ids_of(outputs):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def build(root):
-    engines = []
-
-    def make(name, **options):
-        engines.append(LLM(str(tiny.write_model(root, name)), **{"dtype": "float32", "max_model_len": 256, "device": "cpu"} | options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.exit()
-
-
-@pytest.fixture(scope="module")
 def expected(root):
     folder = tiny.write_model(root, "qwen3")
     return [tiny.greedy(folder, p, COUNT) for p in PROMPTS]

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from shoal import LLM, SamplingParams
+from shoal import SamplingParams
 from shoal.engine import prefixes
 from tests import tiny
 
@@ -25,23 +25,9 @@ def ids_of(outputs):
     return [o.outputs[0].token_ids for o in outputs]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture
-def build(root):
-    engines = []
-
-    def make(name, **options):
-        options = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.2, "max_num_seqs": 16} | options
-        engines.append(LLM(str(tiny.write_model(root, name)), **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.exit()
+def engine_options():
+    return {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.2, "max_num_seqs": 16}
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)

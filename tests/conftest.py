@@ -1,0 +1,33 @@
+"""Engines on tiny checkpoints, for tests of any folder. Nothing heavy is imported before a test asks for it."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Where `build` writes checkpoints."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def engine_options():
+    """What `build` takes when a test says nothing else; modules override it."""
+    return {"dtype": "float32", "max_model_len": 256, "device": "cpu"}
+
+
+@pytest.fixture
+def build(root, engine_options):
+    """Builds an LLM of a tiny checkpoint. After the test its books are proven, and it is ended."""
+    from shoal import LLM
+    from tests import tiny
+    engines = []
+
+    def make(name="qwen3", **options):
+        engines.append(LLM(str(tiny.write_model(root, name)), **engine_options | options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.core.scheduler.check()
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks, "requests are left"
+        engine.exit()
