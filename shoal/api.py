@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -145,6 +145,15 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's generation_config.json says of SamplingParams' fields."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    found = {name: value for name in names if (value := generation_config.get(name)) is not None}
+    if most := generation_config.get("max_new_tokens"):
+        found["max_tokens"] = most
+    return found
 
 
 def _check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:

@@ -9,10 +9,16 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from shoal.api import SamplingParams
+from shoal.api import SamplingParams, TokenLogprobs
 from shoal.tokenizer import Tokenizer
 
 CONTEXT = 8    # prompt tokens that may hold the first half of a character: it has at most 4 bytes
+
+
+def add_texts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> None:
+    """Says of each token in it how it reads."""
+    for token_id, entry in logprobs.items():
+        entry.decoded_token = tokenizer.token_text(token_id)
 
 
 class Detokenizer:

@@ -21,7 +21,7 @@ from shoal.server.model import ServedEngine, ServedModel
 from shoal.server.run import check_tls, open_ports, url_of
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
-from shoal.tokenizer import Tokenizer, load_tokenizer
+from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import CheckpointFiles, resolve
 
 logger = logging.getLogger(__name__)
@@ -120,11 +120,9 @@ async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenize
 def _served(planned: Planned, llm: AsyncLLM, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig) -> ServedModel:
     info = llm.info
     template = tokenizer.chat_template if tokenizer is not None else None
-    own = tokenizer.eos_token_ids if tokenizer is not None else ()
-    ids = dict.fromkeys((*info.eos_token_ids, *own))    # some configs name ids that the model has not
     return ServedModel(
         planned.names, engine, tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
-        eos_token_ids=tuple(i for i in ids if i < info.vocab_size), max_num_seqs=info.max_num_seqs,
+        eos_token_ids=end_token_ids(info.eos_token_ids, tokenizer, info.vocab_size), max_num_seqs=info.max_num_seqs,
         generation_config=info.generation_config, seed=planned.config.seed, max_queued_requests=config.max_queued_requests,
         request_timeout=config.request_timeout, tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),

@@ -55,6 +55,12 @@ def load_tokenizer(files: TokenizerFiles, tokenizer: str | None = None, chat_tem
     return loaded
 
 
+def end_token_ids(of_model: Iterable[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Every id that ends a text: Llama 3 has several. Some configs name ids that the model has not."""
+    ids = dict.fromkeys((*of_model, *(tokenizer.eos_token_ids if tokenizer is not None else ())))
+    return tuple(i for i in ids if i < vocab_size)
+
+
 class Tokenizer:
     """Ids beyond the vocabulary (models pad theirs) are no error: they decode to nothing."""
 
@@ -133,10 +139,10 @@ class Tokenizer:
         """The text of one token by itself; special tokens are shown, a leading space stays, half a character is U+FFFD."""
         return self.token_bytes[token_id].decode("utf-8", self.token_bytes.errors)
 
-    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    def bad_word_ids(self, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell these words, and those that spell them after a space if only tokens and not their number differ.
 
-        The rule is vLLM's.
+        The rule is vLLM's. Sequences with ids from `vocab_size` up can't be drawn anyway and are left out.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -146,7 +152,7 @@ class Tokenizer:
             found.append(bare)
             if spaced[0] != bare[0] and len(spaced) == len(bare):
                 found.append(spaced)
-        return tuple(found)
+        return tuple(ids for ids in found if max(ids) < vocab_size)
 
     # The vocabulary
 

@@ -11,8 +11,9 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +181,7 @@ class EngineCore:
         outputs = [Output(seq.request.request_id, [], finish_reason=seq.finish_reason, stop_reason=seq.stop_reason, error=seq.error)
                    for seq in self.scheduler.take_ended()]
         outputs, self.late = self.late + outputs, []
-        try:
+        with self._guarded():
             with span("schedule"):
                 plan = self.scheduler.schedule() if self.standstill is None else None
             if plan is not None:
@@ -191,13 +192,19 @@ class EngineCore:
                     outputs += self._complete(self.in_flight.popleft())
             elif self.compiling and not outputs:
                 wait([future for _, future in self.compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
+        return outputs
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What fails in here ends the engine; what merely interrupts it loses the steps in flight."""
+        try:
+            yield
         except (RuntimeError, ShoalError) as error:
             self.error = self._cause_of_death(error)
             raise self.error from error
         except BaseException:
             self._forget_everything()
             raise
-        return outputs
 
     def _take_grammars(self) -> None:
         """Lets sequences go whose grammar is ready, and ends those whose grammar failed."""
@@ -296,15 +303,9 @@ class EngineCore:
         """Completes the steps in flight; the next step() returns their outputs."""
         if self.error is not None:
             raise self.error
-        try:
+        with self._guarded():
             while self.in_flight:
                 self.late += self._complete(self.in_flight.popleft())
-        except (RuntimeError, ShoalError) as error:
-            self.error = self._cause_of_death(error)
-            raise self.error from error
-        except BaseException:
-            self._forget_everything()
-            raise
 
     # Commands
 

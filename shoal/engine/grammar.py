@@ -17,7 +17,7 @@ from shoal.api import StructuredOutputsParams
 from shoal.engine.batch import GrammarRow
 from shoal.errors import RequestError
 from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
-from shoal.tokenizer import Tokenizer
+from shoal.tokenizer import Tokenizer, end_token_ids
 
 KEPT = 64    # compiled grammars, for requests that bring the same
 
@@ -84,8 +84,7 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:
             tokenizer = self._load_tokenizer()
-            ends = dict.fromkeys((*self._end_ids, *tokenizer.eos_token_ids))
-            self._end_ids = tuple(i for i in ends if i < self._vocab_size)
+            self._end_ids = end_token_ids(self._end_ids, tokenizer, self._vocab_size)
             if not self._end_ids:
                 raise RequestError("structured_outputs needs a model with an end-of-text token, and this one names none; "
                                    "set eos_token_id in its generation_config.json")

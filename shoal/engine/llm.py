@@ -23,20 +23,20 @@ from shoal.api import (
     RequestOutput,
     SamplingParams,
     Stats,
+    sampling_defaults,
 )
 from shoal.config import DEFAULT_MODEL, EngineConfig
-from shoal.detokenizer import Detokenizer
+from shoal.detokenizer import Detokenizer, add_texts
 from shoal.engine.core import EngineCore
 from shoal.engine.sleep import check_sleep
 from shoal.errors import RequestError, UnavailableError
-from shoal.tokenizer import Tokenizer, load_tokenizer
+from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import resolve
 
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
 Groups = TypeVar("Groups", "_Group", "_Embedding")
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LLM:
@@ -53,9 +53,7 @@ class LLM:
         files = resolve(config.model, config.revision, config.download_dir)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, config.tokenizer, config.chat_template)
         self.generation_config = files.generation_config if config.generation_config == "auto" else {}
-        own = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
-        ids = dict.fromkeys((*files.eos_token_ids, *own))    # Llama 3 has several; some configs name ids that the model has not
-        self.eos_token_ids = tuple(i for i in ids if i < files.config.vocab_size)
+        self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, files.config.vocab_size)
         self.core = EngineCore(config, files)
         self.config = self.core.config
         self._seeds = random.Random(config.seed)
@@ -136,10 +134,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults, from generation_config.json."""
-        known = {k: v for k, v in self.generation_config.items() if k in GENERATION_DEFAULTS and v is not None}
-        if self.generation_config.get("max_new_tokens"):
-            known["max_tokens"] = self.generation_config["max_new_tokens"]
-        return SamplingParams(**known)
+        return SamplingParams(**sampling_defaults(self.generation_config))
 
     # Everything else
 
@@ -274,9 +269,7 @@ class LLM:
             structured.check(params.structured_outputs)
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError("stop strings and bad_words need a tokenizer; this engine was built with skip_tokenizer_init=True")
-        bad_words = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else ()
-        vocab_size = self.core.model_config.vocab_size
-        bad_words = tuple(word for word in bad_words if max(word, default=0) < vocab_size)    # others can't be drawn anyway
+        bad_words = self.get_tokenizer().bad_word_ids(params.bad_words, self.core.model_config.vocab_size) if params.bad_words else ()
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         number = next(self._ids)
         answers = []
@@ -381,8 +374,7 @@ class _Answer:
 
     def _with_text(self, step: dict[int, Logprob]) -> dict[int, Logprob]:
         if self.tokenizer is not None:
-            for token_id, entry in step.items():
-                entry.decoded_token = self.tokenizer.token_text(token_id)
+            add_texts(step, self.tokenizer)
         return step
 
 

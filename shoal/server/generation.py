@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, StructuredOutputsParams, TokenLogprobs
-from shoal.detokenizer import Detokenizer
+from shoal.detokenizer import Detokenizer, add_texts
 from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
 from shoal.server.errors import ApiError
 from shoal.server.model import Prompt, ServedModel
@@ -197,8 +197,7 @@ class Generation:
         model, params = self.model, self.params
         if (params.stop or params.bad_words) and model.tokenizer is None:
             model.need_tokenizer()
-        bad_words = model.need_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else ()
-        bad_words = tuple(word for word in bad_words if max(word, default=0) < model.vocab_size)    # others can't be drawn anyway
+        bad_words = model.need_tokenizer().bad_word_ids(params.bad_words, model.vocab_size) if params.bad_words else ()
         seed = model.seeds.getrandbits(62) if params.seed is None else params.seed
         found = []
         for k, prompt in enumerate(self.prompts):
@@ -298,5 +297,4 @@ class _Answer:
 
     def _add_texts(self, step: TokenLogprobs | None) -> None:
         if self.tokenizer is not None and step:
-            for token_id, entry in step.items():
-                entry.decoded_token = self.tokenizer.token_text(token_id)
+            add_texts(step, self.tokenizer)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shoal.api import Control, Engine, Stats
+from shoal.api import Control, Engine, Stats, sampling_defaults
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.server.admission import Admission
@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096      # characters: from here on text is tokenized in a thread (about 1 ms), so that a burst never holds up the streams
 TEXT_THREADS = 2
-DEFAULT_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"})
 
 
@@ -60,8 +59,8 @@ class ServedModel:
         self.metrics = ModelMetrics(self.name, self.max_model_len)
         self.numbers = itertools.count()
         self.seeds = random.Random(self.seed)
-        self.default_params = {k: v for k in DEFAULT_NAMES if (v := self.generation_config.get(k)) is not None}
-        self.default_max_tokens: int | None = self.generation_config.get("max_new_tokens")
+        self.default_params = sampling_defaults(self.generation_config)
+        self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         self.last_stats = Stats()
         self._last_level = 1
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")

@@ -185,10 +185,10 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space(tmp_path):
         return (bare, spaced) if spaced[0] != bare[0] and len(spaced) == len(bare) else (bare,)
 
     words = ["the", " fox", "1234", "quick brown", "a", "zzz"]
-    assert tokenizer.bad_word_ids(words) == tuple(i for w in words for i in by_the_rule(w))
+    assert tokenizer.bad_word_ids(words, 1 << 20) == tuple(i for w in words for i in by_the_rule(w))
     assert {len(by_the_rule(w)) for w in words} == {1, 2}, "the words show both branches"
     with pytest.raises(RequestError, match="bad word"):
-        tokenizer.bad_word_ids(["  "])
+        tokenizer.bad_word_ids(["  "], 1 << 20)
 
 
 @pytest.mark.parametrize("damage, named", [
