@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -65,6 +63,8 @@ def run_model(name: str, workloads: list[str], tp: int, options: dict) -> list[d
 
 
 def main() -> None:
+    from report import write_json
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="qwen3-0.6b,qwen3-8b")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
@@ -76,11 +76,7 @@ def main() -> None:
     for name in arguments.models.split(","):
         rows += run_model(name, arguments.workloads.split(","), arguments.tp, json.loads(arguments.options))
     if arguments.json:
-        import torch
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        with open(arguments.json, "w") as file:
-            json.dump(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=commit, command=" ".join(sys.argv), rows=rows),
-                      file, indent=1)
+        write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -108,6 +106,7 @@ def swap(path: str, options: dict) -> dict[str, float]:
 
 
 def main() -> None:
+    from report import write_json
     from workloads import write_model
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -126,12 +125,7 @@ def main() -> None:
     for name, value in rows.items():
         print(f"{name:38} {value:8.3f}" + (f"   vLLM 0.24: {peers[name]:g}" if name in peers else ""), flush=True)
     if arguments.json:
-        import torch
-
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        with open(arguments.json, "w") as file:
-            json.dump(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=commit, command=" ".join(sys.argv), rows=rows),
-                      file, indent=1)
+        write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

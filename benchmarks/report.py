@@ -1,0 +1,17 @@
+"""Writes what a benchmark measured on a GPU, with what it takes to repeat it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+
+def write_json(path: str, rows: Any) -> None:
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    with open(path, "w") as file:
+        json.dump(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=commit, command=" ".join(sys.argv), rows=rows),
+                  file, indent=1)
