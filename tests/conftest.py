@@ -5,8 +5,15 @@ import pytest
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Where `build` writes checkpoints."""
+    """Where checkpoints are written."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def folder(root):
+    """The checkpoint that most tests are content with."""
+    from tests import tiny
+    return tiny.write_model(root, "qwen3")
 
 
 @pytest.fixture

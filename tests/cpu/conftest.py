@@ -2,5 +2,21 @@
 
 import os
 
+import pytest
+
 os.environ["TRITON_INTERPRET"] = "1"              # read when triton is first imported, so before any test module is
 os.environ.setdefault("OMP_NUM_THREADS", "1")     # tiny tensors: threads would only wait for each other
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A server that knows tools and thoughts, over a fake engine; modules that want another override it."""
+    from tests.fake_server import tool_server
+    with tool_server() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    import openai
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)

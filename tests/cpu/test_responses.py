@@ -5,22 +5,9 @@ import json
 import openai
 import pytest
 
-from tests.fake_server import tool_server
-
 CALL = '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"type": "function", "name": "weather", "description": "tells", "strict": False,
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}}
-
-
-@pytest.fixture(scope="module")
-def served():
-    with tool_server() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def ask(client, **options):

@@ -34,14 +34,11 @@ def tokens(llm):
     return ids_of(llm.generate(PROMPTS, params()))
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def folder(root):
-    return tiny.write_model(root, "qwen3")
+def begin(llm):
+    """A request that runs."""
+    stream = llm.stream(PROMPTS[1], params())
+    next(stream)
+    return stream
 
 
 @pytest.fixture(scope="module")
@@ -331,8 +328,7 @@ def test_kept_requests_with_penalties_and_seeds_draw_the_same(folder, build):
 
 def test_aborted_requests_end_and_keep_what_they_had(folder, build, expected):
     llm = build(folder)
-    stream = llm.stream(PROMPTS[1], params())
-    next(stream)
+    stream = begin(llm)
     llm.sleep(level=1)
     *_, last = stream    # its end is told while the engine sleeps
     assert last.outputs[0].finish_reason == "abort" and last.outputs[0].token_ids == expected[1][:len(last.outputs[0].token_ids)]
@@ -343,8 +339,7 @@ def test_aborted_requests_end_and_keep_what_they_had(folder, build, expected):
 
 def test_mode_wait_lets_requests_end_first(folder, build, expected):
     llm = build(folder)
-    stream = llm.stream(PROMPTS[1], params())
-    next(stream)
+    stream = begin(llm)
     with pytest.raises(UnavailableError, match="still running"):
         llm.core.sleep(mode="wait")
     assert not llm.is_sleeping
@@ -357,8 +352,7 @@ def test_mode_wait_lets_requests_end_first(folder, build, expected):
 
 def test_mode_wait_leaves_requests_alone_that_an_earlier_sleep_kept(folder, build, expected):
     llm = build(folder)
-    stream = llm.stream(PROMPTS[1], params())
-    next(stream)
+    stream = begin(llm)
     llm.sleep(level=1, tags=["kv_cache"], mode="keep")
     llm.sleep(level=1, mode="wait")
     llm.pause(mode="wait")
@@ -392,8 +386,7 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expect
 
 def test_an_interrupt_while_the_last_step_is_waited_for_leaves_a_whole_engine(folder, build, expected, monkeypatch):
     llm = build(folder, async_scheduling=True)
-    stream = llm.stream(PROMPTS[1], params())
-    next(stream)
+    stream = begin(llm)
     assert llm.core.in_flight
     fail_once(monkeypatch, llm.core, "_complete", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):

@@ -15,11 +15,6 @@ TAGS = ("weights", "kv_cache")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_model(tmp_path_factory.mktemp("models"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def expected(folder):
     return [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
 

@@ -20,17 +20,6 @@ CALLS = ('I ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.fixture(scope="module")
-def served():
-    with tool_server() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)
-
-
 def ask(client, **options):
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 500}
     return client.chat.completions.create(**{**asked, **options})

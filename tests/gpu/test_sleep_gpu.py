@@ -33,11 +33,6 @@ def free_bytes():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_model(tmp_path_factory.mktemp("models"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def expected(folder):
     return [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
 

@@ -17,11 +17,6 @@ CODE = r"[a-f]{2,5}-[0-9]{1,4}!"
 SIZE = {"type": "object", "properties": {"size": {"enum": ["s", "m", "l"]}}, "required": ["size"], "additionalProperties": False}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_model(tmp_path_factory.mktemp("models"), "qwen3")
-
-
 @pytest.fixture(params=[dict(), dict(enforce_eager=True), dict(async_scheduling=False)], ids=str)
 def llm(request, folder):
     options = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.2, "max_num_seqs": 16} | request.param

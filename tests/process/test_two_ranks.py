@@ -22,11 +22,6 @@ def ids_of(outputs):
     return [o.outputs[0].token_ids for o in outputs]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 def build(folder, **options):
     return LLM(str(folder), **{"dtype": "float32", "max_model_len": 256, "device": "cpu", "tensor_parallel_size": 2} | options)
 
