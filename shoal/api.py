@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shoal.errors import RequestError
+from shoal.errors import ConfigError, RequestError
 
 MAX_LOGIT_BIAS = 100.0
+MEMORY_TAGS = ("weights", "kv_cache")        # the regions that can sleep
+SLEEP_MODES = ("abort", "wait", "keep")      # what becomes of requests that run
 
 
 class FinishReason(enum.StrEnum):
@@ -255,6 +257,25 @@ class MemoryReport:
     taken_bytes: int = 0         # ... or taken again (wake_up)
     host_bytes: int = 0          # kept in host memory now
     in_use_bytes: int = 0        # of device memory, still mapped in regions
+
+
+def check_tags(tags: Sequence[str] | None) -> list[str]:
+    """All tags for None. Raises ConfigError for unknown ones."""
+    if tags is None:
+        return list(MEMORY_TAGS)
+    unknown = [tag for tag in tags if tag not in MEMORY_TAGS] if not isinstance(tags, str) else [tags]
+    if unknown or not tags:
+        raise ConfigError(f"tags {tags!r:.80} must be a list of {' and '.join(MEMORY_TAGS)}; leave it out for all")
+    return [tag for tag in MEMORY_TAGS if tag in tags]
+
+
+def check_sleep(level: int, tags: Sequence[str] | None, mode: str) -> list[str]:
+    """The tags. Raises ConfigError for unknown levels, tags and modes."""
+    if level not in (0, 1, 2) or isinstance(level, bool):
+        raise ConfigError(f"sleep level {level!r} is not 0 (pause), 1 (keep the weights) or 2 (drop them)")
+    if mode not in SLEEP_MODES:
+        raise ConfigError(f"mode {mode!r} is not one of {', '.join(SLEEP_MODES)}")
+    return check_tags(tags)
 
 
 class Control(Protocol):

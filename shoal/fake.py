@@ -8,11 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, Stats, TokenLogprobs
+from shoal.api import MEMORY_TAGS, FinishReason, Logprob, MemoryReport, Output, Request, Stats, TokenLogprobs, check_sleep, check_tags
 from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
 
-TAGS = ("weights", "kv_cache")
-MODES = ("wait", "abort", "keep")
 MAX_LOGPROBS = 20
 
 
@@ -102,25 +100,21 @@ class FakeEngine:
     # Control
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        if level not in (0, 1, 2):
-            raise ConfigError(f"level {level!r} is not 0, 1 or 2")
-        if mode not in MODES:
-            raise ConfigError(f"mode {mode!r} is not one of {', '.join(MODES)}")
-        self._check_tags(tags)
+        chosen = check_sleep(level, tags, mode)
         self._check_alive()
         if mode == "wait":
             while self._running:
                 await self._changed.wait()
         self.sleeping_level = level
-        self.asleep = set(tags or TAGS) if level else set()
+        self.asleep = set(chosen) if level else set()
         if mode == "abort":
             self._stop_all()
         return MemoryReport(freed_bytes=len(self.asleep) << 30)
 
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
-        self._check_tags(tags)
+        chosen = check_tags(tags)
         self._check_alive()
-        woken = self.asleep & set(tags or TAGS)
+        woken = self.asleep & set(chosen)
         self.asleep -= woken
         if not self.asleep:
             self.sleeping_level = None
@@ -144,7 +138,7 @@ class FakeEngine:
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
         return {tag: {"device_bytes": 0 if tag in self.asleep else 1 << 30, "reserved_bytes": 1 << 30, "host_bytes": 0,
-                      "ready_bytes": 0} for tag in TAGS}
+                      "ready_bytes": 0} for tag in MEMORY_TAGS}
 
     async def start_profile(self, folder: str) -> None:
         self._profiling = folder
@@ -193,10 +187,6 @@ class FakeEngine:
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
-
-    def _check_tags(self, tags: list[str] | None) -> None:
-        if unknown := set(tags or ()) - set(TAGS):
-            raise ConfigError(f"tags {sorted(unknown)} are unknown; there are {', '.join(TAGS)}")
 
     def _stop_all(self) -> None:
         for stopped in self._running.values():

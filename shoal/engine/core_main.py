@@ -22,9 +22,8 @@ import msgspec
 import zmq
 
 from shoal import wire
-from shoal.api import MemoryReport
+from shoal.api import MemoryReport, check_sleep
 from shoal.engine.core import EngineCore
-from shoal.engine.sleep import check_sleep
 from shoal.errors import RequestError, ShoalError, UnavailableError
 from shoal.weights.source import resolve
 from shoal.wire import Abort, Add, Call, Dead, Failure, ModelInfo, Outputs, Ready, Refused, Reply, Start, ToCore

@@ -23,12 +23,12 @@ from shoal.api import (
     RequestOutput,
     SamplingParams,
     Stats,
+    check_sleep,
     sampling_defaults,
 )
 from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.detokenizer import Detokenizer, add_texts
 from shoal.engine.core import EngineCore
-from shoal.engine.sleep import check_sleep
 from shoal.errors import RequestError, UnavailableError
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import resolve

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shoal.api import MemoryReport
+from shoal.api import MemoryReport, check_sleep, check_tags
 from shoal.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -23,28 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-TAGS = (WEIGHTS, KV_CACHE)
-MODES = ("abort", "wait", "keep")
 GIB = 2**30
-
-
-def check_tags(tags: Sequence[str] | None) -> list[str]:
-    """All tags for None. Raises ConfigError for unknown ones."""
-    if tags is None:
-        return list(TAGS)
-    unknown = [tag for tag in tags if tag not in TAGS] if not isinstance(tags, str) else [tags]
-    if unknown or not tags:
-        raise ConfigError(f"tags {tags!r:.80} must be a list of {' and '.join(TAGS)}; leave it out for all")
-    return [tag for tag in TAGS if tag in tags]
-
-
-def check_sleep(level: int, tags: Sequence[str] | None, mode: str) -> list[str]:
-    """The tags. Raises ConfigError for unknown levels, tags and modes."""
-    if level not in (0, 1, 2) or isinstance(level, bool):
-        raise ConfigError(f"sleep level {level!r} is not 0 (pause), 1 (keep the weights) or 2 (drop them)")
-    if mode not in MODES:
-        raise ConfigError(f"mode {mode!r} is not one of {', '.join(MODES)}")
-    return check_tags(tags)
 
 
 @dataclass(slots=True)

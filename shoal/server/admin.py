@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from shoal.api import SLEEP_MODES
 from shoal.server.app import Route
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
@@ -12,7 +13,6 @@ from shoal.server.protocol import UpdateWeightsRequest
 from shoal.server.system import health, metrics
 
 SLEEP_NAMES = ("level", "mode", "tags", "model")
-MODES = ("abort", "wait", "keep")
 
 
 async def sleep(exchange: Exchange) -> None:
@@ -101,8 +101,8 @@ def _one(query: dict[str, list[str]], name: str, default: str) -> str:
 
 def _mode(query: dict[str, list[str]]) -> str:
     mode = _one(query, "mode", "abort")
-    if mode not in MODES:
-        raise ApiError(400, f"mode {mode!r:.40} is not one of {', '.join(MODES)}", param="mode")
+    if mode not in SLEEP_MODES:
+        raise ApiError(400, f"mode {mode!r:.40} is not one of {', '.join(SLEEP_MODES)}", param="mode")
     return mode
 
 
