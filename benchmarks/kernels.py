@@ -166,11 +166,11 @@ def bench_sample(sweep: bool) -> None:
                 table[:, Field.TOP_K] = top_k
                 table.view(torch.float32)[:, Field.TEMPERATURE], table.view(torch.float32)[:, Field.TOP_P] = temperature, top_p
                 others = []
-                for tile in (1024, 2048, 4096, 8192) if sweep and kind == "peaked" else ():
-                    for elements, warps in PICKS:
-                        with mock.patch.multiple(sample, tile_size=mock.Mock(return_value=tile), PICK_WARPS=warps,
-                                                 TILE_ELEMENTS_PER_THREAD=elements):
-                            others.append((microseconds(run), f"tiles of {tile}, {elements} a thread, pick with {warps} warps"))
+                for tiles in (1, 2, 4, 8) if sweep and kind == "peaked" else ():
+                    for logits, warps in PICKS:
+                        with mock.patch.multiple(sample, tiles_per_program=mock.Mock(return_value=tiles), PICK_WARPS=warps,
+                                                 LOGITS_PER_THREAD=logits):
+                            others.append((microseconds(run), f"{tiles} tiles a program, {logits} logits a thread, pick with {warps} warps"))
                 show("sample", f"{num_seqs} x 151936 {kind}, {name}", microseconds(run), num_seqs * 151936 * 2, others)
 
 

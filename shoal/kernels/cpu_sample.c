@@ -1,13 +1,14 @@
 // Sampling and the start of a decode step, on the rows of the batch state. What is drawn is said in reference.py; here it is a few passes
-// over a row's logits: the best, a histogram where top_k or top_p cut, and the noise, whose logarithms only tokens that may win pay for.
+// over a row's logits: the best, and the tiles' masses or, where top_k or top_p cut, a histogram and the noise, whose logarithms only tokens
+// that may win pay for.
 
 #include <stdlib.h>
 
 #include "cpu.h"
 
 enum { TOKEN, POSITION, SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P };    // Field of state.py
-enum { NUM_BINS = 4096, BINS_PER_LOGIT = 64, SPAN = 64 };
-static const float MIN_TEMPERATURE = 1e-5f;
+enum { NUM_BINS = 4096, BINS_PER_LOGIT = 64, SPAN = 64, TILE = 1024 };
+static const float MIN_TEMPERATURE = 1e-5f, MAX_GUMBEL = 22.2f;    // -log of the smallest exponential draw, 2**-32
 
 static uint32_t mix(uint32_t x) {
     x = (x ^ x >> 16) * 0x21F0AAADu;
@@ -81,6 +82,27 @@ static float cut(const float *logits, int n, float top, float floor, float tempe
     return found ? h->sorted[last] : floor;
 }
 
+// Where nothing is filtered: a tile by its mass, then the token of it with the largest logit / temperature + noise.
+static int draw_unfiltered(const float *logits, int n, float top, float inverse, uint32_t key_0, uint32_t key_1) {
+    int tile = 0, best = 0;
+    float most = -INFINITY;
+    for (int start = 0; start < n; start += TILE) {
+        int end = n - start < TILE ? n : start + TILE;
+        float mass = 0;
+#pragma omp simd reduction(+ : mass)
+        for (int i = start; i < end; i++) mass += logits[i] == -INFINITY ? 0 : fast_exp((logits[i] - top) * inverse);
+        float score = logf(mass) + gumbel(uniform(key_0, key_1, (uint32_t)(-1 - start / TILE)));
+        if (score > most) most = score, tile = start;
+    }
+    most = -INFINITY;
+    for (int i = tile; i < n && i < tile + TILE; i++) {
+        if (logits[i] * inverse + MAX_GUMBEL < most) continue;
+        float score = gumbel(uniform(key_0, key_1, (uint32_t)i)) + logits[i] * inverse;
+        if (score > most) most = score, best = i;
+    }
+    return best;
+}
+
 // The token >= floor with the largest logit / temperature + noise, the first of equals.
 static int draw(const float *logits, int n, int best, float floor, float inverse, uint32_t key_0, uint32_t key_1) {
     float most = gumbel(uniform(key_0, key_1, (uint32_t)best)) + logits[best] * inverse, u[SPAN];
@@ -109,12 +131,14 @@ static int sample_row(const float *logits, int n, const int32_t *fields, int32_t
     int best = 0;
     while (best < n - 1 && logits[best] != top) best++;
     if (temperature < MIN_TEMPERATURE) return best;
+    uint32_t low = (uint32_t)fields[SEED_LOW], high = (uint32_t)fields[SEED_HIGH], at = (uint32_t)position;
+    uint32_t key_0 = mix(at ^ mix(high ^ mix(low ^ 0x9E3779B9u))), key_1 = mix(low + mix(high + mix(at + 0x3C6EF372u)));
+    float inverse = (float)(1.0 / temperature);
+    if (min_p <= 0 && fields[TOP_K] <= 0 && top_p >= 1) return draw_unfiltered(logits, n, top, inverse, key_0, key_1);
     float floor = min_p > 0 ? top + (float)(temperature * log(min_p)) : -INFINITY;
     if (fields[TOP_K] > 0 && fields[TOP_K] < n) floor = fmaxf(floor, cut(logits, n, top, -INFINITY, 0, fields[TOP_K], h));
     if (top_p < 1) floor = cut(logits, n, top, floor, temperature, top_p, h);
-    uint32_t low = (uint32_t)fields[SEED_LOW], high = (uint32_t)fields[SEED_HIGH], at = (uint32_t)position;
-    uint32_t key_0 = mix(at ^ mix(high ^ mix(low ^ 0x9E3779B9u))), key_1 = mix(low + mix(high + mix(at + 0x3C6EF372u)));
-    return draw(logits, n, best, floor, (float)(1.0 / temperature), key_0, key_1);
+    return draw(logits, n, best, floor, inverse, key_0, key_1);
 }
 
 typedef struct {

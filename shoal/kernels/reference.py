@@ -18,7 +18,7 @@ MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 SALT_0, SALT_1 = 0x9E3779B9, 0x3C6EF372
 WORD = 0xFFFFFFFF
 MAX_UNIFORM = 1.0 - 2.0 ** -24
-MAX_GUMBEL = 32 * math.log(2.0)    # -log of the smallest exponential draw, 2**-32
+TILE = 1024                        # tokens that a row without filters draws among, after it has drawn the tile
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -94,7 +94,9 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
 
     positions_S: of the tokens whose logits these are. A draw depends on logits, fields and position alone, not on the batch:
     it is the argmax of logits / temperature + Gumbel noise (a draw from the softmax, see Maddison et al. 2014) over the tokens that
-    min_p, top_k and top_p leave, the noise a hash of (seed, position of the drawn token, token). Greedy: the first of the largest.
+    min_p, top_k and top_p leave, the noise a hash of (seed, position of the drawn token, token). Where they are not used, a TILE of the
+    vocabulary is drawn first, by the log of its mass and noise of its own, then a token of it in that way: the same distribution for the
+    noise of few tokens. Greedy: the first of the largest.
     """
     active = [s for s, row in enumerate(rows_S.tolist()) if row >= 0]
     if len(active) < len(rows_S):
@@ -108,18 +110,19 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
         if temperature >= MIN_TEMPERATURE:
             keys = noise_keys(words[s][Field.SEED_LOW], words[s][Field.SEED_HIGH], position)
             filters = words[s][Field.TOP_K], floats[s][Field.TOP_P], floats[s][Field.MIN_P]
-            tokens[s] = _draw(logits_SV[s], tokens[s:s + 1], temperature, filters, keys)
+            tokens[s] = _draw(logits_SV[s], temperature, filters, keys)
     out_tokens_S[active] = tokens = tokens.to(torch.int32)
     table[rows, Field.TOKEN] = tokens
     table[rows, Field.POSITION] = drawn_positions
 
 
-def _draw(logits_V: torch.Tensor, best_1: torch.Tensor, temperature: float, filters: tuple[int, float, float],
-          keys: tuple[int, int]) -> torch.Tensor:
-    """One token of one row. Noise is made only for tokens that can win: those within its range of the best token's own score."""
+def _draw(logits_V: torch.Tensor, temperature: float, filters: tuple[int, float, float], keys: tuple[int, int]) -> torch.Tensor:
+    """One token of one row."""
     if filters == (0, 1.0, 0.0):
-        floor = logits_V[best_1] + temperature * (gumbel(*keys, best_1.to(torch.int32)) - MAX_GUMBEL)
-        ids = (logits_V >= floor).nonzero().squeeze(1)
+        tiles = logits_V.split(TILE)
+        masses = torch.stack([(tile / temperature).logsumexp(0) for tile in tiles])
+        tile = int(gumbel(*keys, -1 - torch.arange(len(tiles), dtype=torch.int32)).add_(masses).argmax())
+        ids = torch.arange(tile * TILE, tile * TILE + len(tiles[tile]))
     else:
         ids = survivors(logits_V, temperature, *filters)
     scores = gumbel(*keys, ids.to(torch.int32)).add_(logits_V.index_select(0, ids), alpha=1.0 / temperature)

@@ -1,10 +1,11 @@
 """Sampling in Triton, for a captured graph: fixed launches, every row by its own fields, no sort of the vocabulary. Meaning: reference.py.
 
-1. `_score_tiles`, a program a (tile of the vocabulary, row): adds the noise and keeps the tile's best token. A row with filters (top_k,
-   top_p, min_p) keeps the tile's largest logit and mass instead, and the largest logit of each GROUP of tokens.
-2. `_pick`, a program a row: the best of the tiles. For a row with filters it first finds the threshold logit by bisection over the bits
-   of logits. Everything above the 128 best groups' runner-up lies in those groups, so if the threshold does too (top_k 20, or top_p
-   0.95 of a language model: nearly always), it is found among 4096 logits; if not, in passes over the row, ten times slower.
+1. `_measure_tiles`, a program a (few tiles of the vocabulary, row): each tile's largest logit and mass; for a row with filters (top_k,
+   top_p, min_p) the largest logit of each GROUP of tokens, too.
+2. `_pick`, a program a row: draws a tile by its mass, then a token of that tile, so noise is made for one tile's tokens only. For a row
+   with filters it first finds the threshold logit by bisection over the bits of logits. Everything above the 128 best groups' runner-up
+   lies in those groups, so if the threshold does too (top_k 20, or top_p 0.95 of a language model: nearly always), it is found among
+   4096 logits; if not, in passes over the row, ten times slower.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ KEY_OF_NOTHING = tl.constexpr(-0x7F800001)    # of -inf
 LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAX_UNIFORM = tl.constexpr(reference.MAX_UNIFORM)
+TILE = tl.constexpr(reference.TILE)
 
 
 @triton.jit
@@ -82,46 +84,36 @@ def _has_filters(fields_ptr):
 
 
 @triton.jit
-def _workspace(work_ptr, s, V: tl.constexpr, TILE: tl.constexpr):
-    """A row's scratch: of each tile the best score (or logit), its token, the mass; of each group the largest logit; a list of groups."""
+def _workspace(work_ptr, s, V: tl.constexpr):
+    """A row's scratch: the largest logit of each tile, its mass relative to that; the largest logit of each group; a list of groups."""
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     groups: tl.constexpr = (V + GROUP - 1) // GROUP
-    best_ptr = work_ptr + s * (3 * tiles + groups + BEST_GROUPS)
-    token_ptr = (best_ptr + tiles).to(tl.pointer_type(tl.int32), bitcast=True)
-    list_ptr = (best_ptr + 3 * tiles + groups).to(tl.pointer_type(tl.int32), bitcast=True)
-    return best_ptr, token_ptr, best_ptr + 2 * tiles, best_ptr + 3 * tiles, list_ptr
+    best_ptr = work_ptr + s * (2 * tiles + groups + BEST_GROUPS)
+    list_ptr = (best_ptr + 2 * tiles + groups).to(tl.pointer_type(tl.int32), bitcast=True)
+    return best_ptr, best_ptr + tiles, best_ptr + 2 * tiles, list_ptr
 
 
 @triton.jit
-def _score_tiles(logits_ptr, rows_ptr, positions_ptr, table_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr,
-                 TILE: tl.constexpr, PDL: tl.constexpr):
+def _measure_tiles(logits_ptr, rows_ptr, table_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr, TILES: tl.constexpr,
+                   PDL: tl.constexpr):
     wait_for_inputs(PDL)
-    tile, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    s = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
         return
-    token = tile * TILE + tl.arange(0, TILE)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     logits = tl.load(logits_ptr + s * logits_stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
     fields_ptr = table_ptr + row * table_stride
-    temperature = _load_float(fields_ptr + TEMPERATURE)
-    best_ptr, token_ptr, mass_ptr, group_ptr, _ = _workspace(work_ptr, s, V, TILE)
-    scale = 1.0 / tl.maximum(temperature, COLDEST)
-    if (temperature >= COLDEST) & _has_filters(fields_ptr):
-        group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-        group_best = tl.max(tl.reshape(logits, (TILE // GROUP, GROUP)), axis=1)
-        tl.store(group_ptr + group, group_best, mask=group * GROUP < V)
-        best = tl.max(group_best, axis=0)
-        masses = tl.where(logits > float("-inf"), tl.exp((logits - best) * scale), 0.0)
-        tl.store(mass_ptr + tile, tl.sum(masses, axis=0))
-        tl.store(best_ptr + tile, best)
-    else:
-        score = logits
-        if temperature >= COLDEST:
-            key_0, key_1 = _noise_keys(fields_ptr, tl.load(positions_ptr + s) + 1)
-            score = logits * scale + _gumbel(key_0, key_1, token)
-        best, best_token = tl.max(score, axis=0, return_indices=True)
-        tl.store(token_ptr + tile, tile * TILE + best_token)
-        tl.store(best_ptr + tile, best)
+    best_ptr, mass_ptr, group_ptr, _ = _workspace(work_ptr, s, V)
+    if _has_filters(fields_ptr):
+        group = tl.program_id(0) * (TILES * TILE // GROUP) + tl.arange(0, TILES * TILE // GROUP)
+        tl.store(group_ptr + group, tl.max(tl.reshape(logits, (TILES * TILE // GROUP, GROUP)), axis=1), mask=group * GROUP < V)
+    best = tl.max(logits, axis=1)
+    scale = 1.0 / tl.maximum(_load_float(fields_ptr + TEMPERATURE), COLDEST)
+    masses = tl.where(logits > float("-inf"), tl.exp((logits - best[:, None]) * scale), 0.0)
+    tl.store(best_ptr + tile, best, mask=tile * TILE < V)
+    tl.store(mass_ptr + tile, tl.sum(masses, axis=1), mask=tile * TILE < V)
 
 
 @triton.jit
@@ -246,28 +238,47 @@ def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, pos
 
 
 @triton.jit
+def _draw(row_ptr, fields_ptr, tile, best, mass, largest, position, V: tl.constexpr):
+    """A token of a row without filters: the largest logit, or a tile by its mass and a token of it."""
+    temperature = _load_float(fields_ptr + TEMPERATURE)
+    is_drawn = temperature >= COLDEST
+    scale = tl.where(is_drawn, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
+    key_0, key_1 = _noise_keys(fields_ptr, position)
+    tile_score = (best - largest) * scale
+    if is_drawn:
+        tile_score += tl.log(mass) + _gumbel(key_0, key_1, -1 - tile)
+    _, tile = tl.max(tile_score, axis=0, return_indices=True)
+    token = tile * TILE + tl.arange(0, TILE)
+    score = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32) * scale
+    if is_drawn:
+        score += _gumbel(key_0, key_1, token)
+    _, at = tl.max(score, axis=0, return_indices=True)
+    return tile * TILE + at
+
+
+@triton.jit
 def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr,
-          TILE: tl.constexpr, TILES_BLOCK: tl.constexpr, GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr,
-          PDL: tl.constexpr):
+          TILES_BLOCK: tl.constexpr, GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
         return
     fields_ptr = table_ptr + row * table_stride
+    row_ptr = logits_ptr + s * logits_stride
     position = tl.load(positions_ptr + s) + 1
-    best_ptr, token_ptr, mass_ptr, group_ptr, list_ptr = _workspace(work_ptr, s, V, TILE)
+    best_ptr, mass_ptr, group_ptr, list_ptr = _workspace(work_ptr, s, V)
     tile = tl.arange(0, TILES_BLOCK)
     in_row = tile * TILE < V
     best = tl.load(best_ptr + tile, mask=in_row, other=float("-inf"))
-    largest, best_tile = tl.max(best, axis=0, return_indices=True)
+    mass = tl.load(mass_ptr + tile, mask=in_row, other=0.0)
+    largest = tl.max(best, axis=0)
     temperature = _load_float(fields_ptr + TEMPERATURE)
     if (temperature >= COLDEST) & _has_filters(fields_ptr):
-        masses = tl.load(mass_ptr + tile, mask=in_row, other=0.0) * tl.exp((best - largest) * (1.0 / temperature))
-        row_ptr = logits_ptr + s * logits_stride
-        drawn = _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, tl.sum(masses, axis=0), position, V, GROUPS_BLOCK, SHIFT)
+        total = tl.sum(mass * tl.exp((best - largest) * (1.0 / temperature)), axis=0)
+        drawn = _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, position, V, GROUPS_BLOCK, SHIFT)
     else:
-        drawn = tl.load(token_ptr + best_tile)
+        drawn = _draw(row_ptr, fields_ptr, tile, best, mass, largest, position, V)
     drawn = tl.minimum(tl.maximum(drawn, 0), V - 1)    # logits of NaN must not become a wild address
     tl.store(out_ptr + s, drawn)
     tl.store(fields_ptr + TOKEN, drawn)
@@ -275,7 +286,7 @@ def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, log
 
 
 PICK_WARPS = 16
-TILE_ELEMENTS_PER_THREAD = 8
+LOGITS_PER_THREAD = 8
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}    # bits of a float32 that the type does not have
 
 
@@ -284,15 +295,16 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
     """Draws a token for each row of rows_S that is not -1, into out_tokens_S and into the row."""
     assert logits_BV.stride(1) == 1
     num_seqs, vocab_size = rows_S.shape[0], logits_BV.shape[1]
-    tile = tile_size(num_seqs)
-    num_tiles, num_groups = triton.cdiv(vocab_size, tile), triton.cdiv(vocab_size, GROUP.value)
-    work = torch.empty((num_seqs, 3 * num_tiles + num_groups + BEST_GROUPS.value), dtype=torch.float32, device=logits_BV.device)
-    _score_tiles[(num_tiles, num_seqs)](logits_BV, rows_S, positions_S, table, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
-                                        TILE=tile, num_warps=tile // (32 * TILE_ELEMENTS_PER_THREAD), **pdl_options())
+    num_tiles, num_groups = triton.cdiv(vocab_size, TILE.value), triton.cdiv(vocab_size, GROUP.value)
+    work = torch.empty((num_seqs, 2 * num_tiles + num_groups + BEST_GROUPS.value), dtype=torch.float32, device=logits_BV.device)
+    tiles = tiles_per_program(num_seqs)
+    _measure_tiles[(triton.cdiv(num_tiles, tiles), num_seqs)](
+        logits_BV, rows_S, table, work, logits_BV.stride(0), table.stride(0), V=vocab_size, TILES=tiles,
+        num_warps=tiles * TILE.value // (32 * LOGITS_PER_THREAD), **pdl_options())
     _pick[(num_seqs,)](logits_BV, rows_S, positions_S, table, out_tokens_S, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
-                       TILE=tile, TILES_BLOCK=triton.next_power_of_2(num_tiles), GROUPS_BLOCK=triton.next_power_of_2(num_groups),
+                       TILES_BLOCK=triton.next_power_of_2(num_tiles), GROUPS_BLOCK=triton.next_power_of_2(num_groups),
                        SHIFT=SHIFTS[logits_BV.dtype], num_warps=PICK_WARPS, **pdl_options())
 
 
-def tile_size(num_seqs: int) -> int:
-    return 1024 if num_seqs <= 16 else 4096    # small ones occupy the GPU with few rows
+def tiles_per_program(num_seqs: int) -> int:
+    return 1 if num_seqs <= 16 else 4    # few rows: many small programs occupy the GPU
