@@ -1,0 +1,198 @@
+"""Copies of KV blocks between two caches, whatever their layouts: what lies where, as addresses, and three ways to carry it out.
+
+`copy_on_host` is plain PyTorch and the oracle. `copy_by_kernel` is one launch for all blocks, layers and heads; it reads and writes pinned
+host memory in place, over PCIe. `copy_by_dma` hands contiguous runs to the copy engines, which take nothing from kernels that run beside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+TILE_BYTES = 16 << 10    # a program of the kernel
+Dim = tuple[int, int, int]    # size, bytes from one to the next in the source, and in the destination
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Block s of the source and block d of the destination: for each piece p and each index (i, j, k) below `sizes`, `run` bytes go from
+    src[p] + s * src_block + (i, j, k) . src_strides to dst[p] + d * dst_block + (i, j, k) . dst_strides. Everything in bytes."""
+
+    src: np.ndarray    # int64 [pieces]: addresses in block 0
+    dst: np.ndarray
+    src_block: int
+    dst_block: int
+    sizes: tuple[int, ...]
+    src_strides: tuple[int, ...]
+    dst_strides: tuple[int, ...]
+    run: int
+
+    @property
+    def block_bytes(self) -> int:
+        """That one pair of blocks moves."""
+        return len(self.src) * math.prod(self.sizes) * self.run
+
+    @property
+    def word(self) -> int:
+        """The largest power of two, up to 16 bytes, that every address is a multiple of."""
+        return math.gcd(16, self.run, self.src_block, self.dst_block, *self.src_strides, *self.dst_strides,
+                        *self.src.tolist(), *self.dst.tolist())
+
+
+def join(src: Sequence[int], dst: Sequence[int], src_block: int, dst_block: int, dims: Sequence[Dim], item_bytes: int) -> Pieces:
+    """`Pieces` with the longest runs: dimensions, and then pieces, that follow each other without a gap on both sides become one.
+    At most three dimensions may remain."""
+    run = item_bytes
+    rest: list[Dim] = []    # the innermost of the destination first, as its writes should be near each other
+    for size, from_stride, to_stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[2]):
+        if not rest and from_stride == to_stride == run:
+            run *= size
+        elif rest and (from_stride, to_stride) == (rest[-1][0] * rest[-1][1], rest[-1][0] * rest[-1][2]):
+            rest[-1] = (size * rest[-1][0], *rest[-1][1:])
+        else:
+            rest.append((size, from_stride, to_stride))
+    from_addresses, to_addresses = np.array(src, np.int64), np.array(dst, np.int64)
+    if not rest and (np.diff(from_addresses) == run).all() and (np.diff(to_addresses) == run).all():
+        run *= len(src)
+        from_addresses, to_addresses = from_addresses[:1], to_addresses[:1]
+    assert len(rest) <= 3
+    rest += [(1, 0, 0)] * (3 - len(rest))
+    sizes, src_strides, dst_strides = zip(*reversed(rest))
+    return Pieces(from_addresses, to_addresses, src_block, dst_block, sizes, src_strides, dst_strides, run)
+
+
+def copy_on_host(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
+    """Between addresses of host memory; ids are int64."""
+    shape = (*pieces.sizes, pieces.run)
+    for src, dst in zip(pieces.src.tolist(), pieces.dst.tolist()):
+        source = _bytes_at(src, int(src_ids.max(initial=0)) * pieces.src_block + _span(pieces.sizes, pieces.src_strides, pieces.run))
+        target = _bytes_at(dst, int(dst_ids.max(initial=0)) * pieces.dst_block + _span(pieces.sizes, pieces.dst_strides, pieces.run))
+        for s, d in zip(src_ids.tolist(), dst_ids.tolist()):
+            target.as_strided(shape, (*pieces.dst_strides, 1), d * pieces.dst_block).copy_(
+                source.as_strided(shape, (*pieces.src_strides, 1), s * pieces.src_block))
+
+
+def _span(sizes: Sequence[int], strides: Sequence[int], run: int) -> int:
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides)) + run
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+def runs(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The addresses of every run, source and destination: int64 [ids * pieces * sizes]."""
+    return (_run_addresses(pieces.src, pieces.src_block, src_ids, pieces.sizes, pieces.src_strides),
+            _run_addresses(pieces.dst, pieces.dst_block, dst_ids, pieces.sizes, pieces.dst_strides))
+
+
+def _run_addresses(first: np.ndarray, block: int, ids: np.ndarray, sizes: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+    addresses = (ids * block)[:, None] + first
+    for size, stride in zip(sizes, strides):
+        addresses = addresses[..., None] + np.arange(size, dtype=np.int64) * stride
+    return addresses.reshape(-1)
+
+
+@triton.jit
+def _copy_kernel(src_ptr, dst_ptr, src_ids_ptr, dst_ids_ptr, num_pieces, src_block, dst_block,                      # blocks in bytes
+                 src_0, src_1, src_2, dst_0, dst_1, dst_2,                                                          # strides in words
+                 SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, RUN: tl.constexpr, WORD: tl.constexpr,
+                 ALIGNED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row_tiles: tl.constexpr = (SIZE_0 * SIZE_1 * SIZE_2 + ROWS - 1) // ROWS
+    column_tiles: tl.constexpr = (RUN + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) % (row_tiles * column_tiles)
+    item = tl.program_id(0) // (row_tiles * column_tiles)
+    piece, pair = item % num_pieces, item // num_pieces
+    source = tl.load(src_ptr + piece) + tl.load(src_ids_ptr + pair) * src_block
+    target = tl.load(dst_ptr + piece) + tl.load(dst_ids_ptr + pair) * dst_block
+    source_ptr = tl.multiple_of(source, ALIGNED).to(tl.pointer_type(WORD))
+    target_ptr = tl.multiple_of(target, ALIGNED).to(tl.pointer_type(WORD))
+
+    row = tile // column_tiles * ROWS + tl.arange(0, ROWS)
+    column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    i, j, k = (row // (SIZE_1 * SIZE_2)).to(tl.int64), (row // SIZE_2 % SIZE_1).to(tl.int64), (row % SIZE_2).to(tl.int64)
+    source_row = tl.multiple_of(i * src_0 + j * src_1 + k * src_2, VECTOR)
+    target_row = tl.multiple_of(i * dst_0 + j * dst_1 + k * dst_2, VECTOR)
+    mask = (row < SIZE_0 * SIZE_1 * SIZE_2)[:, None] & (column < RUN)[None, :]
+    words = tl.load(source_ptr + source_row[:, None] + column[None, :], mask=mask)
+    tl.store(target_ptr + target_row[:, None] + column[None, :], words, mask=mask)
+
+
+WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+
+
+def copy_by_kernel(pieces: Pieces, addresses: torch.Tensor, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
+    """`addresses` [2, pieces]: `pieces.src` and `pieces.dst`; ids [pairs]; int64, on the device. Host memory among the addresses must be
+    pinned. On the current stream."""
+    word = min(8, pieces.word)
+    run, rows = pieces.run // word, math.prod(pieces.sizes)
+    columns = min(triton.next_power_of_2(run), TILE_BYTES // word)
+    tile_rows = min(triton.next_power_of_2(rows), max(1, TILE_BYTES // word // columns))
+    grid = len(src_ids) * len(pieces.src) * triton.cdiv(rows, tile_rows) * triton.cdiv(run, columns)
+    if grid:
+        _copy_kernel[(grid,)](addresses[0], addresses[1], src_ids, dst_ids, len(pieces.src), pieces.src_block, pieces.dst_block,
+                              *(stride // word for stride in (*pieces.src_strides, *pieces.dst_strides)), *pieces.sizes,
+                              RUN=run, WORD=WORDS[word], ALIGNED=pieces.word, VECTOR=pieces.word // word, ROWS=tile_rows, COLUMNS=columns,
+                              num_warps=4)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint32), ("id", ctypes.c_int32))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes of the CUDA driver."""
+
+    _fields_ = (("source_order", ctypes.c_uint32), ("source", _Location), ("destination", _Location), ("flags", ctypes.c_uint32))
+
+
+IN_STREAM_ORDER, OVERLAP_WITH_COMPUTE = 1, 1
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    driver.cuMemcpyAsync.argtypes = (pointer, pointer, size, pointer)
+    driver.cuStreamGetCtx.argtypes = (pointer, ctypes.POINTER(pointer))
+    driver.cuCtxPushCurrent_v2.argtypes = (pointer,)
+    driver.cuCtxPopCurrent_v2.argtypes = (ctypes.POINTER(pointer),)
+    if hasattr(driver, "cuMemcpyBatchAsync"):    # from driver 570 (CUDA 12.8) on
+        driver.cuMemcpyBatchAsync.argtypes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    return driver
+
+
+def copy_by_dma(src: np.ndarray, dst: np.ndarray, run: int, stream: torch.cuda.Stream) -> None:
+    """`run` bytes from each address to its counterpart (int64, device or pinned memory), in one call; it returns when they are queued.
+    `stream` is not the default stream: the driver's batches don't take it. Raises RuntimeError with the driver's code."""
+    assert stream.cuda_stream
+    driver = _driver()
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    context = ctypes.c_void_p()    # a thread that never called the runtime has none
+    _check(driver.cuStreamGetCtx(handle, context), "cuStreamGetCtx")
+    _check(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+    try:
+        if hasattr(driver, "cuMemcpyBatchAsync"):
+            sizes = np.full(len(src), run, np.uint64)
+            attributes = _Attributes(source_order=IN_STREAM_ORDER, flags=OVERLAP_WITH_COMPUTE)
+            first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+            _check(driver.cuMemcpyBatchAsync(dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(src), ctypes.byref(attributes),
+                                             ctypes.byref(first), 1, ctypes.byref(failed), handle), "cuMemcpyBatchAsync")
+        else:
+            for source, target in zip(src.tolist(), dst.tolist()):
+                _check(driver.cuMemcpyAsync(target, source, run, handle), "cuMemcpyAsync")
+    finally:
+        driver.cuCtxPopCurrent_v2(context)
+
+
+def _check(code: int, call: str) -> None:
+    if code:
+        raise RuntimeError(f"{call} failed: the CUDA driver's error {code}")
