@@ -170,7 +170,7 @@ def bench_sample(sweep: bool) -> None:
                     for logits, warps in PICKS:
                         with mock.patch.multiple(sample, tiles_per_program=mock.Mock(return_value=tiles), PICK_WARPS=warps,
                                                  LOGITS_PER_THREAD=logits):
-                            others.append((microseconds(run), f"{tiles} tiles a program, {logits} logits a thread, pick with {warps} warps"))
+                            others.append((microseconds(run), f"{tiles} tiles a program, {logits} logits a thread, {warps} warps pick"))
                 show("sample", f"{num_seqs} x 151936 {kind}, {name}", microseconds(run), num_seqs * 151936 * 2, others)
 
 

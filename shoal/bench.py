@@ -1,17 +1,21 @@
-"""`shoal bench`: offline throughput and latency of one engine on made-up prompts of token ids."""
+"""`shoal bench`: offline throughput and latency of one engine on made-up prompts of token ids, beside what physics allows.
+
+`shoal profile`: a trace of the same work.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.api import SamplingParams
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
+    from shoal.models.floor import Ceilings, Floor
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -19,31 +23,111 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
     return [[random.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_iters: int, output_json: str | None) -> dict[str, float]:
+def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_iters: int, output_json: str | None) -> dict[str, Any]:
     """Runs `batch` requests at once, `num_iters` times after a warm-up, each time on new prompts (no prefix is cached). Prints the best."""
-    vocab_size = llm.core.model_config.vocab_size
     output_len = params.max_tokens or 0
-    limit = llm.config.max_model_len or 0
-    if num_iters < 1 or batch < 1 or input_len < 1 or input_len + output_len > limit:
-        raise RequestError(f"{num_iters} runs of {batch} requests of {input_len} + {output_len} tokens: each number must be at least 1, "
-                           f"and input and output together at most max_model_len {limit}")
+    prompts = [_prompts(llm, batch, input_len, output_len, seed) for seed in range(max(1, num_iters) + 2)]
+    if num_iters < 1:
+        raise RequestError(f"{num_iters} timed runs; ask for at least 1")
     seconds = []
     for i in range(num_iters + 1):
-        prompts = random_prompts(batch, input_len, vocab_size, seed=i)
         start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(prompts[i], params, use_tqdm=False)
         if i:
             seconds.append(time.perf_counter() - start)
     best = min(seconds)
+    ceilings = measure_ceilings(llm)
+    least = floor_of(llm, ceilings).run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs or batch)
     figures = {
         "batch": batch, "input_len": input_len, "output_len": output_len, "seconds": best, "seconds_all": seconds,
         "requests_per_s": batch / best, "output_tokens_per_s": batch * output_len / best,
         "total_tokens_per_s": batch * (input_len + output_len) / best, "ms_per_token": best / output_len * 1e3,
+        "floor_seconds": least, "fraction_of_floor": least / best, "gpu_idle_share": idle_share(llm, prompts[-1], params),
+        "bytes_per_s": ceilings.bytes_per_s, "flops_per_s": ceilings.flops_per_s,
     }
+    idle = figures["gpu_idle_share"]
     print(f"{batch} requests of {input_len} + {output_len} tokens: {best:.3f} s (best of {num_iters}), "
           f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all, "
-          f"{figures['ms_per_token']:.2f} ms a token")
+          f"{figures['ms_per_token']:.2f} ms a token; {least / best:.0%} of the floor ({ceilings.bytes_per_s / 1e9:.0f} GB/s and "
+          f"{ceilings.flops_per_s / 1e12:.1f} TFLOP/s were measured)" + ("" if idle is None else f"; GPU idle between steps {idle:.1%}"))
     if output_json:
         with open(output_json, "w") as file:
             json.dump(figures, file, indent=1)
-    return figures    # type: ignore[return-value]
+    return figures
+
+
+def trace(llm: LLM, params: SamplingParams, batch: int, input_len: int, folder: str) -> list[str]:
+    """Traces `batch` requests, after a warm-up with as many others, into `folder`. Prints and returns the files, one a rank."""
+    prompts = [_prompts(llm, batch, input_len, params.max_tokens or 0, seed) for seed in range(2)]
+    llm.generate(prompts[0], params, use_tqdm=False)
+    llm.start_profile(folder)
+    llm.generate(prompts[1], params, use_tqdm=False)
+    files = llm.stop_profile()
+    for file in files:
+        print(f"{file}: open it at https://ui.perfetto.dev")
+    return files
+
+
+def _prompts(llm: LLM, batch: int, input_len: int, output_len: int, seed: int) -> list[list[int]]:
+    limit = llm.config.max_model_len or 0
+    if batch < 1 or input_len < 1 or input_len + output_len > limit:
+        raise RequestError(f"{batch} requests of {input_len} + {output_len} tokens: each number must be at least 1, "
+                           f"and input and output together at most max_model_len {limit}")
+    return random_prompts(batch, input_len, llm.core.model_config.vocab_size, seed)
+
+
+def idle_share(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> float | None:
+    """Of one run, the part of the GPU's time that lay between steps. None on a CPU."""
+    llm.collective_rpc("start_clock")
+    llm.generate(prompts, params, use_tqdm=False)
+    times = llm.collective_rpc("stop_clock")[0]
+    return None if times is None or not times[0] else times[1] / times[0]
+
+
+def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
+    """What is least on one of the engine's devices, each of which has its share of the weights and of the cache."""
+    import torch
+
+    from shoal.models.floor import Ceilings, Floor
+    from shoal.weights.update import weight_tensors
+
+    core, tp = llm.core, llm.core.config.tensor_parallel_size
+    assert core.runner is not None
+    model = core.runner.model
+    held = sum(tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(model))
+    if not core.model_config.tie_word_embeddings:
+        held -= sum(tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(model.embed_tokens))
+    together = Ceilings(ceilings.bytes_per_s * tp, ceilings.flops_per_s * tp)
+    return Floor(core.model_config, together, held * tp, torch.empty((), dtype=core.runner.dtype).element_size())
+
+
+def measure_ceilings(llm: LLM) -> Ceilings:
+    """Of the engine's device, in its dtype: a plain copy and a large product, the best of a few."""
+    import torch
+
+    from shoal.models.floor import Ceilings
+
+    assert llm.core.runner is not None
+    device, dtype = llm.core.runner.device, llm.core.runner.dtype
+    on_gpu = device.type == "cuda"
+    size = 8192 if on_gpu else 768
+    count = (256 << 20 if on_gpu else 64 << 20) // dtype.itemsize
+    with torch.inference_mode():
+        source, target = torch.ones(count, dtype=dtype, device=device), torch.empty(count, dtype=dtype, device=device)
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        copy, product = _best(lambda: target.copy_(source), on_gpu), _best(lambda: a @ b, on_gpu)
+    return Ceilings(2 * count * dtype.itemsize / copy, 2 * size**3 / product)
+
+
+def _best(call: Any, on_gpu: bool) -> float:
+    """Seconds of the fastest of ten calls."""
+    import torch
+
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

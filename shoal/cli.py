@@ -70,10 +70,17 @@ def build_parser() -> argparse.ArgumentParser:
     latency.add_argument("--batch-size", type=int, default=1, help="requests in the batch (default: 1)")
     latency.set_defaults(run=run_bench, batch_flag="batch_size")
     for kind in (throughput, latency):
-        kind.add_argument("--input-len", type=int, default=128, help="prompt tokens a request (default: 128)")
-        kind.add_argument("--output-len", type=int, default=128, help="generated tokens a request (default: 128)")
         kind.add_argument("--num-iters", type=int, default=3, help="timed repetitions after one warm-up (default: 3)")
         kind.add_argument("--output-json", help="write the figures to this file")
+
+    profile = commands.add_parser("profile", help="write a trace for Perfetto",
+                                  description="Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name.")
+    profile.add_argument("--batch-size", type=int, default=1, help="requests in the batch (default: 1)")
+    profile.add_argument("--output-dir", default="shoal-traces", help="the folder of the traces, one a rank (default: shoal-traces)")
+    profile.set_defaults(run=run_profile)
+    for kind, output_len in ((throughput, 128), (latency, 128), (profile, 16)):
+        kind.add_argument("--input-len", type=int, default=128, help="prompt tokens a request (default: 128)")
+        kind.add_argument("--output-len", type=int, default=output_len, help=f"generated tokens a request (default: {output_len})")
 
     under_load = kinds.add_parser("serve", help="any server under load",
                                   description="TTFT, ITL and throughput of any OpenAI-compatible server under Poisson load.")
@@ -92,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_flags(serve, ServerConfig, "server")
     serve.set_defaults(run=run_serve)
 
-    for command in (generate, chat, throughput, latency):
+    for command in (generate, chat, throughput, latency, profile):
         command.add_argument("--verbose", action="store_true", help="log what the engine decides")
         _add_engine_flags(command)
         _add_sampling_flags(command)
@@ -199,6 +206,14 @@ def run_bench(arguments: argparse.Namespace) -> int:
     with _build_llm(arguments) as llm:
         params = _sampling_params(arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len)
         measure(llm, params, getattr(arguments, arguments.batch_flag), arguments.input_len, arguments.num_iters, arguments.output_json)
+    return 0
+
+
+def run_profile(arguments: argparse.Namespace) -> int:
+    from shoal.bench import trace
+    with _build_llm(arguments) as llm:
+        params = _sampling_params(arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len)
+        trace(llm, params, arguments.batch_size, arguments.input_len, arguments.output_dir)
     return 0
 
 

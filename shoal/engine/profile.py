@@ -1,6 +1,7 @@
 """Traces of a running engine for Perfetto (ui.perfetto.dev): steps and host work by name, kernels on a line of their own.
 
-One file a rank, by torch's profiler. While no trace is being made a span costs a function call.
+One file a rank, by torch's profiler. While no trace is being made a span costs a function call. `StepClock` says how long the GPU stood
+idle between steps.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -15,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.errors import ConfigError
 
-_NOTHING = contextlib.nullcontext()
+NOTHING = contextlib.nullcontext()
 _active: Profiler | None = None    # torch's profiler is one a process
 
 
@@ -53,4 +56,27 @@ class Profiler:
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
     """Names what runs inside it in the trace, if one is being made."""
-    return _NOTHING if _active is None else record_function(name)
+    return NOTHING if _active is None else record_function(name)
+
+
+class StepClock:
+    """When the GPU begins and ends each step, by events on its stream: nothing waits for them before `stop`."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._steps.append((start, end))
+
+    def stop(self) -> tuple[float, float]:
+        """Seconds from the first step's beginning to the last one's end, and those of them that lay between steps."""
+        torch.cuda.synchronize()
+        if not self._steps:
+            return 0.0, 0.0
+        idle = sum(end.elapsed_time(start) for (_, end), (start, _) in pairwise(self._steps))
+        return self._steps[0][0].elapsed_time(self._steps[-1][1]) / 1e3, idle / 1e3

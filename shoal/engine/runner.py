@@ -23,7 +23,7 @@ from shoal.config import EngineConfig
 from shoal.engine.batch import HEADER_SIZE, Extras, Header, section_spans
 from shoal.engine.device import DeviceMemory, PinnedRing
 from shoal.engine.graphs import DecodeGraphs
-from shoal.engine.profile import Profiler, span
+from shoal.engine.profile import NOTHING, Profiler, StepClock, span
 from shoal.engine.rank_commands import RankCommands
 from shoal.engine.regions import CpuRegions, GpuRegions
 from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, row_pieces, start_copy, unit_rows
@@ -92,6 +92,7 @@ class ModelRunner(RankCommands):
         self.shaper = LogitShaper(self.max_num_seqs, model.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
         self.profiler: Profiler | None = None
+        self.clock: StepClock | None = None
         self.kv = self._new_cache(1)
         self.regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
         self.regions.adopt("kv_cache", lambda: [self.kv])
@@ -215,7 +216,7 @@ class ModelRunner(RankCommands):
     def step(self, packed: np.ndarray, extras: Extras | None = None) -> StepResult:
         """Launches one packed step and returns without waiting for it (on a GPU). `extras` is rank 0's alone."""
         header = packed[:HEADER_SIZE]
-        with span("decode step" if header[Header.DECODE_ONLY] else "mixed step"):
+        with span("decode step" if header[Header.DECODE_ONLY] else "mixed step"), NOTHING if self.clock is None else self.clock.step():
             return self._step(packed, header, extras)
 
     def _step(self, packed: np.ndarray, header: np.ndarray, extras: Extras | None) -> StepResult:
@@ -347,6 +348,15 @@ class ModelRunner(RankCommands):
             raise ConfigError("no trace is being made; begin one with start_profile(folder)")
         profiler, self.profiler = self.profiler, None
         return profiler.stop()
+
+    def start_clock(self) -> None:
+        """On a GPU: from now on the time of each step is noted."""
+        self.clock = StepClock() if self.device.type == "cuda" else None
+
+    def stop_clock(self) -> tuple[float, float] | None:
+        """Seconds since the first step, and those of them in which the GPU waited for the next step. None on a CPU."""
+        clock, self.clock = self.clock, None
+        return None if clock is None else clock.stop()
 
     def drop_graphs(self) -> None:
         self.graphs = None

@@ -1,5 +1,6 @@
 """The `shoal` command as a user meets it."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -36,7 +37,18 @@ def test_bench_prints_and_writes_its_figures(kind, tmp_path):
     lengths = ("--input-len", "16", "--output-len", "4", "--num-iters", "1", "--max-model-len", "64")
     done = run("bench", *kind, *lengths, "--output-json", str(path))
     assert done.returncode == 0 and "output tokens/s" in done.stdout, done
-    assert json.loads(path.read_text())["output_tokens_per_s"] > 0
+    figures = json.loads(path.read_text())
+    assert figures["output_tokens_per_s"] > 0 and 0 < figures["fraction_of_floor"] < 1 and figures["gpu_idle_share"] is None
+    assert "of the floor" in done.stdout
+
+
+def test_profile_writes_a_trace(tmp_path):
+    sizes = ("--batch-size", "2", "--input-len", "8", "--output-len", "3", "--max-model-len", "64")
+    done = run("profile", *sizes, "--output-dir", str(tmp_path))
+    [path] = tmp_path.glob("*.trace.json.gz")
+    assert done.returncode == 0 and str(path) in done.stdout, done
+    with gzip.open(path) as file:
+        assert "decode step" in {event.get("name") for event in json.load(file)["traceEvents"]}
 
 
 @pytest.mark.parametrize("arguments, hint", [
@@ -48,6 +60,6 @@ def test_a_mistake_is_one_line_on_stderr(arguments, hint):
 
 
 def test_help_explains_every_command():
-    for command in ((), ("generate",), ("chat",), ("bench",), ("bench", "latency")):
+    for command in ((), ("generate",), ("chat",), ("bench",), ("bench", "latency"), ("profile",)):
         done = run(*command, "--help")
         assert done.returncode == 0 and "usage: shoal" in done.stdout
