@@ -225,6 +225,8 @@ class Stats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0          # tokens looked up
     prefix_cache_hits: int = 0             # tokens found
+    external_prefix_cache_queries: int = 0    # tokens not found there and looked up in the tiers below
+    external_prefix_cache_hits: int = 0    # tokens fetched
 
     @property
     def kv_cache_usage(self) -> float:

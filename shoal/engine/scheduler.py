@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shoal.api import FinishReason, Request, Stats
-from shoal.engine.sequence import Sequence, SequenceStatus
+from shoal.engine.sequence import Fetch, Sequence, SequenceStatus, Tiers
 from shoal.errors import RequestError
 from shoal.hashing import extend_keys
 from shoal.kv.blocks import BlockPool
 
-WAITING, PREFILL, DECODE, FINISHED = SequenceStatus.WAITING, SequenceStatus.PREFILL, SequenceStatus.DECODE, SequenceStatus.FINISHED
+WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
+DECODE, FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
 NEVER = sys.maxsize
 
 
@@ -62,6 +63,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
+        self.tiers: Tiers | None = None
+        self.fetches: list[Fetch] = []     # under way, also for sequences that have left meanwhile
+        self._arriving: set[bytes] = set()    # keys of those that will be findable
         self.ended: list[Sequence] = []    # from outside, and not yet told (take_ended)
         self._free_rows = list(range(max_num_seqs))    # a heap: the lowest is given first, so that the rows in use stay dense
         self._block_size = block_size
@@ -74,6 +78,8 @@ class Scheduler:
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
+        self._external_queries = 0
+        self._external_hits = 0
 
     # Requests
 
@@ -186,6 +192,25 @@ class Scheduler:
             results.append(TokenResult(seq, token_id, sample, reason))
         return results
 
+    def fetched(self, fetch: Fetch, num_blocks: int) -> None:
+        """Its first `num_blocks` have arrived intact, the others will not: the sequence computes them."""
+        self.fetches.remove(fetch)
+        if fetch.findable:
+            self._arriving.difference_update(fetch.keys)
+            for block, key in zip(fetch.blocks[:num_blocks], fetch.keys):
+                self.pool.register(block, key)
+        seq = fetch.seq
+        if seq.fetch is fetch:
+            seq.fetch, seq.status = None, PREFILL
+            num_tokens = num_blocks * self._block_size
+            seq.num_computed += num_tokens
+            if seq.register_at != NEVER:
+                seq.register_at += num_tokens
+            if seq.num_admissions == 1:
+                seq.num_cached_tokens += num_tokens
+                self._external_hits += num_tokens
+        self.pool.release(fetch.blocks)
+
     # Everything else
 
     @property
@@ -195,18 +220,23 @@ class Scheduler:
     def stats(self) -> Stats:
         return Stats(num_running=len(self.running), num_waiting=len(self.waiting), num_blocks=self.pool.num_blocks,
                      num_free_blocks=self.pool.num_free, num_preemptions=self._num_preemptions,
-                     prefix_cache_queries=self._prefix_cache_queries, prefix_cache_hits=self._prefix_cache_hits)
+                     prefix_cache_queries=self._prefix_cache_queries, prefix_cache_hits=self._prefix_cache_hits,
+                     external_prefix_cache_queries=self._external_queries, external_prefix_cache_hits=self._external_hits)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks; False if some are in use. What runs now goes on, but none of its KV will be found by others."""
         for seq in self.running:
             seq.register_at = NEVER
+        for fetch in self.fetches:
+            fetch.findable = False
+        self._arriving.clear()
         return self.pool.reset()
 
     def check(self) -> None:
         """Proves the books: blocks, references, rows, queues."""
         size = self._block_size
-        self.pool.check(block for seq in self.running for block in seq.block_ids)
+        self.pool.check([block for blocks in (*(seq.block_ids for seq in self.running), *(fetch.blocks for fetch in self.fetches))
+                         for block in blocks])
         rows = [seq.row for seq in self.running]
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows lost or given twice"
         for queue in (self.waiting, self.running):
@@ -216,7 +246,8 @@ class Scheduler:
             assert seq.status is WAITING and seq.row == -1 and not seq.block_ids and seq.num_computed == 0, "waiting, but not empty-handed"
         for seq in self.running:
             assert len(seq.token_ids) <= seq.num_tokens <= seq.max_num_tokens and seq.num_computed < seq.num_tokens, "tokens miscounted"
-            if seq.status is PREFILL:
+            assert (seq.status is FETCHING) == (seq.fetch in self.fetches), "fetches and those who wait for them differ"
+            if seq.status in (FETCHING, PREFILL):
                 assert seq.num_pending == 0 and len(seq.block_ids) == -(-seq.num_tokens // size), "a prefill without all its blocks"
             else:
                 assert seq.status is DECODE and seq.num_computed == seq.num_tokens - 1, "a decode with more than one token to compute"
@@ -299,8 +330,27 @@ class Scheduler:
                 break
             del self.waiting[index]
             self._start(seq, blocks, len(hits))
-            budget -= self._schedule_chunk(scheduled, seq, min(budget, cap))
+            if not self._fetch(seq, len(hits)):
+                budget -= self._schedule_chunk(scheduled, seq, min(budget, cap))
         return budget
+
+    def _fetch(self, seq: Sequence, start: int) -> bool:
+        """Whether a sequence that has just started waits for its next blocks to come from a lower tier."""
+        if self.tiers is None or not self._looks_up(seq):
+            return False
+        num_blocks = self.tiers.lookup(seq.keys[:(seq.num_tokens - 1) // self._block_size], start)
+        if seq.num_admissions == 1:
+            self._external_queries += seq.num_tokens - seq.num_computed
+        if not num_blocks:
+            return False
+        span = slice(start, start + num_blocks)
+        seq.fetch = fetch = Fetch(seq, start, seq.keys[span], seq.block_ids[span])
+        seq.status = FETCHING
+        self.pool.try_allocate(0, shared=fetch.blocks)
+        self.fetches.append(fetch)
+        self._arriving.update(fetch.keys)
+        self.tiers.begin(fetch)
+        return True
 
     def _start(self, seq: Sequence, blocks: list[int], num_hits: int) -> None:
         seq.status = PREFILL
@@ -328,12 +378,14 @@ class Scheduler:
         return self.pool.match(seq.keys[:(seq.num_tokens - 1) // self._block_size])
 
     def _is_being_computed(self, seq: Sequence, index: int) -> bool:
-        """Whether a prefill that has begun will compute (and register) the sequence's block `index`. A key implies its position."""
+        """Whether a sequence that has started will compute, or fetch, and register the block `index` of this one. A key implies its
+        position."""
         if not self._looks_up(seq) or index >= (seq.num_tokens - 1) // self._block_size:
             return False
         key = seq.keys[index]
-        return any(other.status is PREFILL and other.register_at != NEVER and index < len(other.keys) and other.keys[index] == key
-                   for other in self.running)
+        return key in self._arriving or any(
+            other.status in (FETCHING, PREFILL) and other.register_at != NEVER and index < len(other.keys) and other.keys[index] == key
+            for other in self.running)
 
     def _prefill_cap(self) -> int:
         """The most tokens one prompt may take from a step: others are to have a share while they wait."""
@@ -349,6 +401,8 @@ class Scheduler:
         extend_keys(seq.keys, seq.root, seq.token_ids, size)
         for i in range(seq.register_at // size - 1, num_full):
             self.pool.register(seq.block_ids[i], seq.keys[i])
+        if self.tiers is not None:
+            self.tiers.registered(seq, seq.register_at // size - 1, num_full)
         seq.register_at = (num_full + 1) * size
 
     def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
@@ -363,7 +417,7 @@ class Scheduler:
         """Gives back row and blocks. Steps in flight may still write there; whoever gets them next writes later."""
         self.pool.release(seq.block_ids)
         heapq.heappush(self._free_rows, seq.row)
-        seq.block_ids, seq.row = [], -1
+        seq.block_ids, seq.row, seq.fetch = [], -1, None
 
     @property
     def _max_num_tokens(self) -> int:

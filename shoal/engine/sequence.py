@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import enum
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from shoal.hashing import root_key
 
 class SequenceStatus(enum.Enum):
     WAITING = enum.auto()     # new or preempted: holds nothing
+    FETCHING = enum.auto()    # as PREFILL, but nothing of it is computed until blocks have arrived from a lower tier
     PREFILL = enum.auto()     # holds a row and blocks for all its known tokens; some are still to be computed
     DECODE = enum.auto()      # its last token, seen or pending, is the next input; the device has it in the sequence's row
     FINISHED = enum.auto()
@@ -56,6 +58,7 @@ class Sequence:
     special: bool = field(init=False)       # sampling needs more than the fields of a state row
     held: bool = False                      # not to be admitted yet: its grammar is being compiled
     grammar: Grammar | None = None
+    fetch: Fetch | None = None              # what a FETCHING one waits for
     prompt_logprobs: list[TokenLogprobs | None] | None = None    # gathered by the core
     added_at: float = 0.0                   # seconds, as the core's clock: when it came,
     started_at: float | None = None         # and when a step first held it
@@ -87,3 +90,31 @@ class Sequence:
         """Of an id in `stop_ids`: None for an end-of-text id, otherwise the id."""
         params = self.request.params
         return None if not params.ignore_eos and token_id in self.request.eos_token_ids else token_id
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Blocks on their way up from lower tiers, for one sequence. It has a reference of its own on each: whatever happens to the sequence
+    meanwhile, they are nobody else's before `Scheduler.fetched`."""
+
+    seq: Sequence
+    start: int              # which of the sequence's blocks is the first
+    keys: list[bytes]
+    blocks: list[int]
+    findable: bool = True   # when it has arrived; False since a reset
+
+
+class Tiers(Protocol):
+    """What the scheduler needs of the tiers below the device (engine/offload.py)."""
+
+    def lookup(self, keys: abc.Sequence[bytes], start: int) -> int:
+        """How many of keys[start:], the first ones, lie below and are worth fetching now."""
+        ...
+
+    def begin(self, fetch: Fetch) -> None:
+        """To be ended by Scheduler.fetched, some time later."""
+        ...
+
+    def registered(self, seq: Sequence, start: int, end: int) -> None:
+        """These of the sequence's blocks are findable now."""
+        ...
