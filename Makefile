@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 
-.PHONY: demo test check test-gpu bench clean
+.PHONY: demo test check test-gpu bench bench-gpu clean
 
 demo: .venv/ready
 	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
@@ -22,6 +22,11 @@ test-gpu:
 
 bench: .venv/ready-test
 	$(BIN)/python benchmarks/cpu.py
+
+# On a machine with a GPU, with the torch that is installed there, and matplotlib: the whole table, drawn into docs/performance.md.
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py --workloads nano,single,prefill,decode,shared,four,service,tiny,long,tree --json benchmarks/results/h200.json
+	$(PYTHON) benchmarks/performance.py benchmarks/results/h200.json
 
 # torch first, pinned: on a machine without a GPU the pin finds a CPU build where there is one.
 .venv/ready: pyproject.toml

@@ -37,7 +37,7 @@ def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_it
             seconds.append(time.perf_counter() - start)
     best = min(seconds)
     ceilings = measure_ceilings(llm)
-    least = floor_of(llm, ceilings).run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs or batch)
+    least = floor_of(llm, ceilings).run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs or batch).seconds
     figures = {
         "batch": batch, "input_len": input_len, "output_len": output_len, "seconds": best, "seconds_all": seconds,
         "requests_per_s": batch / best, "output_tokens_per_s": batch * output_len / best,
@@ -49,7 +49,7 @@ def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_it
     print(f"{batch} requests of {input_len} + {output_len} tokens: {best:.3f} s (best of {num_iters}), "
           f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all, "
           f"{figures['ms_per_token']:.2f} ms a token; {least / best:.0%} of the floor ({ceilings.bytes_per_s / 1e9:.0f} GB/s and "
-          f"{ceilings.flops_per_s / 1e12:.1f} TFLOP/s were measured)" + ("" if idle is None else f"; GPU idle between steps {idle:.1%}"))
+          f"{ceilings.flops_per_s / 1e9:.0f} GFLOP/s were measured)" + ("" if idle is None else f"; GPU idle between steps {idle:.1%}"))
     if output_json:
         with open(output_json, "w") as file:
             json.dump(figures, file, indent=1)

@@ -21,6 +21,18 @@ class Ceilings:
     flops_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What has to be done, and how long that takes at least."""
+
+    seconds: float = 0.0
+    bytes_moved: float = 0.0
+    operations: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.bytes_moved + other.bytes_moved, self.operations + other.operations)
+
+
 class Floor:
     """Of one model on one device. `weight_bytes`: of all weights that a token passes, the head's included, the embedding's not, unless
     they are the same; by default two bytes a weight. `kv_bytes`: of a number in the cache."""
@@ -44,35 +56,38 @@ class Floor:
         self._kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_bytes    # a token
         self._per_pair = 4 * model.num_layers * model.num_heads * model.head_dim                  # query and key it sees
 
-    def prefill(self, num_tokens: int, cached: int = 0) -> float:
-        """Seconds of `num_tokens` after `cached` ones, and the logits of the last."""
+    def prefill(self, num_tokens: int, cached: int = 0) -> Cost:
+        """Of `num_tokens` after `cached` ones, and the logits of the last."""
         pairs = num_tokens * cached + num_tokens * (num_tokens + 1) // 2
-        return (num_tokens * self._per_token + pairs * self._per_pair + 2 * self._head) / self.ceilings.flops_per_s
+        operations = num_tokens * self._per_token + pairs * self._per_pair + 2 * self._head
+        return Cost(operations / self.ceilings.flops_per_s, (2 * num_tokens + cached) * self._kv_bytes, operations)
 
-    def decode(self, num_seqs: int, num_cached: int, num_read: int | None = None) -> float:
-        """Seconds of one step of `num_seqs` whose contexts are `num_cached` tokens together, `num_read` of them to be read: a prefix that
-        several share counts once."""
+    def decode(self, num_seqs: int, num_cached: int, num_read: int | None = None) -> Cost:
+        """Of one step of `num_seqs` whose contexts are `num_cached` tokens together, `num_read` of them to be read: a prefix that several
+        share counts once."""
         share = min(1.0, num_seqs * self._chosen / self._num_experts) if self._num_experts else 0.0
-        weights = (self._dense_bytes + share * self._expert_bytes) / self.ceilings.bytes_per_s
-        products = num_seqs * (self._per_token + 2 * self._head) / self.ceilings.flops_per_s
-        attention = (num_cached if num_read is None else num_read) * self._kv_bytes / self.ceilings.bytes_per_s
-        return max(weights, products) + max(attention, num_cached * self._per_pair / self.ceilings.flops_per_s)
+        weights, keys = self._dense_bytes + share * self._expert_bytes, (num_cached if num_read is None else num_read) * self._kv_bytes
+        products, attention = num_seqs * (self._per_token + 2 * self._head), num_cached * self._per_pair
+        return self._phase(weights, products) + self._phase(keys, attention)
 
-    def run(self, inputs: Sequence[int], outputs: Sequence[int], max_num_seqs: int, shared_prefix: int = 0) -> float:
-        """Seconds of requests of so many prompt and output tokens that come at once, the first `shared_prefix` of each prompt common."""
+    def _phase(self, bytes_moved: float, operations: float) -> Cost:
+        return Cost(max(bytes_moved / self.ceilings.bytes_per_s, operations / self.ceilings.flops_per_s), bytes_moved, operations)
+
+    def run(self, inputs: Sequence[int], outputs: Sequence[int], max_num_seqs: int, shared_prefix: int = 0) -> Cost:
+        """Of requests of so many prompt and output tokens that come at once, the first `shared_prefix` of each prompt common."""
         waiting = deque(zip(inputs, outputs))
         active: list[list[int]] = []    # context, tokens left
-        seconds, cached = 0.0, 0
+        cost, cached = Cost(), 0
         while active or waiting:
             while waiting and len(active) < max_num_seqs:
                 length, wanted = waiting.popleft()
-                seconds += self.prefill(length - cached, cached)
+                cost += self.prefill(length - cached, cached)
                 cached = shared_prefix
                 if wanted > 1:
                     active.append([length + 1, wanted - 1])
             if not active:
                 continue
             context = sum(length for length, _ in active)
-            seconds += self.decode(len(active), context, context - (len(active) - 1) * shared_prefix)
+            cost += self.decode(len(active), context, context - (len(active) - 1) * shared_prefix)
             active = [[length + 1, left - 1] for length, left in active if left > 1]
-        return seconds
+        return cost

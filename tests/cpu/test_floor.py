@@ -25,7 +25,7 @@ def model(shape: str) -> ModelConfig:
     ("qwen3-8b", "decode", 6.57), ("qwen3-8b", "shared", 1.23)])
 def test_floors_are_those_of_the_comparison(shape, workload, seconds):
     prompts, outputs = workloads.workload(workload)
-    floor = Floor(model(shape), H200).run([len(p) for p in prompts], outputs, 256, 2048 if workload == "shared" else 0)
+    floor = Floor(model(shape), H200).run([len(p) for p in prompts], outputs, 256, 2048 if workload == "shared" else 0).seconds
     assert floor == pytest.approx(seconds, rel=0.02)
 
 
@@ -37,17 +37,17 @@ def test_experts_are_read_when_tokens_choose_them():
     config = ModelConfig.from_hf(dict(TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=4), "tiny")
     floor = Floor(config, Ceilings(1.0, 1e30))
     dense, expert = 2 * (4 * 2 * 2 * 3 + 4 * 8 + 4 * 10), 2 * 3 * 4 * 4
-    assert floor.decode(1, 0) == dense + 2 * expert
-    assert floor.decode(100, 0) == dense + 8 * expert
+    assert floor.decode(1, 0).seconds == dense + 2 * expert
+    assert floor.decode(100, 0).seconds == dense + 8 * expert
 
 
 def test_requests_wait_for_a_place():
     floor = Floor(model("qwen3-0.6b"), H200)
-    together, in_turn = floor.run([100] * 4, [50] * 4, 4), floor.run([100] * 4, [50] * 4, 1)
-    assert in_turn == pytest.approx(4 * floor.run([100], [50], 1)) and together < in_turn / 3
+    together, in_turn = floor.run([100] * 4, [50] * 4, 4).seconds, floor.run([100] * 4, [50] * 4, 1).seconds
+    assert in_turn == pytest.approx(4 * floor.run([100], [50], 1).seconds) and together < in_turn / 3
 
 
 def test_a_prefill_after_cached_tokens_is_the_rest_of_the_whole():
     floor = Floor(model("qwen3-0.6b"), H200)
-    heads = floor.prefill(0)
-    assert floor.prefill(3000) == pytest.approx(floor.prefill(2000) + floor.prefill(1000, 2000) - heads)
+    parts = floor.prefill(2000) + floor.prefill(1000, 2000)
+    assert floor.prefill(3000).seconds + floor.prefill(0).seconds == pytest.approx(parts.seconds)

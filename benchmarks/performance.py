@@ -1,0 +1,96 @@
+"""Draws what benchmarks/gpu.py measured into docs/performance.md: a table, bars beside vLLM, and a roofline.
+
+    python benchmarks/performance.py benchmarks/results/h200.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+COLOURS = {"qwen3-0.6b": "#1f77b4", "qwen3-8b": "#d62728"}
+BANDWIDTH, ARITHMETIC = 4.28e12, 680e12    # an H200's ceilings, as in benchmarks/gpu.py
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    titles = ["model", "workload", "seconds, two runs", "out tok/s", "in tok/s", "ms a token", "of the floor", "GPU idle", "vLLM / ours",
+              "nano-vllm / ours"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in rows:
+        if row["workload"] == "start-up":
+            lines.append(f"| {row['model']} | start-up | {row['seconds']:.2f} | | | | | | | |")
+            continue
+        runs = ", ".join(f"{seconds:.3f}" for seconds in row["runs"][1:])
+        cells = [runs, f"{row['out_tokens_per_s']:,.0f}", f"{row['in_tokens_per_s']:,.0f}", f"{row['ms_per_token']:.3f}",
+                 *(_or_dash(row[name], style) for name, style in (("floor", ".0%"), ("idle", ".1%"), ("vs_vllm", ".2f"), ("vs_nano", ".2f")))]
+        lines.append(f"| {row['model']} | {row['workload']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _or_dash(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)
+
+
+def draw_bars(rows: list[dict[str, Any]], path: Path) -> None:
+    compared = [row for row in rows if row.get("vs_vllm")]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.bar(range(len(compared)), [row["vs_vllm"] for row in compared], color=[COLOURS.get(row["model"], "grey") for row in compared])
+    for i, row in enumerate(compared):
+        axes.text(i, row["vs_vllm"], f"{row['vs_vllm']:.2f}", ha="center", va="bottom")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(compared)), [f"{row['workload']}\n{row['model']}" for row in compared], fontsize=8)
+    axes.set_ylabel("times as fast as vLLM 0.24")
+    figure.savefig(path, dpi=110)
+
+
+def draw_roofline(rows: list[dict[str, Any]], path: Path) -> None:
+    """Work a byte against work a second: what a workload could reach at most lies on the line above it."""
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    xs = [2.0**i for i in range(-2, 16)]
+    axes.plot(xs, [min(x * BANDWIDTH, ARITHMETIC) / 1e12 for x in xs], color="black", linewidth=1)
+    for row in rows:
+        if row.get("floor"):
+            x, y = row["operations"] / row["bytes_moved"], row["operations"] / row["seconds"] / 1e12
+            axes.scatter([x], [y], color=COLOURS.get(row["model"], "grey"))
+            axes.annotate(row["workload"], (x, y), fontsize=8, xytext=(4, -9), textcoords="offset points")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations a byte that must be moved")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(", ".join(COLOURS) + ": blue, red", fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    measured = json.loads(Path(sys.argv[1]).read_text())
+    rows = measured["rows"]
+    images = ROOT / "docs" / "images"
+    draw_bars(rows, images / "performance-bars.png")
+    draw_roofline(rows, images / "performance-roofline.png")
+    (ROOT / "docs" / "performance.md").write_text(f"""# Performance
+
+{measured["gpu"]}, torch {measured["torch"]}, commit {measured["commit"][:10]}, {measured["date"]}: `{measured["command"]}`.
+Drawn by `make bench-gpu`. bf16, random weights, temperature 0.6, `ignore_eos`, token ids, an empty prefix cache before each run; the better
+of two runs after a warm-up counts. The workloads and the peers' figures are in `benchmarks/workloads.py` and `benchmarks/gpu.py`, the floor in
+`shoal/models/floor.py`; the GPU's idle time is what lies between steps, in a run of its own. More: `benchmarks/results/README.md`.
+
+{table(rows)}
+
+![Beside vLLM](images/performance-bars.png)
+
+Each point is a whole workload; the line is what the GPU could do with that many operations a byte. A point's distance to it is what is left
+to gain.
+
+![Roofline](images/performance-roofline.png)
+""")
+
+
+if __name__ == "__main__":
+    main()
