@@ -27,7 +27,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         runs = ", ".join(f"{seconds:.3f}" for seconds in row["runs"][1:])
         cells = [runs, f"{row['out_tokens_per_s']:,.0f}", f"{row['in_tokens_per_s']:,.0f}", f"{row['ms_per_token']:.3f}",
-                 *(_or_dash(row[name], style) for name, style in (("floor", ".0%"), ("idle", ".1%"), ("vs_vllm", ".2f"), ("vs_nano", ".2f")))]
+                 _or_dash(row["floor"], ".0%"), _or_dash(row["idle"], ".1%"),
+                 *(_or_dash(row[name], ".2f") for name in ("vs_vllm", "vs_nano"))]
         lines.append(f"| {row['model']} | {row['workload']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 {measured["gpu"]}, torch {measured["torch"]}, commit {measured["commit"][:10]}, {measured["date"]}: `{measured["command"]}`.
 Drawn by `make bench-gpu`. bf16, random weights, temperature 0.6, `ignore_eos`, token ids, an empty prefix cache before each run; the better
-of two runs after a warm-up counts. The workloads and the peers' figures are in `benchmarks/workloads.py` and `benchmarks/gpu.py`, the floor in
+of two runs after a warm-up counts. Workloads and peers' figures: `benchmarks/workloads.py`, `benchmarks/gpu.py`; the floor:
 `shoal/models/floor.py`; the GPU's idle time is what lies between steps, in a run of its own. More: `benchmarks/results/README.md`.
 
 {table(rows)}
