@@ -1,0 +1,89 @@
+"""Threads for slow I/O, with a bound on what waits for them. No job can raise into whoever waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+logger = logging.getLogger(__name__)
+
+
+class IoThreads:
+    """Run jobs in the order of arrival. A job says whether it succeeded; one that could not run has failed. Threads are daemons, started
+    when first needed: a file system that hangs must not keep the process from ending."""
+
+    def __init__(self, name: str, threads: int, max_waiting: int) -> None:
+        self.max_waiting = max_waiting
+        self._name, self._max_threads = name, threads
+        self._threads: list[threading.Thread] = []
+        self._jobs: deque[tuple[Callable[[], bool], Future[bool]]] = deque()
+        self._running = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def submit(self, job: Callable[[], bool]) -> Future[bool] | None:
+        """None: too many wait already, or the threads are closed."""
+        future: Future[bool] = Future()
+        with self._changed:
+            if self._closed or len(self._jobs) >= self.max_waiting:
+                return None
+            self._jobs.append((job, future))
+            if len(self._threads) < self._max_threads and self._running + len(self._jobs) > len(self._threads):
+                thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
+        return future
+
+    @property
+    def pending(self) -> int:
+        """Jobs that wait or run."""
+        return len(self._jobs) + self._running
+
+    def wait(self, timeout_s: float) -> int:
+        """Until nothing is pending, but no longer than this. Returns how many jobs still are."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.pending, timeout_s)
+            return self.pending
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Jobs that wait have failed; those that run are waited for, no longer than this."""
+        with self._changed:
+            self._closed = True
+            dropped = list(self._jobs)
+            self._jobs.clear()
+            self._changed.notify_all()
+        for _, future in dropped:
+            if future.set_running_or_notify_cancel():
+                future.set_result(False)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+                job, future = self._jobs.popleft()
+                self._running += 1
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except Exception:    # a bug of ours: the block is recomputed, the threads live on
+                    logger.exception("%s: a job broke off", self._name)
+                    future.set_result(False)
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+
+def done(result: bool) -> Future[bool]:
+    future: Future[bool] = Future()
+    future.set_result(result)
+    return future
