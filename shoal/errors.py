@@ -7,6 +7,7 @@ ShoalError
         CheckpointError             a model folder, a file in it, a tensor in that
     UnavailableError                not now: asleep, paused, full, ending; says when to try again
     EngineDeadError                 the engine cannot go on: a rank died, the device failed
+    NoFreeBlocksError               a pool of KV blocks has too few that are free; nothing was taken
 """
 
 
@@ -36,3 +37,11 @@ class UnavailableError(ShoalError, RuntimeError):
 
 class EngineDeadError(ShoalError, RuntimeError):
     """The engine ended: a rank died or the device failed. Build a new one."""
+
+
+class NoFreeBlocksError(ShoalError):
+    """`needed` blocks beside those that were found, and only `free` are. Nothing was taken; ask again when others have released theirs."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} KV blocks are needed and {free} are free; nothing was taken: ask for fewer, or when others are released")
+        self.needed, self.free = needed, free

@@ -1,29 +1,83 @@
 """The block pool: who holds which KV block, which blocks can be found by content, and which one is used next.
 
-Blocks are ints; the tensors are elsewhere. A block is held by `ref_count` sequences, or it lies in the free list. A free block keeps its
-key and stays findable until it is taken for something else. The free list is the order of re-use: first blocks without a key, the last
-freed first (its memory is warm), then blocks with a key, the least recently freed first.
+Blocks are ints; the tensors are elsewhere. A block is held by `ref_count` sequences, or it is free. A free block keeps its key and stays
+findable until it is taken for something else. The order of re-use: first blocks without a key, the last freed first (its memory is warm),
+then blocks with a key, the lowest priority first, of equal ones the least recently freed.
+
+Of blocks with equal content one is findable: the first, while it is held; then one that still is. The others are free without a key. So
+whoever holds a block holds the content of all before it in findable blocks, and as sequences are freed tail first, no findable block
+outlives its parent (unless priorities or `reset` ask for it): what can be found can be reached.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from shoal.errors import NoFreeBlocksError
+
+PRIORITIES = range(-128, 128)    # of findable blocks; 0 unless set
+
+
+class BlockListener(Protocol):
+    """Is told what can't be found any longer. Must not call the pool."""
+
+    def removed(self, key: bytes) -> None:
+        """Its block was taken for something else, or it was reset."""
+        ...
+
+    def cleared(self) -> None:
+        """Every key was forgotten."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Blocks for a prompt, a reference held on each: those that others hold too, those found free behind them, and new ones."""
+
+    in_flight: list[int]
+    matched: list[int]
+    remaining: list[int]
+
+    @property
+    def blocks(self) -> list[int]:
+        """In sequence order; what `release` takes."""
+        return self.in_flight + self.matched + self.remaining
 
 
 class BlockPool:
-    """Pure bookkeeping, O(1) a block. With `enable_caching` False no block is ever findable."""
+    """Pure bookkeeping, O(1) a block. With `enable_caching` False no block is ever findable. For one thread: what it does is done when it
+    returns. Steps in flight may still read what was released, and whoever gets it writes in a later step; a copy that is not ordered
+    with the steps must hold a reference until it has ended."""
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, enable_caching: bool = True, listener: BlockListener | None = None) -> None:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.num_free = num_blocks                                  # evictable ones included
+        self._listener = listener
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks        # of findable blocks
         self._key_to_block: dict[bytes, int] = {}
-        # The free list is a ring through `num_blocks`, which stands for its end: doubly linked, so that a hit can leave its middle.
+        self._copies: dict[bytes, list[int]] = {}                   # key -> held blocks of this content that are not the findable one
+        self._copy_to_key: dict[int, bytes] = {}
+        # Free blocks lie in rings: doubly linked, so that a hit can leave the middle. One for those without key, one for each priority in
+        # use; an index of its own stands for the end of each.
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
+        self._rings: dict[int, int] = {}                            # priority -> end
+        self._ends = [num_blocks]                                   # in the order of re-use; the first ring's blocks have no key
+        self._end_of = [num_blocks] * num_blocks                    # of the ring where a block lies, or will lie when it is free
+        self._default_end = self._ring(0)
+        self._freed_at = [0] * num_blocks                           # age, of blocks with a key
+        self._num_freed = 0
+
+    # What is there
+
+    def find(self, key: bytes) -> int | None:
+        return self._key_to_block.get(key)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of the longest findable prefix of `keys`. Takes no reference: only try_allocate makes them safe from re-use."""
@@ -35,6 +89,30 @@ class BlockPool:
             found.append(block)
         return found
 
+    def key_of(self, block: int) -> bytes | None:
+        """By which it can be found."""
+        return self._keys[block]
+
+    def is_held(self, block: int) -> bool:
+        return self._ref_counts[block] > 0
+
+    def keys(self) -> list[bytes]:
+        """Of all findable blocks."""
+        return list(self._key_to_block)
+
+    def free_blocks(self) -> list[int]:
+        """In the order of re-use."""
+        return [block for end in self._ends for block in self._ring_from(end, self.num_blocks)]
+
+    def coldest(self, num_blocks: int) -> list[int]:
+        """The first free blocks with a key, at most so many, in the order in which they will be taken."""
+        found: list[int] = []
+        for end in self._ends[1:]:
+            found += self._ring_from(end, num_blocks - len(found))
+        return found
+
+    # Taking and giving back
+
     def try_allocate(self, num_blocks: int, shared: Sequence[int] = ()) -> list[int] | None:
         """The `shared` blocks, then `num_blocks` others, with a reference on each. None, and nothing taken, if too few are free."""
         ref_counts = self._ref_counts
@@ -45,43 +123,103 @@ class BlockPool:
                 self._unlink(block)
             ref_counts[block] += 1
         taken = list(shared)
-        for _ in range(num_blocks):
-            block = self._next[self.num_blocks]
-            self._unlink(block)
-            self._forget(block)
-            ref_counts[block] = 1
-            taken.append(block)
+        for end in self._ends:
+            while num_blocks and (block := self._next[end]) != end:
+                self._unlink(block)
+                self._forget(block)
+                ref_counts[block] = 1
+                taken.append(block)
+                num_blocks -= 1
         return taken
 
-    def register(self, block: int, key: bytes) -> None:
-        """Makes a held block findable. Where another block has this key already, that one stays the findable one."""
-        assert self._ref_counts[block] > 0 and self._keys[block] is None
-        if self.enable_caching and key not in self._key_to_block:
-            self._keys[block] = key
-            self._key_to_block[key] = block
+    def prepare_prefill(self, keys: Sequence[bytes], num_blocks: int) -> Prefill:
+        """Holds `num_blocks` blocks for a prompt: what can be found of `keys` (of its full blocks), and new ones for the rest and its tail.
+        One transaction: raises NoFreeBlocksError, and nothing is taken, if too few are free."""
+        hits = self.match(keys[:num_blocks])
+        num_in_flight = next((i for i, block in enumerate(hits) if self._ref_counts[block] == 0), len(hits))
+        num_free = self.num_free - sum(self._ref_counts[block] == 0 for block in hits)
+        blocks = self.try_allocate(num_blocks - len(hits), shared=hits)
+        if blocks is None:
+            raise NoFreeBlocksError(num_blocks - len(hits), num_free)
+        return Prefill(blocks[:num_in_flight], blocks[num_in_flight:len(hits)], blocks[len(hits):])
 
     def release(self, blocks: Sequence[int]) -> None:
         """Gives back a reference on each. They come in sequence order and are freed tail first: a shared prefix outlives its suffixes."""
+        ref_counts = self._ref_counts
         for block in reversed(blocks):
-            assert self._ref_counts[block] > 0
-            self._ref_counts[block] -= 1
+            assert ref_counts[block] > 0
+            ref_counts[block] -= 1
+            if ref_counts[block] == 0:
+                if self._copies:
+                    self._hand_over(block)
+                end = self._end_of[block]
+                if end == self.num_blocks:
+                    self._link(block, before=self._next[end])
+                else:
+                    self._num_freed += 1
+                    self._freed_at[block] = self._num_freed
+                    self._link(block, before=end)
+
+    # Contents
+
+    def register(self, block: int, key: bytes) -> int:
+        """Makes a held block findable. Returns the findable block of this content: another one, if it had the key already and is held."""
+        assert self._ref_counts[block] > 0 and self._keys[block] is None and block not in self._copy_to_key
+        if not self.enable_caching:
+            return block
+        first = self._key_to_block.setdefault(key, block)
+        if first == block:
+            self._keys[block] = key
+            self._end_of[block] = self._default_end
+            return block
+        self._copies.setdefault(key, []).append(block)
+        self._copy_to_key[block] = key
+        if self._ref_counts[first]:
+            return first
+        self._unlink(first)
+        self._hand_over(first)
+        self._link(first, before=self._next[self.num_blocks])
+        return block
+
+    def set_priority(self, which: Iterable[bytes | int], priority: int) -> None:
+        """Of findable blocks, by key or as blocks; others are passed over. Holds until the content is forgotten; ages stay. O(free blocks)."""
+        end = self._ring(priority)
+        moved = []
+        for item in which:
+            block = self._key_to_block.get(item) if isinstance(item, bytes) else item
+            if block is None or self._keys[block] is None or self._end_of[block] == end:
+                continue
+            self._end_of[block] = end
             if self._ref_counts[block] == 0:
-                end = self.num_blocks
-                self._link(block, before=self._next[end] if self._keys[block] is None else end)
+                self._unlink(block)
+                moved.append(block)
+        at, age = end, self._freed_at
+        for block in sorted(moved, key=age.__getitem__, reverse=True):
+            while self._prev[at] != end and age[self._prev[at]] > age[block]:
+                at = self._prev[at]
+            self._link(block, before=at)
+            at = block
 
-    def reset(self) -> bool:
-        """Forgets every key, those of held blocks too. Returns whether no block was held."""
-        self._key_to_block.clear()
-        self._keys = [None] * self.num_blocks
-        return self.num_free == self.num_blocks
-
-    def free_blocks(self) -> list[int]:
-        """In the order of re-use."""
-        order, block = [], self._next[self.num_blocks]
-        while block != self.num_blocks:
-            order.append(block)
-            block = self._next[block]
-        return order
+    def reset(self, keys: Iterable[bytes] | None = None) -> bool:
+        """Forgets these keys, or all, those of held blocks too. Returns whether none of their blocks (or none at all) was held."""
+        if keys is None:
+            self._forget_all()
+            return self.num_free == self.num_blocks
+        idle = True
+        for key in keys:
+            block = self._key_to_block.get(key)
+            if block is None:
+                continue
+            for copy in self._copies.pop(key, ()):
+                del self._copy_to_key[copy]
+            if self._ref_counts[block] == 0:
+                self._unlink(block)
+                self._forget(block)
+                self._link(block, before=self._next[self.num_blocks])
+            else:
+                self._forget(block)
+                idle = False
+        return idle
 
     def check(self, held: Iterable[int]) -> None:
         """Proves the books. `held` names every reference that exists: a block once for each of its holders."""
@@ -91,14 +229,84 @@ class BlockPool:
         assert len(free) == len(set(free)) == self.num_free, "the free list and its count differ"
         assert self.num_free + len(holders) == self.num_blocks, "free + used != total"
         assert not holders.keys() & set(free), "a held block is in the free list"
-        assert all(self._prev[self._next[block]] == block for block in [*free, self.num_blocks]), "the free list is torn"
+        for end in self._ends:
+            ring = self._ring_from(end, self.num_blocks)
+            assert all(self._prev[self._next[block]] == block for block in [*ring, end]), "the free list is torn"
+            assert all(self._end_of[block] == end for block in ring), "a block in another's ring"
+            assert end == self.num_blocks or all(self._freed_at[a] < self._freed_at[b] for a, b in pairwise(ring)), "a ring out of age"
         assert self._key_to_block == {key: block for block, key in enumerate(self._keys) if key is not None}, "keys and index differ"
+        assert all((key is None) == (self._end_of[block] == self.num_blocks) for block, key in enumerate(self._keys)), "ring and key differ"
+        assert self._copy_to_key == {block: key for key, copies in self._copies.items() for block in copies}, "copies miscounted"
+        for block, key in self._copy_to_key.items():
+            assert holders[block] and holders[self._key_to_block[key]] and self._keys[block] is None, "a copy that is no copy"
+
+    # Inside
+
+    def _ring(self, priority: int) -> int:
+        """The end of its ring, which may be new."""
+        end = self._rings.get(priority)
+        if end is None:
+            if priority not in PRIORITIES:
+                raise ValueError(f"priority {priority!r} is not an integer from {PRIORITIES[0]} to {PRIORITIES[-1]}; 0 is the default")
+            end = len(self._next)
+            self._next.append(end)
+            self._prev.append(end)
+            self._rings[priority] = end
+            self._ends[1:] = [self._rings[p] for p in sorted(self._rings)]
+        return end
+
+    def _ring_from(self, end: int, most: int) -> list[int]:
+        found, block = [], self._next[end]
+        while block != end and len(found) < most:
+            found.append(block)
+            block = self._next[block]
+        return found
+
+    def _hand_over(self, block: int) -> None:
+        """Of a block that is held no longer: its key goes to a copy that is; if it was a copy itself, it is one no longer."""
+        key = self._keys[block]
+        if key is None:
+            key = self._copy_to_key.pop(block, None)
+            if key is None:
+                return
+            copies = self._copies[key]
+            copies.remove(block)
+        else:
+            copies = self._copies.get(key, [])
+            if not copies:
+                return
+            heir = copies.pop(0)
+            del self._copy_to_key[heir]
+            self._key_to_block[key] = heir
+            self._keys[heir], self._keys[block] = key, None
+            self._end_of[heir], self._end_of[block] = self._end_of[block], self.num_blocks
+        if not copies:
+            del self._copies[key]
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
             self._keys[block] = None
+            self._end_of[block] = self.num_blocks
             del self._key_to_block[key]
+            if self._listener is not None:
+                self._listener.removed(key)
+
+    def _forget_all(self) -> None:
+        """The order of re-use stays."""
+        order = self.free_blocks()
+        for end in self._ends:
+            self._next[end] = self._prev[end] = end
+        self.num_free = 0
+        self._key_to_block.clear()
+        self._copies.clear()
+        self._copy_to_key.clear()
+        self._keys = [None] * self.num_blocks
+        self._end_of = [self.num_blocks] * self.num_blocks
+        for block in order:
+            self._link(block, before=self.num_blocks)
+        if self._listener is not None:
+            self._listener.cleared()
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from shoal.kv.blocks import BlockPool
+from shoal.errors import NoFreeBlocksError
+from shoal.kv.blocks import PRIORITIES, BlockPool
 
 
 def key(name):
@@ -22,6 +23,19 @@ def keyed(pool, num_blocks, name="k"):
 
 def keys(n, name="k"):
     return [key(f"{name}{i}") for i in range(n)]
+
+
+class Told:
+    """A listener's memory."""
+
+    def __init__(self):
+        self.events = []
+
+    def removed(self, key):
+        self.events.append(key)
+
+    def cleared(self):
+        self.events.append("cleared")
 
 
 def test_a_new_pool_hands_out_blocks_in_order():
@@ -117,12 +131,155 @@ def test_hits_held_by_others_do_not_count_as_free():
 
 def test_of_two_blocks_with_equal_content_the_first_stays_findable():
     pool = BlockPool(4)
-    first, second = keyed(pool, 1), keyed(pool, 1)
-    assert pool.match(keys(1)) == first
-    pool.release(second)
-    assert pool.free_blocks()[0] == second[0], "the copy is worth nothing, so it goes first"
+    [first], [second] = pool.try_allocate(1), pool.try_allocate(1)
+    assert pool.register(first, key("k0")) == first
+    assert pool.register(second, key("k0")) == first, "the second registration yields the first"
+    assert pool.match(keys(1)) == [first]
+    pool.release([second])
+    assert pool.free_blocks()[0] == second, "the copy is worth nothing, so it goes first"
+    pool.release([first])
+    assert pool.match(keys(1)) == [first]
+
+
+def test_a_copy_that_is_still_held_takes_over_when_the_first_is_free():
+    told = Told()
+    pool = BlockPool(4, listener=told)
+    first, second, third = keyed(pool, 1), keyed(pool, 1), keyed(pool, 1)
+    pool.check([0, 1, 2])
     pool.release(first)
-    assert pool.match(keys(1)) == first
+    assert pool.match(keys(1)) == second and pool.free_blocks()[0] == first[0]
+    pool.release(second)
+    assert pool.match(keys(1)) == third
+    pool.release(third)
+    assert pool.match(keys(1)) == third and pool.free_blocks() == [1, 0, 3, 2]
+    assert not told.events, "the content was there all the time"
+    pool.check([])
+
+
+def test_a_held_block_takes_the_key_of_a_free_one_with_equal_content():
+    pool = BlockPool(3)
+    pool.release(keyed(pool, 1))
+    [block] = pool.try_allocate(1)
+    assert pool.register(block, key("k0")) == block and pool.match(keys(1)) == [block]
+    assert pool.free_blocks() == [0, 2]
+    pool.check([block])
+
+
+def test_what_can_be_found_is_never_evicted_before_its_children():
+    """Even if a sequence holds the child, and only a copy of the parent."""
+    pool = BlockPool(5)
+    parent = keyed(pool, 1, "p")
+    own = pool.try_allocate(2)
+    pool.register(own[0], key("p0"))
+    pool.register(own[1], key("child"))
+    pool.release(parent)
+    pool.release(own)
+    assert [pool.key_of(block) for block in pool.coldest(9)] == [key("child"), key("p0")]
+    pool.check([])
+
+
+def test_the_lowest_priority_is_used_first_and_of_equal_ones_the_oldest():
+    def tokens(*priorities):
+        pool = BlockPool(4)
+        blocks = pool.try_allocate(4)
+        for block, name, priority in zip(blocks, (1, 3, 5, 7), priorities):    # named by the first token of a block of two
+            pool.register(block, key(name))
+            pool.set_priority([block], priority)
+        pool.release(blocks)
+        pool.check([])
+        return pool
+
+    def order(pool):
+        return [int(pool.key_of(block)) for block in pool.coldest(4)]
+
+    pool = tokens(0, 0, 0, 0)
+    assert order(pool) == [7, 5, 3, 1]
+    pool.set_priority([key(7), key(5)], 1)
+    assert order(pool) == [3, 1, 7, 5], "priorities come first, ages stay"
+    assert order(tokens(0, 0, 1, 1)) == [3, 1, 7, 5]
+    pool.set_priority([key(1)], 1)
+    pool.set_priority([key(3), key(9), 0], -1)    # nobody has key 9, and block 0 is that of key 1
+    assert order(pool) == [3, 1, 7, 5]
+    pool.set_priority(pool.keys(), 0)
+    assert order(pool) == [7, 5, 3, 1] == [int(pool.key_of(b)) for b in pool.coldest(2)] + [3, 1]
+    taken = pool.try_allocate(4)
+    assert taken == [3, 2, 1, 0]
+    pool.check(taken)
+
+
+def test_a_priority_holds_until_the_content_is_forgotten():
+    pool = BlockPool(2)
+    a, b = keyed(pool, 1, "a"), keyed(pool, 1, "b")
+    pool.set_priority(a, 1)                                 # while it is held
+    pool.release(a)
+    pool.release(b)
+    assert pool.free_blocks() == [1, 0]
+    pool.release(pool.try_allocate(0, shared=a))
+    assert pool.free_blocks() == [1, 0]
+    pool.release(keyed(pool, 2, "c"))
+    assert pool.free_blocks() == [0, 1]
+
+
+@pytest.mark.parametrize("priority", [PRIORITIES[0] - 1, PRIORITIES[-1] + 1, 0.5, None])
+def test_an_impossible_priority_is_refused(priority):
+    with pytest.raises(ValueError, match="priority .* is not an integer from -128 to 127"):
+        BlockPool(1).set_priority([], priority)
+
+
+def test_a_listener_hears_of_evictions_and_resets_only():
+    told = Told()
+    pool = BlockPool(3, listener=told)
+    blocks = keyed(pool, 3)
+    pool.release(blocks)
+    pool.release(pool.try_allocate(0, shared=pool.match(keys(3))))
+    assert told.events == []
+    pool.release(pool.try_allocate(2))
+    assert told.events == [key("k2"), key("k1")]
+    assert pool.reset([key("k0"), key("k1")]) and told.events[2:] == [key("k0")]
+    pool.reset()
+    assert told.events[3:] == ["cleared"]
+
+
+def test_some_keys_can_be_reset():
+    pool = BlockPool(4)
+    free, held = keyed(pool, 2, "a"), keyed(pool, 1, "b")
+    copy = keyed(pool, 1, "b")
+    pool.release(free)
+    assert pool.reset([key("a1"), key("nobody's")]) is True
+    assert pool.match(keys(2, "a")) == free[:1] and pool.free_blocks() == [1, 0]
+    assert pool.reset([key("a0"), key("b0")]) is False
+    assert pool.keys() == []
+    pool.check(held + copy)
+    pool.release(held + copy)
+    assert pool.free_blocks() == [2, 3, 0, 1]
+
+
+def test_a_prefill_is_prepared_in_one_transaction():
+    pool = BlockPool(7)
+    held, free = keyed(pool, 2), pool.try_allocate(2)
+    pool.register(free[0], key("k2"))
+    pool.register(free[1], key("k3"))
+    pool.release(free)
+    prefill = pool.prepare_prefill(keys(4), 6)              # four full blocks, and two for the rest and its tail
+    assert (prefill.in_flight, prefill.matched, prefill.remaining) == (held, free, [4, 5])
+    pool.check(held + prefill.blocks)
+    pool.release(prefill.blocks)
+    with pytest.raises(NoFreeBlocksError, match="4 KV blocks are needed and 3 are free") as caught:
+        pool.prepare_prefill(keys(4), 8)
+    assert (caught.value.needed, caught.value.free) == (4, 3)
+    pool.check(held)
+    assert pool.prepare_prefill(keys(4), 1).blocks == held[:1], "no more than was asked for"
+    assert pool.prepare_prefill([], 0).blocks == []
+
+
+def test_what_is_where():
+    pool = BlockPool(2)
+    [block] = keyed(pool, 1)
+    assert pool.find(key("k0")) == block and pool.find(key("k1")) is None
+    assert pool.key_of(block) == key("k0") and pool.key_of(1) is None
+    assert pool.is_held(block) and not pool.is_held(1) and pool.coldest(9) == []
+    pool.release([block])
+    assert not pool.is_held(block) and pool.coldest(9) == [block] and pool.coldest(0) == []
 
 
 def test_without_caching_nothing_is_ever_found():
@@ -178,65 +335,134 @@ class NaivePool:
     """What the pool must do, with lists and without cleverness."""
 
     def __init__(self, num_blocks):
-        self.free, self.keys, self.refs = list(range(num_blocks)), {}, Counter()
+        self.without, self.cached = list(range(num_blocks)), []         # free blocks: without key in order, with key by age
+        self.contents, self.priorities, self.refs, self.told = {}, Counter(), Counter(), []    # contents: of held copies, too
+        self.findable = {}
+
+    @property
+    def free(self):
+        return self.without + sorted(self.cached, key=self.priorities.__getitem__)
 
     def match(self, wanted):
         found = []
         for k in wanted:
-            if k not in self.keys.values():
+            if k not in self.findable:
                 break
-            found.append(next(b for b in self.keys if self.keys[b] == k))
+            found.append(self.findable[k])
         return found
 
     def try_allocate(self, n, shared):
         if n > len(set(self.free) - set(shared)):
             return None
-        self.free = [b for b in self.free if b not in shared]
-        new, self.free = self.free[:n], self.free[n:]
+        new = [b for b in self.free if b not in shared][:n]
         for block in new:
-            self.keys.pop(block, None)
+            self.forget(block)
+        for blocks in (self.without, self.cached):
+            blocks[:] = [b for b in blocks if b not in (*shared, *new)]
         self.refs.update([*shared, *new])
         return [*shared, *new]
 
+    def forget(self, block):
+        self.priorities.pop(block, None)
+        k = self.contents.pop(block, None)
+        if k is not None and self.findable[k] == block:
+            del self.findable[k]
+            self.told.append(k)
+
     def register(self, block, k):
-        if k not in self.keys.values():
-            self.keys[block] = k
+        self.contents[block] = k
+        first = self.findable.setdefault(k, block)
+        if first != block and not self.refs[first]:
+            self.hand_over(first, block)
+            self.cached.remove(first)
+            self.without.insert(0, first)
+        return self.findable[k]
+
+    def hand_over(self, block, heir):
+        k = self.contents.pop(block)
+        self.findable[k], self.priorities[heir] = heir, self.priorities.pop(block, 0)
 
     def release(self, blocks):
         for block in reversed(blocks):
             self.refs[block] -= 1
-            if self.refs[block] == 0:
-                self.free.insert(len(self.free) if block in self.keys else 0, block)
+            if self.refs[block]:
+                continue
+            k = self.contents.get(block)
+            heirs = [b for b, other in self.contents.items() if other == k and b != block and self.refs[b]]
+            if k is not None and self.findable[k] != block:
+                del self.contents[block]
+            elif k is not None and heirs:
+                self.hand_over(block, heirs[0])
+            if block in self.contents:
+                self.cached.append(block)
+            else:
+                self.without.insert(0, block)
+
+    def set_priority(self, wanted, priority):
+        for k in wanted:
+            if k in self.findable:
+                self.priorities[self.findable[k]] = priority
+
+    def reset(self, wanted):
+        if wanted is None:
+            self.without, self.cached = self.free, []
+            self.contents, self.findable, self.priorities = {}, {}, Counter()
+            self.told.append("cleared")
+            return not +self.refs
+        idle = True
+        for k in wanted:
+            block = self.findable.get(k)
+            if block is None:
+                continue
+            self.forget(block)
+            self.contents = {b: other for b, other in self.contents.items() if other != k}
+            idle &= not self.refs[block]
+            if not self.refs[block]:
+                self.cached.remove(block)
+                self.without.insert(0, block)
+        return idle
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_operations_agree_with_a_naive_pool(seed):
     print(f"seed {seed}")
     r = random.Random(seed)
-    num_blocks = r.randint(1, 12)
-    pool, naive = BlockPool(num_blocks), NaivePool(num_blocks)
+    num_blocks, told = r.randint(1, 12), Told()
+    pool, naive = BlockPool(num_blocks, listener=told), NaivePool(num_blocks)
     held: list[list[int]] = []
-    for _ in range(500):
+    for _ in range(1000):
         action = r.random()
-        if action < 0.5:
-            wanted = keys(r.randint(0, 4), r.choice("ab"))
+        if action < 0.45:
+            wanted, n, name = keys(r.randint(0, 4), r.choice("ab")), r.randint(0, 4), r.choice("ab")
             hits = pool.match(wanted)
             assert hits == naive.match(wanted)
-            n = r.randint(0, 4)
-            blocks = pool.try_allocate(n, shared=hits)
-            assert blocks == naive.try_allocate(n, hits)
+            num_in_flight = next((i for i, block in enumerate(hits) if not naive.refs[block]), len(hits))
+            expected = naive.try_allocate(n, hits)
+            if r.random() < 0.5:
+                blocks = pool.try_allocate(n, shared=hits)
+            else:
+                try:
+                    prefill = pool.prepare_prefill(wanted, len(hits) + n)
+                    assert [len(prefill.in_flight), len(prefill.remaining)] == [num_in_flight, n]
+                    blocks = prefill.blocks
+                except NoFreeBlocksError:
+                    blocks = None
+            assert blocks == expected
             if blocks is not None:
                 held.append(blocks)
-                name = r.choice("ab")
                 for i in range(len(hits), r.randint(len(hits), len(blocks))):
-                    pool.register(blocks[i], key(f"{name}{i}"))
-                    naive.register(blocks[i], key(f"{name}{i}"))
-        elif action < 0.98 and held:
+                    assert pool.register(blocks[i], key(f"{name}{i}")) == naive.register(blocks[i], key(f"{name}{i}"))
+        elif action < 0.9 and held:
             blocks = held.pop(r.randrange(len(held)))
             pool.release(blocks)
             naive.release(blocks)
-        elif action >= 0.98:
-            assert pool.reset() == (not any(held))
-            naive.keys.clear()
+        elif 0.9 <= action < 0.96:
+            wanted, priority = keys(r.randint(0, 8), r.choice("ab")), r.randint(-1, 1)
+            pool.set_priority([pool.find(k) if pool.find(k) is not None and r.random() < 0.5 else k for k in wanted], priority)
+            naive.set_priority(wanted, priority)
+        elif action >= 0.96:
+            wanted = None if action > 0.98 else [key(f"{r.choice('ab')}{r.randrange(8)}") for _ in range(3)]
+            assert pool.reset(wanted) == naive.reset(wanted)
         pool.check(block for blocks in held for block in blocks)
-        assert pool.free_blocks() == naive.free
+        assert pool.free_blocks() == naive.free and pool.coldest(3) == [b for b in naive.free if b in naive.findable.values()][:3]
+        assert pool._key_to_block == naive.findable and told.events == naive.told
