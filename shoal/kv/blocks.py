@@ -182,7 +182,8 @@ class BlockPool:
         return block
 
     def set_priority(self, which: Iterable[bytes | int], priority: int) -> None:
-        """Of findable blocks, by key or as blocks; others are passed over. Holds until the content is forgotten; ages stay. O(free blocks)."""
+        """Of findable blocks, by key or as blocks; others are passed over. Holds until the content is forgotten. Ages stay, so it is
+        O(free blocks). Raises ValueError for a priority not in PRIORITIES."""
         end = self._ring(priority)
         moved = []
         for item in which:
@@ -256,7 +257,8 @@ class BlockPool:
         return end
 
     def _ring_from(self, end: int, most: int) -> list[int]:
-        found, block = [], self._next[end]
+        found: list[int] = []
+        block = self._next[end]
         while block != end and len(found) < most:
             found.append(block)
             block = self._next[block]

@@ -222,7 +222,7 @@ def test_a_priority_holds_until_the_content_is_forgotten():
 
 @pytest.mark.parametrize("priority", [PRIORITIES[0] - 1, PRIORITIES[-1] + 1, 0.5, None])
 def test_an_impossible_priority_is_refused(priority):
-    with pytest.raises(ValueError, match="priority .* is not an integer from -128 to 127"):
+    with pytest.raises(ValueError, match=r"priority .* is not an integer from -128 to 127"):
         BlockPool(1).set_priority([], priority)
 
 
