@@ -73,8 +73,8 @@ def copy_on_host(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> No
     """Between addresses of host memory; ids are int64."""
     shape = (*pieces.sizes, pieces.run)
     for src, dst in zip(pieces.src.tolist(), pieces.dst.tolist()):
-        source = _bytes_at(src, int(src_ids.max(initial=0)) * pieces.src_block + _span(pieces.sizes, pieces.src_strides, pieces.run))
-        target = _bytes_at(dst, int(dst_ids.max(initial=0)) * pieces.dst_block + _span(pieces.sizes, pieces.dst_strides, pieces.run))
+        source = bytes_at(src, int(src_ids.max(initial=0)) * pieces.src_block + _span(pieces.sizes, pieces.src_strides, pieces.run))
+        target = bytes_at(dst, int(dst_ids.max(initial=0)) * pieces.dst_block + _span(pieces.sizes, pieces.dst_strides, pieces.run))
         for s, d in zip(src_ids.tolist(), dst_ids.tolist()):
             target.as_strided(shape, (*pieces.dst_strides, 1), d * pieces.dst_block).copy_(
                 source.as_strided(shape, (*pieces.src_strides, 1), s * pieces.src_block))
@@ -84,7 +84,8 @@ def _span(sizes: Sequence[int], strides: Sequence[int], run: int) -> int:
     return sum((size - 1) * stride for size, stride in zip(sizes, strides)) + run
 
 
-def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+def bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    """Host memory, for as long as its owner keeps it."""
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
 

@@ -1,26 +1,38 @@
 """Copies of KV blocks, named by lists of ids: from any storage to any storage, between any layouts.
 
 On a device a copy is queued on a stream and told by an event; between host memories it is done when the call returns. A caller that
-overwrites a block first waits for the event; a stream waits for nothing by itself: `stream.wait_stream(compute)` comes before.
+overwrites a block first waits for the event. A copy on the caller's own stream waits for nothing by itself (`stream.wait_stream(compute)`
+comes before); without one it is an operation of the current stream.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+import weakref
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from shoal.errors import UserError
-from shoal.kernels.block_copy import Pieces, copy_by_dma, copy_by_kernel, copy_on_host, join, runs
+from shoal.errors import UnavailableError, UserError
+from shoal.kernels.block_copy import Pieces, bytes_at, copy_by_dma, copy_by_kernel, copy_on_host, join, runs
+from shoal.kv.layout import ITEM_BYTES, LayoutError, compatibility
+from shoal.kv.storage import Kind, host_memory, in_flight, pinned_memory
+from shoal.kv.view import BlockView
 
 # Runs of this many bytes and more cross PCIe by the copy engines, shorter ones by a kernel: a descriptor costs what 64 KiB cost.
 DMA_BYTES = 256 << 10
+STAGING_BYTES = 64 << 20    # what passes through memory that both sides reach, at a time
+Ids = Sequence[int] | np.ndarray
 
 
 class BlockCopyError(UserError):
     """Ids, shapes or memories that do not go together."""
+
+
+class NoFreeCopyStreamError(UnavailableError):
+    """All streams of a pool are in use."""
 
 
 def gather_blocks(kv: torch.Tensor, block_ids: Sequence[int], slab: torch.Tensor, slots: Sequence[int],
@@ -56,10 +68,12 @@ def _copy_rows(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst
     if not devices:
         copy_on_host(pieces, from_ids, to_ids)
         return None
-    return copy_on_device(pieces, from_ids, to_ids, devices[0], stream, len(devices) == 1)
+    event = copy_on_device(pieces, from_ids, to_ids, devices[0], stream, len(devices) == 1)
+    in_flight.keep(event, src, dst)
+    return event
 
 
-def check_ids(src_ids: Sequence[int], num_src: int, dst_ids: Sequence[int], num_dst: int) -> tuple[np.ndarray, np.ndarray]:
+def check_ids(src_ids: Ids, num_src: int, dst_ids: Ids, num_dst: int) -> tuple[np.ndarray, np.ndarray]:
     """Both as int64. A source may come twice, a destination may not. Raises BlockCopyError."""
     if len(src_ids) != len(dst_ids):
         raise BlockCopyError(f"{len(src_ids)} source blocks and {len(dst_ids)} destination blocks: the lists go pairwise")
@@ -74,29 +88,302 @@ def check_ids(src_ids: Sequence[int], num_src: int, dst_ids: Sequence[int], num_
     return from_ids, to_ids
 
 
+def copy_blocks(src: BlockView, src_ids: Sequence[int], dst: BlockView, dst_ids: Sequence[int],
+                stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
+    """dst block dst_ids[i] = src block src_ids[i], in all layers; layouts and numbers of blocks may differ. Returns the event of the end,
+    or None if it is done. What the device can't reach, plain memory and files, passes through pinned memory, and is done when it returns.
+    Raises LayoutError and BlockCopyError."""
+    check_compatible(src, dst, besides=("layout",))
+    return copy_shards([src], src_ids, [dst], dst_ids, stream)
+
+
+def copy_shards(srcs: Sequence[BlockView], src_ids: Ids, dsts: Sequence[BlockView], dst_ids: Ids,
+                stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """The same blocks of several ranks' caches, whose heads are told apart by their specs; reshard.py checks that they cover each other."""
+    from_ids, to_ids = check_ids(src_ids, min(view.num_blocks for view in srcs), dst_ids, min(view.num_blocks for view in dsts))
+    for src in srcs:
+        for dst in dsts:
+            check_memory(src, dst, from_ids, to_ids)
+    if not len(from_ids):
+        return None
+    kinds = {srcs[0].storage.kind, dsts[0].storage.kind}
+    if not reachable(kinds):
+        _copy_staged(srcs, from_ids, dsts, to_ids, stream)
+        return None
+    event = None
+    for pieces in pieces_between(srcs, dsts, range(srcs[0].spec.num_layers)):
+        if Kind.DEVICE in kinds:
+            event = copy_on_device(pieces, from_ids, to_ids, device_of(srcs[0], dsts[0]), stream, len(kinds) == 2)
+        else:
+            copy_on_host(pieces, from_ids, to_ids)
+    if event is not None:
+        in_flight.keep(event, *srcs, *dsts)
+    return event
+
+
+def check_compatible(src: BlockView, dst: BlockView, besides: Iterable[str]) -> None:
+    if reasons := compatibility(src.spec, dst.spec, besides):
+        raise LayoutError("these blocks do not go together: " + "; ".join(reasons))
+
+
+def check_memory(src: BlockView, dst: BlockView, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
+    """Blocks may be copied within a cache, other blocks onto other blocks; not between other views of the same memory."""
+    if not dst.mutable:
+        raise BlockCopyError("the destination is read-only")
+    if src.storage.kind is dst.storage.kind is Kind.DEVICE and src.storage.device != dst.storage.device:
+        raise BlockCopyError(f"a copy from {src.storage.device} to {dst.storage.device} has to go through host memory")
+    if Kind.DIRECT in (src.storage.kind, dst.storage.kind) and src.storage is not dst.storage:
+        return
+    if src.addresses() == dst.addresses() and (src.spec, src.layer(0).strides) == (dst.spec, dst.layer(0).strides):
+        if len(both := np.intersect1d(src_ids, dst_ids)):
+            raise BlockCopyError(f"block {both[0]} is read and written by one copy within a cache: copy in two steps")
+        return
+    spans = sorted((start, start + view.layer(i).span, side) for side, view in enumerate((src, dst))
+                   for i, start in enumerate(view.addresses()))
+    reach = [0, 0]
+    for start, end, side in spans:
+        if start < reach[1 - side]:
+            raise BlockCopyError("source and destination overlap in memory, but are not the same blocks")
+        reach[side] = max(reach[side], end)
+
+
+def reachable(kinds: set[Kind]) -> bool:
+    """Whether one processor, the device's or the host's, has both at hand."""
+    return kinds <= {Kind.DEVICE, Kind.PINNED} or kinds <= {Kind.PINNED, Kind.HOST, Kind.MAPPED}
+
+
+def device_of(src: BlockView, dst: BlockView) -> torch.device:
+    return src.storage.device if src.storage.kind is Kind.DEVICE else dst.storage.device
+
+
+def pieces_between(srcs: Sequence[BlockView], dsts: Sequence[BlockView], layers: Iterable[int]) -> list[Pieces]:
+    """What to copy so that every head of every destination comes from the source that has it. One element, unless the shards of a side
+    differ in their strides."""
+    a, b = srcs[0].spec, dsts[0].spec
+    heads, item = math.gcd(a.heads, b.heads), ITEM_BYTES[a.dtype]    # so many lie together on both sides
+    owners = {view.spec.tp_rank: (view, view.addresses()) for view in srcs}
+    axes = ("block", "kv", "token", "head")
+    found: dict[tuple[tuple[int, int], ...], tuple[list[int], list[int]]] = {}
+    layers = list(layers)
+    for dst in dsts:
+        to_addresses = dst.addresses()
+        for head in range(dst.spec.tp_rank * b.heads, (dst.spec.tp_rank + 1) * b.heads, heads):
+            src, from_addresses = owners[head // a.heads]
+            strides = tuple((src.stride(axis), dst.stride(axis)) for axis in axes)
+            starts = found.setdefault(strides, ([], []))
+            starts[0].extend(from_addresses[layer] + head % a.heads * src.stride("head") for layer in layers)
+            starts[1].extend(to_addresses[layer] + head % b.heads * dst.stride("head") for layer in layers)
+    return [join(*starts, *block, [(2, *kv), (a.block_size, *token), (heads, *head_strides), (a.head_dim, item, item)], item)
+            for (block, kv, token, head_strides), starts in found.items()]
+
+
+def _copy_staged(srcs: Sequence[BlockView], src_ids: np.ndarray, dsts: Sequence[BlockView], dst_ids: np.ndarray,
+                 stream: torch.cuda.Stream | None) -> None:
+    """By way of memory that has the layout of the side which can't be reached."""
+    kinds = {srcs[0].storage.kind, dsts[0].storage.kind}
+    from_source = srcs[0].storage.kind is Kind.DIRECT or dsts[0].storage.kind is Kind.DEVICE
+    shards = srcs if from_source else dsts
+    block_bytes = sum(shard.spec.block_bytes for shard in shards)
+    num_blocks = min(len(src_ids), max(1, STAGING_BYTES // block_bytes))
+    allocate = pinned_memory if Kind.DEVICE in kinds else host_memory
+    staged = [BlockView.over(shard.spec, num_blocks, allocate(num_blocks * shard.spec.block_bytes)) for shard in shards]
+    for start in range(0, len(src_ids), num_blocks):
+        from_ids, to_ids = src_ids[start:start + num_blocks], dst_ids[start:start + num_blocks]
+        ids = np.arange(len(from_ids))
+        if from_source:
+            for shard, stage in zip(shards, staged):
+                _copy_by_host(shard, from_ids, stage, ids)
+            event = copy_shards(staged, ids, dsts, to_ids, stream)
+        else:
+            event = copy_shards(srcs, from_ids, staged, ids, stream)
+        if event is not None:
+            event.synchronize()
+        if not from_source:
+            for shard, stage in zip(shards, staged):
+                _copy_by_host(stage, ids, shard, to_ids)
+
+
+def _copy_by_host(src: BlockView, src_ids: np.ndarray, dst: BlockView, dst_ids: np.ndarray) -> None:
+    """Between caches of one spec, one of them host memory, the other host memory or a file."""
+    file = src if src.storage.kind is Kind.DIRECT else dst
+    storages = [file.layer(i).storage for i in range(file.spec.num_layers)]
+    for storage in dict.fromkeys(storages):
+        pieces, = pieces_between([src], [dst], [i for i, its in enumerate(storages) if its is storage])
+        if storage.kind is not Kind.DIRECT:
+            copy_on_host(pieces, src_ids, dst_ids)
+            continue
+        for source, target in zip(*(addresses.tolist() for addresses in runs(pieces, src_ids, dst_ids))):
+            if file is src:
+                storage.read(source, bytes_at(target, pieces.run).numpy())
+            else:
+                storage.write(target, bytes_at(source, pieces.run).numpy())
+
+
 def copy_on_device(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray, device: torch.device, stream: torch.cuda.Stream | None,
                    over_pcie: bool) -> torch.cuda.Event:
-    """Queues the copy; the event is that of its end. Without a stream of its own it is one operation of the current stream."""
-    event = torch.cuda.Event()
+    """Queues the copy; the event is that of its end."""
+    current = stream or torch.cuda.current_stream(device)
     if stream is None or not stream.cuda_stream:    # the copy engines' batches don't take the default stream
-        current, stream = stream or torch.cuda.current_stream(device), _side_stream(device)
+        stream = _side_stream(device)
         stream.wait_stream(current)
-    else:
-        current = stream
-    if over_pcie and pieces.run >= DMA_BYTES:
-        copy_by_dma(*runs(pieces, src_ids, dst_ids), pieces.run, stream)
-        event.record(stream)
-    else:
-        with torch.cuda.stream(stream):
-            packed = torch.from_numpy(np.concatenate((pieces.src, pieces.dst, src_ids, dst_ids))).pin_memory()
-            addresses, ids = packed.to(device, non_blocking=True).split((2 * len(pieces.src), 2 * len(src_ids)))
+    with torch.cuda.stream(stream):
+        if over_pcie and pieces.run >= DMA_BYTES:
+            copy_by_dma(*runs(pieces, src_ids, dst_ids), pieces.run, stream)
+        else:
+            addresses, ids = upload(device, pieces.src, pieces.dst, src_ids, dst_ids).split((2 * len(pieces.src), 2 * len(src_ids)))
             copy_by_kernel(pieces, addresses.view(2, -1), *ids.view(2, -1))
-            event.record()
+        event = stream.record_event()
     if current is not stream:
         current.wait_event(event)
     return event
 
 
+def upload(device: torch.device, *arrays: np.ndarray) -> torch.Tensor:
+    """One after the other, int64, behind what the current stream does."""
+    return torch.from_numpy(np.concatenate(arrays)).pin_memory().to(device, non_blocking=True)
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+class CopyStream:
+    """A copy staged once and set off layer by layer, so that one layer travels while the next is computed. Not for several threads.
+
+        copy.prepare_block_map(src, dst); copy.prepare_block_ids(src_ids, dst_ids)
+        copy.trigger_layer(0, after=computed); copy.wait_layer(0, stream)    # in whatever order, each layer as often as one likes
+
+    On a device everything is queued on `stream`, and each layer has its event; on the CPU a layer is copied when it is triggered.
+    """
+
+    def __init__(self, device: torch.device | str, stream: torch.cuda.Stream | None = None) -> None:
+        self.device = torch.device(device)
+        self.stream = stream or (torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
+        self._views: tuple[BlockView, BlockView] | None = None
+        self._ids: tuple[np.ndarray, np.ndarray] | None = None
+
+    def prepare_block_map(self, src: BlockView, dst: BlockView) -> None:
+        """Which caches. Raises BlockCopyError if others are staged (`reset` first) or plain memory meets a device, and LayoutError."""
+        if self._views is not None:
+            raise BlockCopyError("a block map is staged already: reset() first")
+        check_compatible(src, dst, besides=("layout",))
+        check_memory(src, dst, *(np.empty(0, np.int64),) * 2)
+        kinds = {src.storage.kind, dst.storage.kind}
+        if not reachable(kinds) or (Kind.DEVICE in kinds) != (self.device.type == "cuda"):
+            raise BlockCopyError(f"a copy stream of {self.device} does not reach from {src.storage.kind} to {dst.storage.kind} storage: "
+                                 "copy_blocks goes through memory in between")
+        layers = range(src.spec.num_layers)
+        self._maps = [pieces_between([src], [dst], which)[0] for which in (*([i] for i in layers), layers)]    # the last: all of them
+        self._over_pcie = len(kinds) == 2
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                sizes = [2 * len(pieces.src) for pieces in self._maps]
+                table = upload(self.device, *(part for pieces in self._maps for part in (pieces.src, pieces.dst)))
+                self._addresses = [part.view(2, -1) for part in table.split(sizes)]
+        self._views = (src, dst)
+        self._clear()
+
+    def prepare_block_ids(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+        """Which blocks, from now on; no layer has been triggered then. Raises BlockCopyError."""
+        if self._views is None:
+            raise BlockCopyError("no block map is staged: prepare_block_map() first")
+        src, dst = self._views
+        from_ids, to_ids = check_ids(src_ids, src.num_blocks, dst_ids, dst.num_blocks)
+        check_memory(src, dst, from_ids, to_ids)
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                self._device_ids = upload(self.device, from_ids, to_ids).view(2, -1)
+        self._ids = (from_ids, to_ids)
+        self._clear()
+
+    def trigger_layer(self, layer: int, after: torch.cuda.Event | None = None) -> None:
+        """Sets off a layer, behind an event if one is given. Again for the same ids does nothing, until `rearm`."""
+        if not self._triggered[self._check(layer)]:
+            self._start(layer, [layer], after)
+
+    def trigger_all_layers(self, after: torch.cuda.Event | None = None) -> None:
+        """Those that have not been; as one copy if none has."""
+        if not any(self._triggered):
+            self._check(0)
+            self._start(-1, range(len(self._triggered)), after)
+        for layer in range(len(self._triggered)):
+            self.trigger_layer(layer, after)
+
+    def _start(self, which: int, layers: Iterable[int], after: torch.cuda.Event | None) -> None:
+        assert self._ids is not None and self._views is not None
+        pieces, event = self._maps[which], None
+        if self.stream is None:
+            copy_on_host(pieces, *self._ids)
+        else:
+            if after is not None:
+                self.stream.wait_event(after)
+            if len(self._ids[0]):
+                with torch.cuda.stream(self.stream):
+                    if self._over_pcie and pieces.run >= DMA_BYTES:
+                        copy_by_dma(*runs(pieces, *self._ids), pieces.run, self.stream)
+                    else:
+                        copy_by_kernel(pieces, self._addresses[which], *self._device_ids)
+            event = self.stream.record_event()
+            in_flight.keep(event, *self._views)
+        for layer in layers:
+            self._triggered[layer], self._events[layer] = True, event
+
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Has a stream (default: the current one) wait for a layer, which has been triggered. Nothing to wait for on the CPU."""
+        if not self._triggered[self._check(layer)]:
+            raise BlockCopyError(f"layer {layer} has not been triggered: waiting for it would wait for nothing")
+        if (event := self._events[layer]) is not None:
+            (stream or torch.cuda.current_stream(self.device)).wait_event(event)
+
+    def event(self, layer: int) -> torch.cuda.Event | None:
+        """Of a layer's end; None before it is triggered, and on the CPU."""
+        return self._events[self._check(layer)]
+
+    def synchronize(self) -> None:
+        """Returns when what was triggered is done."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def rearm(self) -> None:
+        """The same copy once more: no layer has been triggered."""
+        self._check(0)
+        self._clear()
+
+    def reset(self) -> None:
+        """Forgets caches and blocks; copies in flight go on."""
+        self._views = self._ids = None
+
+    def _clear(self) -> None:
+        self._triggered = [False] * (len(self._maps) - 1)
+        self._events: list[torch.cuda.Event | None] = [None] * (len(self._maps) - 1)
+
+    def _check(self, layer: int) -> int:
+        if self._ids is None:
+            raise BlockCopyError("nothing is staged: prepare_block_map() and prepare_block_ids() first")
+        if not 0 <= layer < len(self._triggered):
+            raise BlockCopyError(f"layer {layer} does not exist: layers go from 0 to {len(self._triggered) - 1}")
+        return layer
+
+
+class CopyStreams:
+    """A pool of `size` streams. A `CopyStream` that is dropped gives its stream back; whoever has it next is queued behind its copies."""
+
+    def __init__(self, device: torch.device | str, size: int) -> None:
+        self.device = torch.device(device)
+        self._free = [torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(size)]
+        self.size = size
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self) -> CopyStream:
+        """Raises NoFreeCopyStreamError."""
+        try:
+            stream = self._free.pop()
+        except IndexError:
+            raise NoFreeCopyStreamError(f"all {self.size} copy streams are in use: drop one, or make the pool larger") from None
+        copy = CopyStream(self.device, stream)
+        weakref.finalize(copy, self._free.append, stream)
+        return copy

@@ -1,0 +1,329 @@
+"""Where the bytes of KV blocks can lie, as one kind of object, and how long they do.
+
+A storage counts the views over it (view.py) and the copies in flight (copy.py) and is not closed under them. Tensors and arrays taken out
+of it keep its memory by themselves: closed, it lasts until the last of these is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from shoal.errors import UserError
+from shoal.memory.available import available_bytes
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 4096             # of direct I/O: offsets, sizes and addresses
+BOUNCE_BYTES = 4 << 20
+PORTABLE_AND_MAPPED = 3      # cudaHostRegister: for every device, and for kernels
+
+
+class StorageError(UserError):
+    """A storage that cannot be had, or not be used like this."""
+
+
+class NotEnoughMemoryError(StorageError):
+    """More host memory was asked for than the machine, or this process's control group, has left."""
+
+
+class StorageInUseError(StorageError):
+    """It was to be closed, but views or copies use it."""
+
+
+class StorageClosedError(StorageError):
+    """It was closed before."""
+
+
+class Kind(StrEnum):
+    DEVICE = "device"
+    PINNED = "pinned"      # host memory that devices read and write in place
+    HOST = "host"
+    MAPPED = "mapped"      # a file that looks like host memory
+    DIRECT = "direct"      # a file past the page cache; it has no address
+
+
+class Storage(ABC):
+    """`num_bytes` bytes of a kind. Offsets are in bytes."""
+
+    def __init__(self, kind: Kind, num_bytes: int, device: torch.device) -> None:
+        self.kind, self.num_bytes, self.device = kind, num_bytes, device
+        self.closed = False
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()    # views
+
+    @property
+    @abstractmethod
+    def address(self) -> int:
+        """Of its first byte; 0 for a file without one, where addresses are offsets."""
+
+    @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """All of it, without a copy: uint8 [num_bytes]. Raises StorageError where it is no memory."""
+
+    @abstractmethod
+    def read(self, offset: int, into: np.ndarray) -> None:
+        """`into` is contiguous uint8. Done when it returns. Raises StorageError."""
+
+    @abstractmethod
+    def write(self, offset: int, data: np.ndarray) -> None: ...
+
+    @abstractmethod
+    def _let_go(self) -> None: ...
+
+    def close(self) -> None:
+        """Safe to call twice. Raises StorageInUseError."""
+        if self.closed:
+            return
+        in_flight.settle()
+        if self.users:
+            raise StorageInUseError(f"a storage of {self.num_bytes} bytes ({self.kind}) cannot be closed: {len(self.users)} views over it "
+                                    "live, or copies in flight hold them; let go of them first")
+        self.closed = True
+        self._let_go()
+
+    def __enter__(self) -> Storage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def check(self, offset: int = 0, num_bytes: int = 0) -> None:
+        """That it is open and has these bytes. Raises StorageError."""
+        if self.closed:
+            raise StorageClosedError(f"a storage of {self.num_bytes} bytes ({self.kind}) was closed")
+        if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
+            raise StorageError(f"bytes {offset} to {offset + num_bytes} are not all in a storage of {self.num_bytes} bytes")
+
+
+class Memory(Storage):
+    """Of any kind that has addresses: over a tensor that keeps what it needs."""
+
+    def __init__(self, kind: Kind, tensor: torch.Tensor) -> None:
+        super().__init__(kind, tensor.shape[0], tensor.device)
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def address(self) -> int:
+        return self.tensor().data_ptr()
+
+    def tensor(self) -> torch.Tensor:
+        self.check()
+        assert self._tensor is not None
+        return self._tensor
+
+    def read(self, offset: int, into: np.ndarray) -> None:
+        self.check(offset, into.nbytes)
+        torch.from_numpy(into).copy_(self.tensor()[offset:offset + into.nbytes])
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        self.check(offset, data.nbytes)
+        self.tensor()[offset:offset + data.nbytes].copy_(torch.from_numpy(data))
+
+    def _let_go(self) -> None:
+        self._tensor = None
+
+
+class DirectFile(Storage):
+    """A file read and written past the page cache (O_DIRECT), through an aligned buffer. Where its filesystem has no direct I/O, `direct`
+    is False, a warning is logged, and the page cache takes part. The file is made, and its space taken, at once."""
+
+    def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
+        _check_size(num_bytes)
+        super().__init__(Kind.DIRECT, num_bytes, torch.device("cpu"))
+        self.path, self.direct = os.fspath(path), True
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        try:
+            self._fd = _open_file(self.path, size, os.O_DIRECT)
+        except StorageError as error:
+            if getattr(error.__cause__, "errno", 0) != errno.EINVAL:
+                raise
+            self.direct = False
+            self._fd = _open_file(self.path, size)
+            logger.warning("the filesystem of %s has no direct I/O: the page cache takes part", self.path)
+        self._bounce = np.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), np.uint8)
+        self._lock = threading.Lock()
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def address(self) -> int:
+        return 0
+
+    def tensor(self) -> torch.Tensor:
+        raise StorageError(f"{self.path} is a direct-I/O file, which has no memory to share: copy it (`copy_to`), or map the file instead")
+
+    def read(self, offset: int, into: np.ndarray) -> None:
+        self._move(offset, into, False)
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        self._move(offset, data, True)
+
+    def _move(self, offset: int, data: np.ndarray, write: bool) -> None:
+        self.check(offset, data.nbytes)
+        end = offset + data.nbytes
+        with self._lock:
+            for low in range(offset // ALIGNMENT * ALIGNMENT, end, BOUNCE_BYTES):
+                high = min(-(-end // ALIGNMENT) * ALIGNMENT, low + BOUNCE_BYTES)
+                start, stop = max(offset, low), min(end, high)
+                page, part = self._bounce[:high - low], data[start - offset:stop - offset]
+                if not write or (start, stop) != (low, high):    # what stands beside the part is written back
+                    self._transfer(os.preadv, page, low)
+                if write:
+                    page[start - low:stop - low] = part
+                    self._transfer(os.pwritev, page, low)
+                else:
+                    part[:] = page[start - low:stop - low]
+
+    def _transfer(self, call: object, page: np.ndarray, offset: int) -> None:
+        assert callable(call)
+        try:
+            moved = call(self._fd, [page.data], offset)
+        except OSError as error:
+            raise StorageError(f"{self.path}: {error.strerror} at byte {offset}") from None
+        if moved != page.nbytes:
+            raise StorageError(f"{self.path}: {moved} of {page.nbytes} bytes at byte {offset} were moved: was the file cut off?")
+
+    def _let_go(self) -> None:
+        self._close_fd()
+
+
+def device_memory(num_bytes: int, device: torch.device | str = "cuda") -> Memory:
+    """Raises torch.OutOfMemoryError."""
+    _check_size(num_bytes)
+    return Memory(Kind.DEVICE, torch.empty(num_bytes, dtype=torch.uint8, device=device))
+
+
+def host_memory(num_bytes: int) -> Memory:
+    """Zeros, in pages of the system's choice. Raises NotEnoughMemoryError."""
+    return Memory(Kind.HOST, _tensor_over(_pages(num_bytes)))
+
+
+def pinned_memory(num_bytes: int) -> Memory:
+    """As `host_memory`, registered with CUDA to the byte: torch's own pinned memory is rounded up to a power of two."""
+    if not torch.cuda.is_available():
+        raise StorageError("pinned memory needs a GPU: use host_memory")
+    pages = _pages(num_bytes)
+    tensor = _tensor_over(pages)
+    tensor.zero_()    # touched by all threads, which pinning would do with one
+    torch.cuda.init()
+    code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, PORTABLE_AND_MAPPED)
+    if int(code):
+        raise StorageError(f"{num_bytes} bytes of host memory cannot be pinned ({code}): is there a limit on locked memory (ulimit -l)?")
+    weakref.finalize(pages, _unpin, tensor.data_ptr()).atexit = False
+    return Memory(Kind.PINNED, tensor)
+
+
+def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
+    """The first bytes of a file, made and with its space taken if it is shorter; what is written reaches the file when the system likes."""
+    _check_size(num_bytes)
+    fd = _open_file(os.fspath(path), num_bytes)
+    try:
+        pages = mmap.mmap(fd, num_bytes)
+    finally:
+        os.close(fd)
+    return Memory(Kind.MAPPED, _tensor_over((ctypes.c_uint8 * num_bytes).from_buffer(pages)))
+
+
+def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object, device: torch.device | str = "cuda") -> Memory:
+    """Memory that `owner` has, at an address of the kind's; it is kept alive as long as anything uses the memory."""
+    _check_size(num_bytes)
+    if kind is Kind.DIRECT or not address:
+        raise StorageError(f"{kind} storage at address {address} cannot be borrowed: it takes memory with an address")
+    if kind is Kind.DEVICE:
+        return Memory(kind, torch.as_tensor(_DeviceBytes(address, num_bytes, owner), device=device))
+    pages = (ctypes.c_uint8 * num_bytes).from_address(address)
+    pages.owner = owner    # type: ignore[attr-defined]
+    return Memory(kind, _tensor_over(pages))
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """What a tensor spans, from its first item to its last."""
+    if not tensor.numel():
+        raise StorageError(f"a tensor of shape {tuple(tensor.shape)} has no memory")
+    num_items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    item = tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    flat.set_(tensor.untyped_storage(), tensor.storage_offset() * item, (num_items * item,), (1,))    # type: ignore[call-overload]
+    return Memory(Kind.DEVICE if tensor.is_cuda else Kind.PINNED if tensor.is_pinned() else Kind.HOST, flat)
+
+
+class InFlight:
+    """What copies use that devices have not done yet."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.cuda.Event, tuple[object, ...]]] = []
+        self._lock = threading.RLock()    # letting go of one thing may end in asking for the rest
+
+    def keep(self, event: torch.cuda.Event, *used: object) -> None:
+        """Until the event has come, and the next call of either method."""
+        self.settle()
+        with self._lock:
+            self._kept.append((event, used))
+
+    def settle(self) -> None:
+        with self._lock:
+            self._kept = [entry for entry in self._kept if not entry[0].query()]
+
+
+in_flight = InFlight()
+
+
+class _DeviceBytes:
+    """Device memory as torch and others take it over; they keep this object, and it keeps the owner."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes < 1:
+        raise StorageError(f"a storage of {num_bytes} bytes cannot be: it takes 1 or more")
+
+
+def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
+    _check_size(num_bytes)
+    if num_bytes > (free := available_bytes()):
+        raise NotEnoughMemoryError(f"{num_bytes / 2**30:.2f} GiB of host memory were asked for, but only {free / 2**30:.2f} GiB are free: "
+                                   "ask for less, or end what else uses it")
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:    # a kernel without them
+        pass
+    return (ctypes.c_uint8 * num_bytes).from_buffer(pages)
+
+
+def _tensor_over(pages: ctypes.Array[ctypes.c_uint8]) -> torch.Tensor:
+    """It keeps the array, which keeps the map: torch by itself would not notice when a map is closed."""
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _open_file(path: str, num_bytes: int, flags: int = 0) -> int:
+    """A descriptor of a file that has `num_bytes` or more. A file that can't have them keeps the size it had."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+        before = os.fstat(fd).st_size
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError:
+            os.ftruncate(fd, before)
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot hold {num_bytes} bytes: {error.strerror}") from error
+    return fd
