@@ -40,8 +40,4 @@ class EngineDeadError(ShoalError, RuntimeError):
 
 
 class NoFreeBlocksError(ShoalError):
-    """`needed` blocks beside those that were found, and only `free` are. Nothing was taken; ask again when others have released theirs."""
-
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} KV blocks are needed and {free} are free; nothing was taken: ask for fewer, or again when some are")
-        self.needed, self.free = needed, free
+    """A pool of KV blocks has too few that are free. Nothing was taken; it may be tried again when others have released some."""

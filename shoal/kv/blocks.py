@@ -140,7 +140,8 @@ class BlockPool:
         num_free = self.num_free - sum(self._ref_counts[block] == 0 for block in hits)
         blocks = self.try_allocate(num_blocks - len(hits), shared=hits)
         if blocks is None:
-            raise NoFreeBlocksError(num_blocks - len(hits), num_free)
+            raise NoFreeBlocksError(f"{num_blocks - len(hits)} KV blocks are needed and {num_free} of {self.num_blocks} are free; ask for "
+                                    "fewer, or again when others have released some")
         return Prefill(blocks[:num_in_flight], blocks[num_in_flight:len(hits)], blocks[len(hits):])
 
     def release(self, blocks: Sequence[int]) -> None:

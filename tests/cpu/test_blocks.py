@@ -264,9 +264,8 @@ def test_a_prefill_is_prepared_in_one_transaction():
     assert (prefill.in_flight, prefill.matched, prefill.remaining) == (held, free, [4, 5])
     pool.check(held + prefill.blocks)
     pool.release(prefill.blocks)
-    with pytest.raises(NoFreeBlocksError, match="4 KV blocks are needed and 3 are free") as caught:
+    with pytest.raises(NoFreeBlocksError, match="4 KV blocks are needed and 3 of 7 are free"):
         pool.prepare_prefill(keys(4), 8)
-    assert (caught.value.needed, caught.value.free) == (4, 3)
     pool.check(held)
     assert pool.prepare_prefill(keys(4), 1).blocks == held[:1], "no more than was asked for"
     assert pool.prepare_prefill([], 0).blocks == []

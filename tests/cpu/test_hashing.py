@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-from shoal.hashing import KEY_SIZE, extend_keys, root_key
+from xxhash import xxh3_64_intdigest
+
+from shoal.hashing import KEY_SIZE, WIRE_SEED, block_hashes, block_name, extend_keys, root_key, sequence_hashes, wire_seed
 
 
 def keys_of(token_ids, block_size=4, **extra):
@@ -53,3 +55,27 @@ def test_keys_are_the_same_in_every_process_and_forever():
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert fresh == b"".join(keys_of(tokens, 2, adapter="lora", cache_salt="salt")).hex()
     assert fresh == "8bd91e11a58a8632bc57bf8ae4ff64b00514eb09d7abfcae6e062b431945e510"
+
+
+def test_wire_hashes_are_dynamos():
+    """Its own check values (lib/llm/src/tokens.rs, test_validate_hash_constants)."""
+    assert xxh3_64_intdigest(b"test data", WIRE_SEED) == 13226331709069118873
+    hashes = block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], 4)
+    assert hashes == [14643705804678351452, 16777012769546811212, 483935686894639516]
+    assert sequence_hashes(hashes) == [14643705804678351452, 4945711292740353085, 12583592247330656132]
+    assert block_hashes([1, 2, 3], 4) == [] == sequence_hashes([])
+
+
+def test_wire_hashes_of_another_adapter_or_salt_differ():
+    extras = [{}, {"adapter": "a"}, {"cache_salt": "a"}, {"adapter": "a", "cache_salt": "a"}, {"adapter": "b"}]
+    assert len({wire_seed(**extra) for extra in extras}) == len(extras)
+    assert wire_seed("", "") == wire_seed() == WIRE_SEED
+    assert wire_seed("a", "b") == (1337 + xxh3_64_intdigest(b"a", 0) + xxh3_64_intdigest(b"b", 1)) % 2**64
+    first, second = block_hashes([7, 7], 1, wire_seed("a"))
+    assert first == second == xxh3_64_intdigest((7).to_bytes(4, "little"), wire_seed("a"))
+    assert sequence_hashes([first, second])[1] == xxh3_64_intdigest(2 * first.to_bytes(8, "little"), 1337), "the chain itself is not salted"
+
+
+def test_an_event_names_a_block_by_the_end_of_its_key():
+    key = keys_of([1, 2, 3, 4])[0]
+    assert block_name(key) == int.from_bytes(key, "big") & (2**64 - 1)
