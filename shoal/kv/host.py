@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockMeta
+from shoal.kv.block_file import BlockMeta, Event
 from shoal.kv.blocks import BlockPool
 from shoal.kv.policy import MAX_USES
-
-Event = BlockMeta | bytes    # a block was stored, or the one of this key was removed
 
 
 class HostTier:
