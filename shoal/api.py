@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shoal.errors import ConfigError, RequestError
@@ -215,6 +215,18 @@ class Output:
 
 
 @dataclass(slots=True)
+class KvTierStats:
+    """A tier below the device, all ranks together; blocks are counted since the start."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    block_bytes: int = 0
+    stored_blocks: int = 0                 # that came from above
+    fetched_blocks: int = 0                # brought back to the device
+    failed_blocks: int = 0                 # whose transfer failed: they were computed again, or are lost here
+
+
+@dataclass(slots=True)
 class Stats:
     """The engine at one moment."""
 
@@ -227,6 +239,8 @@ class Stats:
     prefix_cache_hits: int = 0             # tokens found
     external_prefix_cache_queries: int = 0    # tokens not found there and looked up in the tiers below
     external_prefix_cache_hits: int = 0    # tokens fetched
+    kv_dropped_blocks: int = 0             # evicted from the device, and kept nowhere else
+    kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)    # "host", "disk", "store", those there are
 
     @property
     def kv_cache_usage(self) -> float:

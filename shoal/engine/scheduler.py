@@ -209,7 +209,7 @@ class Scheduler:
             if seq.num_admissions == 1:
                 seq.num_cached_tokens += num_tokens
                 self._external_hits += num_tokens
-        self.pool.release(fetch.blocks)
+        self.pool.release(fetch.held)
 
     # Everything else
 
@@ -235,7 +235,7 @@ class Scheduler:
     def check(self) -> None:
         """Proves the books: blocks, references, rows, queues."""
         size = self._block_size
-        self.pool.check([block for blocks in (*(seq.block_ids for seq in self.running), *(fetch.blocks for fetch in self.fetches))
+        self.pool.check([block for blocks in (*(seq.block_ids for seq in self.running), *(fetch.held for fetch in self.fetches))
                          for block in blocks])
         rows = [seq.row for seq in self.running]
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows lost or given twice"
@@ -343,10 +343,10 @@ class Scheduler:
             self._external_queries += seq.num_tokens - seq.num_computed
         if not num_blocks:
             return False
-        span = slice(start, start + num_blocks)
-        seq.fetch = fetch = Fetch(seq, start, seq.keys[span], seq.block_ids[span])
+        end = start + num_blocks
+        seq.fetch = fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end])
         seq.status = FETCHING
-        self.pool.try_allocate(0, shared=fetch.blocks)
+        self.pool.try_allocate(0, shared=fetch.held)
         self.fetches.append(fetch)
         self._arriving.update(fetch.keys)
         self.tiers.begin(fetch)

@@ -94,14 +94,18 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks on their way up from lower tiers, for one sequence. It has a reference of its own on each: whatever happens to the sequence
-    meanwhile, they are nobody else's before `Scheduler.fetched`."""
+    """Blocks on their way up from lower tiers, for one sequence. It has references of its own on them and on those before them: whatever
+    happens to the sequence meanwhile, they are nobody else's before `Scheduler.fetched`."""
 
     seq: Sequence
     start: int              # which of the sequence's blocks is the first
-    keys: list[bytes]
-    blocks: list[int]
+    keys: list[bytes]       # of the blocks on their way
+    held: list[int]         # the sequence's blocks from its first to the last of these
     findable: bool = True   # when it has arrived; False since a reset
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.held[self.start:]
 
 
 class Tiers(Protocol):

@@ -70,6 +70,11 @@ class Pending:
         self.monitor, self.method, self.num_ranks = monitor, method, num_ranks
         self.replies: dict[int, Any] = {}     # rank -> result or _Failure
 
+    @property
+    def complete(self) -> bool:
+        """Whether results() would return, or raise, at once."""
+        return len(self.replies) == self.num_ranks or self.monitor.failure is not None
+
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """What ranks 1 and up returned, in rank order. If the method raised, so does this (for the lowest rank): the same UserError, or a
         RuntimeError with the traceback. Raises EngineDeadError when a rank dies, and when one has not answered in time."""

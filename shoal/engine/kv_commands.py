@@ -1,0 +1,174 @@
+"""What each rank does for the tiers below the device, on its own shard: a part of ModelRunner, commanded by transfers.py.
+
+Copies out and copies in have a stream each, which waits for the steps launched before. Files are read and written by the tiers' threads. What
+has ended is told when rank 0 polls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+
+from shoal.config import EngineConfig
+from shoal.engine.transfers import unpack_meta
+from shoal.kv.block_file import BlockMeta, BlockSpec
+from shoal.kv.copy import gather_blocks, scatter_blocks
+from shoal.kv.disk import DiskTier
+from shoal.layers.parallel import TensorParallel
+from shoal.memory.slab import HostSlab
+
+MEASURED_TOKENS = 512    # of the prefill that tells the speed to begin with
+MEASURED_BLOCKS = 16
+
+
+class Tier(Protocol):
+    """kv/disk.py, kv/store.py."""
+
+    def contains(self, key: bytes) -> bool: ...
+    def write(self, meta: BlockMeta, data: memoryview) -> Future[bool]: ...
+    def read(self, meta: BlockMeta, into: memoryview) -> Future[bool]: ...
+    def forget(self, keys: Sequence[bytes] | None = None) -> None: ...
+    def close(self) -> None: ...
+
+
+class KvCommands:
+    config: EngineConfig
+    tp: TensorParallel
+    device: torch.device
+    dtype: torch.dtype
+    kv: torch.Tensor
+    max_num_tokens: int
+    max_model_len: int
+    cache_shape: Callable[[int], tuple[int, ...]]
+    block_bytes: int
+    reset_state: Callable[[], None]
+    _rehearse: Callable[..., torch.Tensor]
+
+    slab: HostSlab | None = None
+
+    def kv_open(self, num_slots: int) -> None:
+        """The slab. Raises MemoryError."""
+        on_gpu = self.device.type == "cuda"
+        self.slab = HostSlab(num_slots, self.block_bytes, pin=on_gpu)
+        self.kv_tiers: dict[str, Tier] = {}
+        self.kv_out, self.kv_in = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if on_gpu else (None, None)
+        self.kv_copies: deque[tuple[int, int, Any, Any]] = deque()    # ticket, blocks, events at the start and the end
+        self.kv_files: list[tuple[int, float, list[Future[bool]]]] = []
+        self.kv_done: list[tuple[int, list[bool], float]] = []
+
+    def kv_open_tiers(self, fingerprint: bytes, record_events: bool) -> None:
+        """Disk and store, for the blocks of these weights. Raises ConfigError."""
+        self.kv_close_tiers()
+        config = self.config
+        spec = BlockSpec(str(list(self.cache_shape(1)[1:])), config.dtype, self.block_bytes, config.block_size, self.tp.rank, self.tp.size)
+        if config.kv_disk_path is not None:
+            share = (config.kv_disk_bytes or 0) // self.tp.size
+            self.kv_tiers["disk"] = DiskTier(config.kv_disk_path, share, fingerprint, spec, config.kv_eviction_policy,
+                                             record_events=record_events)
+
+    def kv_close_tiers(self) -> None:
+        for tier in self.kv_tiers.values():
+            tier.close()
+        self.kv_tiers.clear()
+
+    @torch.inference_mode()
+    def kv_measure(self) -> tuple[float, float]:
+        """Seconds to compute a token of a prompt, and to copy a block in; before the first request."""
+        num_tokens = max(1, min(MEASURED_TOKENS if self.device.type == "cuda" else MEASURED_TOKENS // 8, self.max_num_tokens,
+                                self.max_model_len // 2))
+        for _ in range(2):
+            start = time.perf_counter()
+            self._rehearse(1, num_tokens, True)
+            self._settle()
+            token_s = (time.perf_counter() - start) / num_tokens
+        self.reset_state()
+        assert self.slab is not None
+        blocks = list(range(min(MEASURED_BLOCKS, len(self.slab.rows), len(self.kv))))
+        for _ in range(2):
+            start = time.perf_counter()
+            scatter_blocks(self.slab.rows, blocks, self.kv, blocks)
+            self._settle()
+            block_s = (time.perf_counter() - start) / len(blocks)
+        return token_s, block_s
+
+    # Transfers: engine/transfers.py says what each is
+
+    @torch.inference_mode()
+    def kv_copy_out(self, ticket: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        assert self.slab is not None
+        self._copy(ticket, self.kv_out, gather_blocks, self.kv, blocks, self.slab.rows, slots)
+
+    @torch.inference_mode()
+    def kv_copy_in(self, ticket: int, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        assert self.slab is not None
+        self._copy(ticket, self.kv_in, scatter_blocks, self.slab.rows, slots, self.kv, blocks)
+
+    def _copy(self, ticket: int, stream: torch.cuda.Stream | None, copy: Callable[..., Any], src: torch.Tensor, src_ids: Sequence[int],
+              dst: torch.Tensor, dst_ids: Sequence[int]) -> None:
+        if stream is None:
+            start = time.perf_counter()
+            copy(src, src_ids, dst, dst_ids)
+            self.kv_done.append((ticket, [True] * len(src_ids), time.perf_counter() - start))
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
+        copy(src, src_ids, dst, dst_ids, stream)
+        end.record(stream)
+        self.kv_copies.append((ticket, len(src_ids), begin, end))
+
+    def kv_order_behind(self, ticket: int) -> None:
+        for other, _, _, end in self.kv_copies:
+            if other == ticket:
+                torch.cuda.current_stream(self.device).wait_event(end)
+
+    def kv_write(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
+        into = self.kv_tiers[tier]
+        self._files(ticket, [into.write(unpack_meta(meta), self._bytes_of(slot)) for meta, slot in zip(metas, slots)])
+
+    def kv_read(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
+        source = self.kv_tiers[tier]
+        self._files(ticket, [source.read(unpack_meta(meta), self._bytes_of(slot)) for meta, slot in zip(metas, slots)])
+
+    def _files(self, ticket: int, futures: list[Future[bool]]) -> None:
+        self.kv_files.append((ticket, time.perf_counter(), futures))
+
+    def _bytes_of(self, slot: int) -> memoryview:
+        assert self.slab is not None
+        return memoryview(self.slab.rows[slot].numpy())
+
+    def kv_forget(self, tier: str, keys: Sequence[bytes] | None) -> None:
+        self.kv_tiers[tier].forget(keys)
+
+    def kv_poll(self) -> dict[str, Any]:
+        """{"ready": ranges of slots, "done": (ticket, whether each block is intact, seconds)}, since the last call."""
+        assert self.slab is not None
+        copies, files = self.kv_copies, self.kv_files
+        done, self.kv_done = self.kv_done, []
+        for _ in range(len(copies)):
+            ticket, num_blocks, begin, end = copy = copies.popleft()
+            if end.query():
+                done.append((ticket, [True] * num_blocks, begin.elapsed_time(end) / 1e3))
+            else:
+                copies.append(copy)
+        for entry in [entry for entry in files if all(future.done() for future in entry[2])]:
+            ticket, begun, futures = entry
+            files.remove(entry)
+            done.append((ticket, [future.result() for future in futures], time.perf_counter() - begun))
+        return {"ready": self.slab.take_ready(), "done": done}
+
+    def kv_close(self) -> None:
+        """When no copy is under way."""
+        if self.slab is not None:
+            self.kv_close_tiers()
+            self.slab.close()
+            self.slab = None
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,376 @@
+"""The tiers below the device, as rank 0 runs them: which blocks leave the cache ahead of their eviction, which are worth fetching.
+
+Slots of the host slab keep what is copied out, if there is a host tier; else they are a small staging area on the way to disk or store. All
+transfers run beside the steps (engine/transfers.py) and are polled between them; a step that rewrites a block waits, on the device, for the
+copy that still reads it. The way up: engine/fetch.py. Which slot goes next: kv/host.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from shoal.api import KvTierStats
+from shoal.engine.fetch import HOST, Books, Fetcher, Rate, make_meta
+from shoal.engine.scheduler import Scheduler
+from shoal.engine.sequence import Fetch
+from shoal.engine.sequence import Sequence as QueuedSequence
+from shoal.engine.transfers import Done, Transfers
+from shoal.kv.block_file import BlockMeta
+from shoal.kv.host import HostTier
+from shoal.kv.policy import FrequencySketch
+
+SCAN_S = 0.1               # between looks at the coldest blocks while nothing presses
+WRITE_BLOCKS = 16          # of one write
+MAX_WRITING = 48           # blocks: fewer than a tier lets wait
+HOST_WATERMARK = 1024      # of the coldest blocks in the host tier, so many are to lie below it too
+FETCH_LATENCY_S = 0.002    # of a fetch beside its bytes: its end is noticed between two steps
+RECOVERY = 0.98            # of a tier's cost, each time that it was too high: so the tier is tried again
+POLL_S = 0.0003
+
+
+class LowerTier(Protocol):
+    """A persistent tier (kv/disk.py, kv/store.py), as far as it is asked between steps: no I/O."""
+
+    def contains(self, key: bytes) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    block_size: int                     # tokens
+    block_bytes: int                    # over all ranks
+    keeps: bool                         # there is a host tier
+    watermark: int                      # of the coldest blocks on the device, so many are to lie below it too
+    max_leaving: int                    # blocks that are copied out at once
+    on_registration: bool = False       # copy what is new instead of what is cold
+    min_uses: int = 1                   # of a block, before it is worth keeping
+    always_fetch: bool = False          # whatever computing it would cost
+    bytes_per_s: float | None = None    # that leave the device; beyond it blocks are lost
+
+
+@dataclass(slots=True)
+class Leaving:
+    """Blocks that are being copied out."""
+
+    blocks: list[int]
+    metas: list[BlockMeta]
+    epoch: int
+    ordered: bool = False    # whatever is launched runs after it
+
+
+class Offloader:
+    """The scheduler's `tiers` and its pool's listener. `persistent`: the tiers below the slots, in the order in which they are asked.
+
+    Around a step: `poll`, Scheduler.schedule, `before_step`, the step, `offload`. Without steps: `tick`.
+    """
+
+    def __init__(self, scheduler: Scheduler, slots: HostTier, transfers: Transfers, persistent: Mapping[str, LowerTier],
+                 policy: OffloadPolicy, token_s: float = 0.0, block_s: Mapping[str, float] | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.pool, self.slots, self.transfers, self.persistent, self.policy = scheduler.pool, slots, transfers, persistent, policy
+        self.token = Rate(token_s)    # computed in a prefill
+        names = (HOST, *persistent)
+        self.stats = {name: KvTierStats() for name in names}
+        self.num_dropped = 0          # evicted from the device, and nowhere else
+        rates = {name: Rate((block_s or {}).get(name, 0.0)) for name in names}
+        self.books = Books(slots, transfers, policy.keeps, rates, self.stats, clock)
+        self.fetcher = Fetcher(scheduler, self.books)
+        self._metas: dict[bytes, BlockMeta] = {}                        # of what can be found on the device
+        self._uses = FrequencySketch(self.pool.num_blocks + slots.num_slots) if policy.min_uses > 1 else None
+        self._unready = set(slots.take(slots.num_slots) or ())
+        self._leaving: dict[int, Leaving] = {}                          # by ticket
+        self._leaving_keys: set[bytes] = set()
+        self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)  # registered, to be copied out; without those that are long gone
+        self._staged: deque[tuple[int, BlockMeta]] = deque()            # held slots of a staging area, to be written
+        self._kept: deque[bytes] = deque(maxlen=slots.num_slots)        # in the host tier, to be written
+        self._num_writing = 0                                           # blocks, once for each tier
+        self._flushing = False                                          # what is copied out is written at once
+        self._allowance, self._allowed_at = 0.0, clock()
+        self._num_registered = self._num_evicted = 0
+        self._scanned: tuple[float, int, int, int] = (0.0, 0, 0, -1)    # when, and the counts of then
+        self._cut_short = False                                         # the last scan found more than there was room for
+
+    # What the scheduler asks and tells
+
+    def lookup(self, keys: Sequence[bytes], start: int) -> int:
+        """The run's best end: what computing its blocks would take, less what fetching them takes, is the most there."""
+        if self._uses is not None:
+            for key in keys[:start]:
+                self._uses.add(key)
+        computing = self.token.seconds * self.policy.block_size
+        fetching = {name: rate.seconds for name, rate in self.books.rates.items()}
+        gain = -FETCH_LATENCY_S - fetching[HOST] * sum(len(job.metas) for job in self.fetcher.jobs)
+        best, best_gain = start, 0.0
+        end = start
+        while end < len(keys) and (tier := self._where(keys[end])) is not None:
+            end += 1
+            gain += computing - fetching[tier]
+            if gain > best_gain or self.policy.always_fetch:
+                best, best_gain = end, gain
+        if best < end:
+            for rate in self.books.rates.values():
+                rate.seconds *= RECOVERY
+        return best - start
+
+    def begin(self, fetch: Fetch) -> None:
+        self.fetcher.begin(fetch, self._where, self.policy.block_size)
+
+    def registered(self, seq: QueuedSequence, start: int, end: int) -> None:
+        request = seq.request
+        for i in range(start, end):
+            key = seq.keys[i]
+            if key not in self._metas:
+                self._metas[key] = make_meta(seq.keys, i, seq.token_ids, self.policy.block_size, request.adapter, request.cache_salt)
+            if self._uses is not None:
+                self._uses.add(key)
+            if self.policy.on_registration:
+                self._fresh.append(key)
+        self._num_registered += end - start
+
+    def removed(self, key: bytes) -> None:
+        self._num_evicted += 1
+        if self._metas.pop(key, None) is not None and key not in self._leaving_keys and self._where(key) is None:
+            self.num_dropped += 1
+
+    def cleared(self) -> None:
+        self._metas.clear()
+        self._fresh.clear()
+
+    # Around a step
+
+    def poll(self) -> bool:
+        """Takes in what has ended and begins what follows from it. Whether anything has ended."""
+        ended = self.transfers.poll() if self.books.tickets or self._unready else []
+        for done in ended:
+            self.books.settle(done)
+        if self._unready and (ready := self.transfers.take_ready_slots()):
+            self._unready.difference_update(ready)
+            self.slots.release(ready)
+        self.fetcher.advance()
+        self._write()
+        return bool(ended)
+
+    def before_step(self) -> None:
+        """When the plan is made: blocks have changed hands."""
+        for ticket, leaving in self._leaving.items():
+            if not leaving.ordered and any(self.pool.key_of(block) != meta.key for block, meta in zip(leaving.blocks, leaving.metas)):
+                leaving.ordered = True
+                self.transfers.order_behind(ticket)
+        self.fetcher.advance()
+
+    def offload(self, idle: bool = False) -> None:
+        """Begins to copy out what should leave, as far as slots and bandwidth allow. `idle`: no step will follow soon."""
+        if self._is_due(idle):
+            room = self._room()
+            self._copy_out(*(self._new_blocks(room) if self.policy.on_registration else self._cold_blocks(room)))
+            self._look_at_host()
+            self._write()
+
+    def tick(self) -> bool:
+        """Instead of a step. Whether something is under way."""
+        ended = True
+        while ended:
+            self.poll()
+            self.before_step()
+            self.offload(idle=True)
+            ended = self.poll()
+        return bool(self.books.tickets or self.fetcher.jobs or self._unready or self._cut_short)
+
+    # Everything else
+
+    def prefilled(self, seconds: float, num_tokens: int) -> None:
+        """A step that computed prompts took so long."""
+        self.token.add(seconds, num_tokens)
+
+    def quiesce(self, timeout_s: float = 60.0) -> None:
+        """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of slots go on."""
+        self.fetcher.close_all()
+        deadline = self.books.clock() + timeout_s
+        self.poll()
+        while self._leaving or self.fetcher.jobs:
+            time.sleep(POLL_S)
+            self.poll()
+            if self.books.clock() > deadline:
+                raise RuntimeError(f"copies of KV blocks have not ended within {timeout_s} s")
+
+    def forget(self) -> None:
+        """All that lies below the device, but for a store that others share. What is under way ends, and is not kept."""
+        self.books.epoch += 1
+        self.slots.forget()
+        self._kept.clear()
+        for name in self.persistent:
+            if name != "store":
+                self.transfers.forget(name)
+
+    def flush(self, timeout_s: float) -> int:
+        """Writes what lies above the persistent tiers only, for no longer than this. Returns how many blocks were left."""
+        if not self.persistent:
+            return 0
+        self.quiesce()
+        deadline, self._flushing = self.books.clock() + timeout_s, True
+        self._kept.extend(meta.key for _, meta in reversed(self.slots.coldest(self.slots.num_slots)) if not self._is_saved(meta.key))
+        blocks, metas = self._candidates(reversed(self.pool.coldest(self.pool.num_blocks)), self.pool.num_blocks)
+        while (blocks or self.books.tickets or self._staged or self._kept) and self.books.clock() < deadline:
+            if blocks and not self._leaving and (room := self._safe_room()):
+                self._copy_out(blocks[:room], metas[:room])
+                del blocks[:room], metas[:room]
+            self._write()
+            if not self.poll():
+                time.sleep(POLL_S)
+        self._flushing = False
+        return len(blocks) + len(self._staged) + len(self._kept) + self._num_writing
+
+    def check(self) -> None:
+        """Proves the books."""
+        in_use = [slot for slots, _ in self.books.tickets.values() for slot in slots]
+        self.slots.check([*self._unready, *in_use, *(slot for slot, _ in self._staged), *self.fetcher.held_slots()])
+        assert self._leaving_keys == {meta.key for leaving in self._leaving.values() for meta in leaving.metas}
+        assert set(self.pool.keys()) <= self._metas.keys(), "a block on the device whose content is not known"
+
+    # Inside
+
+    def _where(self, key: bytes) -> str | None:
+        """The highest tier that has it."""
+        if self.policy.keeps and self.slots.find(key) is not None:
+            return HOST
+        return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
+
+    def _is_saved(self, key: bytes) -> bool:
+        return all(tier.contains(key) for tier in self.persistent.values())
+
+    def _is_due(self, idle: bool) -> bool:
+        """Whether to look for blocks to copy out: not after every step where that takes long."""
+        counts = (self._num_registered, self._num_evicted, self.pool.num_free)
+        at, *then = self._scanned
+        if self._cut_short:
+            return len(self._leaving_keys) < self.policy.max_leaving
+        if counts == tuple(then):
+            return False
+        pressed = self._num_evicted - then[1] >= self.policy.watermark // 4
+        return idle or pressed or self.policy.watermark <= 256 or self.books.clock() - at >= SCAN_S
+
+    def _room(self) -> int:
+        """Blocks that may leave now."""
+        policy, now = self.policy, self.books.clock()
+        slots = self.slots.num_free if policy.keeps else self.slots.num_free - self.slots.num_slots // 2    # half are for what comes up
+        room = min(slots, policy.max_leaving - len(self._leaving_keys))
+        if policy.bytes_per_s is not None:
+            most = max(policy.bytes_per_s, policy.block_bytes)
+            self._allowance = min(most, self._allowance + (now - self._allowed_at) * policy.bytes_per_s)
+            self._allowed_at = now
+            room = min(room, int(self._allowance // policy.block_bytes))
+        return max(0, room)
+
+    def _safe_room(self) -> int:
+        """Blocks that can leave without pushing out of the slots what is not written yet."""
+        cold = self.slots.coldest(self.slots.num_free)
+        num_saved = next((i for i, (_, meta) in enumerate(cold) if not self._is_saved(meta.key)), len(cold))
+        return min(self.policy.max_leaving, self.slots.num_free - len(cold) + num_saved)
+
+    def _cold_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
+        self._scanned = (self.books.clock(), self._num_registered, self._num_evicted, self.pool.num_free)
+        return self._candidates(self.pool.coldest(self.policy.watermark), room)
+
+    def _new_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
+        """Those registered first."""
+        blocks: list[int] = []
+        metas: list[BlockMeta] = []
+        while self._fresh and len(blocks) < room:
+            block = self.pool.find(self._fresh.popleft())
+            if block is not None and (meta := self._candidate(block)) is not None:
+                blocks.append(block)
+                metas.append(meta)
+        self._cut_short = bool(self._fresh)
+        return blocks, metas
+
+    def _candidates(self, blocks: Iterable[int], room: int) -> tuple[list[int], list[BlockMeta]]:
+        """The first of these that are to leave."""
+        found: list[int] = []
+        metas: list[BlockMeta] = []
+        self._cut_short = False
+        for block in blocks:
+            if (meta := self._candidate(block)) is not None:
+                if len(found) == room:
+                    self._cut_short = True
+                    break
+                found.append(block)
+                metas.append(meta)
+        return found, metas
+
+    def _candidate(self, block: int) -> BlockMeta | None:
+        key = self.pool.key_of(block)
+        if key is None or key in self._leaving_keys or self._where(key) is not None:
+            return None
+        if self._uses is not None and self._uses.count(key) < self.policy.min_uses:
+            return None
+        return self._metas.get(key)
+
+    def _copy_out(self, blocks: list[int], metas: list[BlockMeta]) -> None:
+        if not blocks:
+            return
+        slots = self.slots.take(len(blocks))
+        assert slots is not None
+        self._allowance -= len(blocks) * self.policy.block_bytes
+        leaving = Leaving(blocks, metas, self.books.epoch)
+        ticket = self.transfers.copy_out(blocks, slots)
+        self._leaving[ticket] = leaving
+        self._leaving_keys.update(meta.key for meta in metas)
+        self.books.track(ticket, slots, partial(self._was_copied_out, leaving, slots))
+
+    def _was_copied_out(self, leaving: Leaving, slots: list[int], done: Done) -> None:
+        del self._leaving[done.ticket]
+        self._leaving_keys.difference_update(meta.key for meta in leaving.metas)
+        stats, keeps = self.stats[HOST], self.policy.keeps
+        through = bool(self.persistent) and (self.policy.on_registration or self._flushing)
+        free = []
+        for slot, meta, intact in zip(slots, leaving.metas, done.intact):
+            stats.failed_blocks += not intact
+            if not intact or leaving.epoch != self.books.epoch:
+                free.append(slot)
+            elif keeps:
+                stats.stored_blocks += self.slots.put(slot, meta) == slot
+                free.append(slot)
+                if through:
+                    self._kept.append(meta.key)
+            else:
+                self._staged.append((slot, meta))
+        self.slots.release(free[::-1])    # the coldest on the device is the coldest here
+
+    def _look_at_host(self) -> None:
+        """What is the coldest there is to be written ahead of its eviction."""
+        if self.policy.keeps and self.persistent and not self.policy.on_registration and not self._kept:
+            cold = self.slots.coldest(min(HOST_WATERMARK, self.slots.num_slots // 2))
+            self._kept.extend(meta.key for _, meta in cold if not self._is_saved(meta.key))
+
+    def _write(self) -> None:
+        while (self._staged or self._kept) and self._num_writing < MAX_WRITING:
+            batch: list[tuple[int, BlockMeta]] = []
+            while self._staged and len(batch) < WRITE_BLOCKS:
+                batch.append(self._staged.popleft())
+            while self._kept and len(batch) < WRITE_BLOCKS:
+                slot = self.slots.find(key := self._kept.popleft())
+                if slot is not None and (meta := self.slots.meta(key)) is not None:
+                    self.slots.hold([slot])
+                    batch.append((slot, meta))
+            for name, tier in self.persistent.items():
+                new = [(slot, meta) for slot, meta in batch if not tier.contains(meta.key)]
+                if new:
+                    slots, metas = [slot for slot, _ in new], [meta for _, meta in new]
+                    self.slots.hold(slots)
+                    self._num_writing += len(new)
+                    ticket = self.transfers.write(name, metas, slots)
+                    self.books.track(ticket, slots, partial(self._was_written, name, metas, slots))
+            self.slots.release([slot for slot, _ in batch][::-1])
+
+    def _was_written(self, name: str, metas: list[BlockMeta], slots: list[int], done: Done) -> None:
+        self._num_writing -= len(metas)
+        self.slots.release(slots[::-1])
+        bad = [meta.key for meta, intact in zip(metas, done.intact) if not intact]
+        self.stats[name].stored_blocks += len(metas) - len(bad)
+        self.stats[name].failed_blocks += len(bad)
+        if bad:
+            self.transfers.disown(name, bad)
