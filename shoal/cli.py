@@ -125,6 +125,8 @@ def _add_flags(parser: argparse.ArgumentParser, config: type, title: str, but: t
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kinds[0]) is list:
             options |= {"type": typing.get_args(kinds[0])[0], "nargs": "+"}
+        elif dataclasses.is_dataclass(kinds[0]):
+            options["metavar"] = "JSON"
         else:
             options["type"] = kinds[0]
         group.add_argument(flag, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import logging
 import math
 from dataclasses import dataclass, field
@@ -43,6 +44,65 @@ def option(default: Any, help: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class KVEventsConfig:
+    """Whether and where it is published which KV blocks are cached: vLLM's fields. Raises ConfigError."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str = "zmq"                 # or "null": for this process only (LLM.drain_kv_events)
+    endpoint: str = "tcp://*:5557"         # bound if it has a * or ::, or is ipc or inproc; otherwise connected to
+    replay_endpoint: str | None = None     # bound: where a listener asks for what it missed
+    buffer_steps: int = 10_000             # batches kept for replay; who has missed more gets a snapshot
+    hwm: int = 100_000                     # batches that wait for one slow listener; it misses those beyond
+    max_queue_size: int = 100_000          # batches that wait to be published; then steps wait too
+    topic: str = ""
+
+    @classmethod
+    def of(cls, value: KVEventsConfig | dict[str, Any] | str | None) -> KVEventsConfig | None:
+        """From fields, or JSON of them."""
+        if value is None or isinstance(value, cls):
+            return value
+        fields = value
+        if isinstance(value, str):
+            try:
+                fields = json.loads(value)
+            except ValueError:
+                fields = None    # type: ignore[assignment]
+        names = [f.name for f in dataclasses.fields(cls)]
+        if not isinstance(fields, dict):
+            raise ConfigError(f"kv_events_config {value!r:.200} is neither a dict nor a JSON object; its fields are {', '.join(names)}")
+        for name in fields:
+            if name not in names:
+                nearest = difflib.get_close_matches(str(name), names, n=1)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(names)}"
+                raise ConfigError(f"kv_events_config has no field {name!r}; {hint}")
+        return cls(**fields)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable_kv_cache_events, bool):
+            raise ConfigError(f"kv_events_config.enable_kv_cache_events {self.enable_kv_cache_events!r} is neither true nor false")
+        if self.publisher not in ("zmq", "null"):
+            raise ConfigError(f"kv_events_config.publisher {self.publisher!r} is not one of zmq, null")
+        if not isinstance(self.topic, str):
+            raise ConfigError(f"kv_events_config.topic {self.topic!r} is no text")
+        for name, low in (("buffer_steps", 0), ("hwm", 1), ("max_queue_size", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**30:
+                raise ConfigError(f"kv_events_config.{name} {value!r} is not an integer from {low} to 2^30 - 1; choose one")
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if not (value is None and name == "replay_endpoint") and not _is_endpoint(value):
+                raise ConfigError(f"kv_events_config.{name} {value!r} is no endpoint of ZMQ; tcp://*:5557 and ipc:///tmp/kv-events are")
+        if self.endpoint == self.replay_endpoint:
+            raise ConfigError(f"kv_events_config.replay_endpoint {self.replay_endpoint!r} is the endpoint too; give each its own")
+
+
+def _is_endpoint(value: Any) -> bool:
+    kind, _, address = value.partition("://") if isinstance(value, str) else ("", "", "")
+    port = address.rpartition(":")[2]
+    return bool(address) and (kind in ("ipc", "inproc") or (kind == "tcp" and port.isascii() and port.isdigit() and int(port) < 2**16))
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Raises ConfigError naming the option, its value and the limit."""
 
@@ -62,6 +122,19 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = option(None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share")
     num_gpu_blocks_override: int | None = option(None, "KV blocks, whatever would fit")
     enable_prefix_caching: bool = option(True, "requests share the KV blocks of equal beginnings")
+    kv_events_config: KVEventsConfig | None = option(None, "tell routers which KV blocks are cached, as vLLM does: its fields in JSON, "
+                                                           'such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}')
+    kv_host_bytes: int = option(0, "host memory, of all ranks together, that keeps KV blocks which leave the device")
+    kv_disk_path: str | None = option(None, "folder that keeps KV blocks over a restart")
+    kv_disk_bytes: int | None = option(None, "most bytes of the files there")
+    kv_store: str | None = option(None, "URL of a folder or bucket, as fsspec reads it, that shares KV blocks with other engines")
+    kv_offload_policy: str = option("evict", '"evict": the coldest blocks go to the next tier ahead of their eviction; "register": every block at '
+                                             "once")
+    kv_offload_min_uses: int = option(1, "blocks that were used less often are not worth a lower tier; 2 leaves out what came once")
+    kv_offload_bandwidth: int | None = option(None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound")
+    kv_eviction_policy: str = option("lru", 'which block of a lower tier goes first: "lru" | "lfu"')
+    kv_load_policy: str = option("cost", '"cost": what a lower tier has is fetched where that is quicker than computing it | "always"')
+    kv_flush_timeout: float = option(10.0, "seconds an engine that ends may take to write KV blocks to disk or store")
     enforce_eager: bool = option(False, "no CUDA graphs")
     cudagraph_capture_sizes: list[int] | None = option(None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs")
     tensor_parallel_size: int = option(1, "devices that share the work of each layer")
@@ -100,9 +173,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, low in (("max_model_len", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
                           ("num_gpu_blocks_override", 1), ("tensor_parallel_size", 1), ("block_size", 1),
-                          ("long_prefill_token_threshold", 0), ("max_logprobs", -1)):
+                          ("long_prefill_token_threshold", 0), ("max_logprobs", -1), ("kv_host_bytes", 0), ("kv_disk_bytes", 1),
+                          ("kv_offload_min_uses", 1), ("kv_offload_bandwidth", 1)):
             value = getattr(self, name)
-            if value is None and name not in ("tensor_parallel_size", "block_size", "long_prefill_token_threshold", "max_logprobs"):
+            if value is None and name not in ("tensor_parallel_size", "block_size", "long_prefill_token_threshold", "max_logprobs",
+                                              "kv_host_bytes", "kv_offload_min_uses"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} {value!r} is not an integer of at least {low}; choose one")
@@ -114,12 +189,37 @@ class EngineConfig:
         for name, choices in (("dtype", DTYPES), ("load_format", ("auto", "safetensors", "dummy")), ("device", ("auto", "cpu", "cuda")),
                               ("attention_backend", ("auto", "triton", "cpu", "flashinfer", "flash_attn")),
                               ("scheduling_policy", ("fcfs", "priority")), ("generation_config", ("auto", "vllm")),
-                              ("sleep_offload", ("host", "file"))):
+                              ("sleep_offload", ("host", "file")), ("kv_offload_policy", ("evict", "register")),
+                              ("kv_eviction_policy", ("lru", "lfu")), ("kv_load_policy", ("cost", "always"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        object.__setattr__(self, "kv_events_config", events := KVEventsConfig.of(self.kv_events_config))
+        if events is not None and events.enable_kv_cache_events and not self.enable_prefix_caching:
+            raise ConfigError("kv_events_config enables events of cached blocks, and enable_prefix_caching False caches none; drop one")
+        self._check_kv_tiers()
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or not all(isinstance(s, int) and s > 0 for s in sizes)):
             raise ConfigError(f"cudagraph_capture_sizes {sizes!r} must be a list of batch sizes from 1 up; the default is a ladder")
+
+    @property
+    def has_kv_tiers(self) -> bool:
+        return bool(self.kv_host_bytes or self.kv_disk_path or self.kv_store)
+
+    def _check_kv_tiers(self) -> None:
+        for name in ("kv_disk_path", "kv_store"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name} {value!r} names no place; give a path" + (" or a URL" if name == "kv_store" else ""))
+        if self.kv_disk_bytes is not None and self.kv_disk_path is None:
+            raise ConfigError(f"kv_disk_bytes {self.kv_disk_bytes} without kv_disk_path; say where the blocks are to be kept, or leave it out")
+        if self.kv_disk_path is not None and self.kv_disk_bytes is None:
+            raise ConfigError(f"kv_disk_path {self.kv_disk_path!r} without kv_disk_bytes; say how much of that disk may be used")
+        if self.has_kv_tiers and not self.enable_prefix_caching:
+            raise ConfigError("kv_host_bytes, kv_disk_path and kv_store keep blocks that requests share, and enable_prefix_caching False "
+                              "lets them share none; drop one or the other")
+        seconds = self.kv_flush_timeout
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+            raise ConfigError(f"kv_flush_timeout {seconds!r} is not a finite number of seconds from 0; 0 writes nothing at the end")
 
 
 @dataclass(frozen=True, slots=True)

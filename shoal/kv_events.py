@@ -1,0 +1,117 @@
+"""KV events on the wire, in vLLM's format (vllm/distributed/kv_events.py): which blocks a worker has cached.
+
+A publisher sends (topic, number as 8 bytes, payload), numbered from 0 without gaps; a payload is msgpack of an EventBatch. Since June 2026
+vLLM writes events as maps, before that as arrays; SGLang has its own names for where a block lies. All are read, maps are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.hashing import UINT64_MAX
+
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"    # media: the engine's own cache (on a CPU engine too), pinned host memory, files and stores
+MEDIA = {None: GPU, "CPU_PINNED": CPU, "DISK": STORAGE, "EXTERNAL": STORAGE}    # before there were media, and SGLang's names
+END = (-1).to_bytes(8, "big", signed=True)     # in place of a number: a replay is complete
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """A run of full blocks of one sequence, `block_size` tokens each. Hashes are names: 64 bits, to be compared and no more. The parent is
+    the block before the first; None at the start of a sequence. `extra_keys`: for each block what beside tokens is part of its identity:
+    maps {"type": "lora", "name": ...}, {"type": "cache_salt", "salt": ...}, the salt on a sequence's first block alone."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: Sequence[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[dict[str, Any]] | None] | None = None
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Of a run that starts a sequence."""
+        first = (self.extra_keys or [None])[0]
+        return next((key.get("salt") for key in first or () if key.get("type") == "cache_salt"), None)
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """In every medium."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, gc=False):
+    """What a step has changed, in order. `ts`: seconds since the epoch."""
+
+    ts: float
+    events: list[KVEvent]
+    data_parallel_rank: int | None = None
+
+
+FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_any = msgspec.msgpack.Decoder().decode
+
+
+def decode(payload: bytes) -> EventBatch:
+    """A batch of this worker, of any vLLM since there are events, or of SGLang, in the terms of this file. What else such events hold, and
+    kinds of events that are not known here, is dropped. Raises ValueError for anything else."""
+    try:
+        batch = _decode_any(payload)
+        if isinstance(batch, dict):
+            batch = [batch["ts"], batch["events"], batch.get("data_parallel_rank", batch.get("attn_dp_rank"))]
+        ts, events, rank = (*batch, None)[:3]
+        known = [fields for event in events if (fields := _fields_of(event)) is not None]
+        return msgspec.convert([ts, known, rank], EventBatch)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{payload[:40]!r}... is no batch of KV events: {error}") from error
+
+
+def _fields_of(event: Any) -> dict[str, Any] | None:
+    """None of a kind that is not known."""
+    if not isinstance(event, dict):
+        kind, *values = event
+        event = {"type": kind, **dict(zip(FIELDS.get(kind, ()), values))}
+    kind = event["type"]
+    if kind not in FIELDS:
+        return None
+    found = {"type": kind, **{name: event.get(name) for name in FIELDS[kind]}}
+    if "block_hashes" in found:
+        found["block_hashes"] = [_name(value) for value in found["block_hashes"]]
+        found["medium"] = MEDIA.get(event.get("medium"), event.get("medium"))
+    if kind == "BlockStored":
+        if found["parent_block_hash"] is not None:
+            found["parent_block_hash"] = _name(found["parent_block_hash"])
+        salt = event.get("cache_salt")    # SGLang's
+        extra = found["extra_keys"] or ([[salt]] if salt and found["parent_block_hash"] is None else None)
+        found["extra_keys"] = extra and [keys and _typed(keys, found["lora_name"]) for keys in extra]
+    return found
+
+
+def _name(value: int | bytes) -> int:
+    """vLLM's hashes are bytes, unless VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES cuts them down to their last 64 bits. SGLang's may be signed."""
+    return (int.from_bytes(value, "big") if isinstance(value, bytes) else value) & UINT64_MAX
+
+
+def _typed(keys: Sequence[Any], lora_name: str | None) -> list[dict[str, Any]]:
+    """Keys were bare values first: an adapter's name, a salt, (hash, offset) of an image, bytes of embeddings."""
+    return [key if isinstance(key, dict) else
+            {"type": "legacy", "value": key} if not isinstance(key, str) else
+            {"type": "lora", "name": key} if key == lora_name else
+            {"type": "cache_salt", "salt": key} for key in keys]
