@@ -49,12 +49,17 @@ class BlockFolder:
     def enter(self) -> None:
         """Makes the folders, and says by locks that they are in use: the group's shared, that of unfinished files our own."""
         self.leave()
-        self._made.clear()
         os.makedirs(self.root, 0o700, exist_ok=True)
         self._lock(self.group, fcntl.LOCK_SH)
         self._unfinished = os.path.join(self.root, WRITING + secrets.token_hex(8))
         os.mkdir(self._unfinished, 0o700)
         self._lock(self._unfinished, fcntl.LOCK_EX)
+
+    def restore(self) -> None:
+        """Makes again what somebody has removed."""
+        self._made.clear()
+        if not os.path.isdir(self._unfinished):
+            self.enter()
 
     def leave(self) -> None:
         for fd in self._locks:

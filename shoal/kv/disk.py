@@ -22,12 +22,11 @@ from functools import partial
 from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec, Event, in_pages
 from shoal.kv.block_folder import BlockFolder, delete
-from shoal.kv.io_threads import IoThreads, done
+from shoal.kv.io_threads import Breaker, IoThreads, done
 from shoal.kv.policy import make_order
 
 logger = logging.getLogger(__name__)
 
-RETRY_S, MAX_RETRY_S = 1.0, 300.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)                        # others can be written
 OF_OURSELVES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)              # says nothing of the files
@@ -73,7 +72,7 @@ class DiskTier:
         self._events: list[Event] | None = [] if record_events else None
         self._counts: Counter[str] = Counter()
         self._problems: Counter[str] = Counter()
-        self._rests_until, self._retry_s = 0.0, RETRY_S
+        self._breaker = Breaker(failures=1)
         self._lock = threading.Lock()                # of the fields above; never held during I/O
         self._names = threading.RLock()              # deletions and renames are one at a time, together with their part of the books
         self._reads = IoThreads("kv-disk-read", threads, 16 * max_pending)
@@ -119,7 +118,7 @@ class DiskTier:
             if running is not None and not running.done():
                 self._unwanted.discard(meta.key)
                 return running
-            future = self._writes.submit(partial(self._write, meta, data)) if time.monotonic() >= self._rests_until else None
+            future = self._writes.submit(partial(self._write, meta, data)) if self._breaker.allows() else None
             if future is None:
                 self._counts["refused"] += 1
                 return done(False)
@@ -194,12 +193,11 @@ class DiskTier:
         except OSError as error:
             self._problem(name_of(error), meta.key)
             if error.errno not in OF_ONE_FILE + OF_OURSELVES:
-                with self._lock:    # the tier takes no more for a while, longer each time
-                    self._rests_until = time.monotonic() + self._retry_s
-                    self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+                with self._lock:
+                    self._breaker.failed()
         with self._lock:
             if written:
-                self._retry_s = RETRY_S
+                self._breaker.succeeded()
             elif reserved:
                 self._used -= num_bytes
             self._writing.pop(meta.key, None)
@@ -231,7 +229,7 @@ class DiskTier:
                     with self._lock:
                         for key in list(self._bytes):
                             self._doom(key)
-                self._folder.enter()
+                self._folder.restore()
             return True
         return error.errno in FULL and self._delete_one()
 

@@ -8,8 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
+
+RETRY_S, MAX_RETRY_S = 1.0, 300.0
+T = TypeVar("T")
 
 
 class IoThreads:
@@ -83,7 +87,35 @@ class IoThreads:
                 self._changed.notify_all()
 
 
-def done(result: bool) -> Future[bool]:
-    future: Future[bool] = Future()
+class Breaker:
+    """Keeps calls away from what does not work: after so many failures in a row there are none for a while, then one as a trial; each trial
+    that fails doubles the while (Nygard's circuit breaker). For use under a lock."""
+
+    def __init__(self, failures: int) -> None:
+        self._limit, self._failures = failures, 0
+        self._closed_until, self._retry_s = 0.0, RETRY_S
+        self._trial = False
+
+    def allows(self) -> bool:
+        if self._failures < self._limit:
+            return True
+        now = time.monotonic()
+        if now < self._closed_until:
+            return False
+        self._trial, self._closed_until = True, now + self._retry_s    # nobody else until this one has ended, or never does
+        return True
+
+    def succeeded(self) -> None:
+        self._failures, self._retry_s, self._trial = 0, RETRY_S, False
+
+    def failed(self) -> None:
+        self._failures += 1
+        if self._failures == self._limit or self._trial:    # later ones were let through before
+            self._closed_until = time.monotonic() + self._retry_s
+            self._retry_s, self._trial = min(2 * self._retry_s, MAX_RETRY_S), False
+
+
+def done(result: T) -> Future[T]:
+    future: Future[T] = Future()
     future.set_result(result)
     return future
