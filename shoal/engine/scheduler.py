@@ -12,12 +12,16 @@ import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from shoal.api import FinishReason, Request, Stats
 from shoal.engine.sequence import Fetch, Sequence, SequenceStatus, Tiers
 from shoal.errors import RequestError
 from shoal.hashing import extend_keys
 from shoal.kv.blocks import BlockPool
+
+if TYPE_CHECKING:
+    from shoal.kv.events import KvEvents
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
 DECODE, FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
@@ -58,8 +62,10 @@ class Scheduler:
     """`waiting` and `running` are sorted by turn: whoever is preempted comes from the end of `running` and finds its place in `waiting`."""
 
     def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-                 enable_prefix_caching: bool = True, policy: str = "fcfs", long_prefill_token_threshold: int = 0) -> None:
-        self.pool = BlockPool(num_blocks, enable_prefix_caching)
+                 enable_prefix_caching: bool = True, policy: str = "fcfs", long_prefill_token_threshold: int = 0,
+                 events: KvEvents | None = None) -> None:
+        self.pool = BlockPool(num_blocks, enable_prefix_caching, events)
+        self.events = events
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
@@ -197,8 +203,7 @@ class Scheduler:
         self.fetches.remove(fetch)
         if fetch.findable:
             self._arriving.difference_update(fetch.keys)
-            for block, key in zip(fetch.blocks[:num_blocks], fetch.keys):
-                self.pool.register(block, key)
+            self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_blocks])
         seq = fetch.seq
         if seq.fetch is fetch:
             seq.fetch, seq.status = None, PREFILL
@@ -399,11 +404,26 @@ class Scheduler:
         size = self._block_size
         num_full = min(seq.num_computed, len(seq.token_ids)) // size
         extend_keys(seq.keys, seq.root, seq.token_ids, size)
-        for i in range(seq.register_at // size - 1, num_full):
-            self.pool.register(seq.block_ids[i], seq.keys[i])
+        start = seq.register_at // size - 1
+        self._make_findable(seq, start, seq.block_ids[start:num_full])
         if self.tiers is not None:
-            self.tiers.registered(seq, seq.register_at // size - 1, num_full)
+            self.tiers.registered(seq, start, num_full)
         seq.register_at = (num_full + 1) * size
+
+    def _make_findable(self, seq: Sequence, start: int, blocks: list[int]) -> None:
+        """The sequence's full blocks from `start` on. One whose content is findable already stays with the sequence, as a copy."""
+        for block, key in zip(blocks, seq.keys[start:]):
+            self.pool.register(block, key)
+        if self.events is None:
+            return
+        size, end, run = self._block_size, start + len(blocks), start
+        for i in range(start, end + 1):
+            if i < end and self.pool.key_of(blocks[i - start]) is not None:
+                continue
+            if run < i:
+                self.events.stored(seq.keys[run:i], seq.keys[run - 1] if run else None, seq.token_ids[run * size:i * size],
+                                   seq.request.adapter, seq.request.cache_salt)
+            run = i + 1
 
     def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
         del self._sequences[seq.request.request_id]

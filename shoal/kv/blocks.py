@@ -57,7 +57,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.num_free = num_blocks                                  # evictable ones included
-        self._listener = listener
+        self.listeners: list[BlockListener] = [] if listener is None else [listener]
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks        # of findable blocks
         self._key_to_block: dict[bytes, int] = {}
@@ -292,8 +292,8 @@ class BlockPool:
             self._keys[block] = None
             self._end_of[block] = self.num_blocks
             del self._key_to_block[key]
-            if self._listener is not None:
-                self._listener.removed(key)
+            for listener in self.listeners:
+                listener.removed(key)
 
     def _forget_all(self) -> None:
         """The order of re-use stays."""
@@ -308,8 +308,8 @@ class BlockPool:
         self._end_of = [self.num_blocks] * self.num_blocks
         for block in order:
             self._link(block, before=self.num_blocks)
-        if self._listener is not None:
-            self._listener.cleared()
+        for listener in self.listeners:
+            listener.cleared()
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]
