@@ -32,9 +32,11 @@ from shoal.engine.scheduler import Scheduler, StepPlan
 from shoal.engine.sequence import Sequence as QueuedSequence
 from shoal.engine.sequence import SequenceStatus
 from shoal.engine.sleep import Sleeper
+from shoal.engine.tiers import KvTiers
 from shoal.engine.weights import Weights
 from shoal.engine.workers import WorkerGroup
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
+from shoal.kv.events import KvEvents
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
 from shoal.tokenizer import load_tokenizer
@@ -67,6 +69,8 @@ class EngineCore:
         self.group: WorkerGroup | None = None
         self.runner: ModelRunner | None = None
         self.tp: TensorParallel | None = None
+        events = self.config.kv_events_config
+        self.events = KvEvents(events, self.config.block_size) if events is not None and events.enable_kv_cache_events else None
         try:
             self._start(files, keep_quantized)
         except BaseException:
@@ -98,7 +102,7 @@ class EngineCore:
             num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs or 0,
             max_num_batched_tokens=config.max_num_batched_tokens or 0, max_model_len=config.max_model_len or 0,
             enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
-            long_prefill_token_threshold=config.long_prefill_token_threshold)
+            long_prefill_token_threshold=config.long_prefill_token_threshold, events=self.events)
         self.builder = self._new_builder(self.runner)
         self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer), self.model_config.vocab_size, files.eos_token_ids)
         self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []    # held until their grammar is there
@@ -108,6 +112,9 @@ class EngineCore:
         self.late: list[Output] = []            # of steps completed outside of step()
         self.in_flight: deque[InFlight] = deque()
         self.depth = 1 if config.async_scheduling else 0
+        self.completed_at = 0.0                 # when a step last was
+        if config.has_kv_tiers:
+            self.tiers = KvTiers(self)
         logger.info("%d KV blocks of %d tokens, %d sequences at once, %s on %s", num_blocks, config.block_size, config.max_num_seqs,
                     config.dtype, config.device)
 
@@ -192,6 +199,7 @@ class EngineCore:
                     outputs += self._complete(self.in_flight.popleft())
             elif self.compiling and not outputs:
                 wait([future for _, future in self.compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
+        self.flush_events()
         return outputs
 
     @contextmanager
@@ -227,6 +235,7 @@ class EngineCore:
         assert self.runner is not None
         self.scheduler.abort_all()
         self.scheduler.reset_prefix_cache()
+        self.flush_events()
         self.in_flight.clear()
         self.late.clear()
         self.builder = self._new_builder(self.runner)
@@ -371,7 +380,22 @@ class EngineCore:
         return {tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]}
 
     def reset_prefix_cache(self) -> bool:
-        return self.scheduler.reset_prefix_cache()
+        idle = self.scheduler.reset_prefix_cache()
+        self.flush_events()
+        return idle
+
+    def flush_events(self) -> None:
+        """Publishes what KV events there are; every step does."""
+        if self.events is not None:
+            self.events.flush()
+
+    @property
+    def kv_events(self) -> KvEvents:
+        """Raises ConfigError if the engine was built without."""
+        if self.events is None:
+            raise ConfigError("this engine keeps no KV events; build it with kv_events_config={'enable_kv_cache_events': True, "
+                              "'publisher': 'null'} (or 'zmq', which publishes them too)")
+        return self.events
 
     def stats(self) -> Stats:
         return self.scheduler.stats()
@@ -380,6 +404,8 @@ class EngineCore:
         """Ends the other ranks and frees the device. Safe to call twice."""
         runner, group, tp = self.runner, self.group, self.tp
         self.runner = self.group = self.tp = None
+        if self.events is not None:
+            self.events.close()
         if runner is not None:
             runner.drop_graphs()    # NCCL does not end while graphs hold its collectives
         if group is not None and group.failed and tp is not None:

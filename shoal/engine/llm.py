@@ -30,6 +30,7 @@ from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.detokenizer import Detokenizer, add_texts
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, UnavailableError
+from shoal.kv_events import EventBatch
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import resolve
 
@@ -146,6 +147,16 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if blocks were still in use (they are forgotten too)."""
         return self.core.reset_prefix_cache()
+
+    def drain_kv_events(self) -> list[EventBatch]:
+        """What has been cached and forgotten since the last call, a batch for each step that changed anything (shoal/kv_events.py); vLLM's
+        `take_events`. After more than `buffer_steps` of them one batch that clears all and stores what is there. Raises ConfigError unless
+        kv_events_config enables events."""
+        return self.core.kv_events.drain()
+
+    def kv_snapshot(self) -> EventBatch:
+        """All KV blocks that are cached now, as one batch that clears all and stores them. Raises as drain_kv_events."""
+        return self.core.kv_events.snapshot()
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
         """Gives the device's memory back; needs enable_sleep_mode=True. Level 0 pauses scheduling only, 1 keeps the weights in host memory
