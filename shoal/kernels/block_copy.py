@@ -114,8 +114,9 @@ def _copy_kernel(src_ptr, dst_ptr, src_ids_ptr, dst_ids_ptr, num_pieces, src_blo
     piece, pair = item % num_pieces, item // num_pieces
     source = tl.load(src_ptr + piece) + tl.load(src_ids_ptr + pair) * src_block
     target = tl.load(dst_ptr + piece) + tl.load(dst_ids_ptr + pair) * dst_block
-    source_ptr = tl.multiple_of(source, ALIGNED).to(tl.pointer_type(WORD))
-    target_ptr = tl.multiple_of(target, ALIGNED).to(tl.pointer_type(WORD))
+    # Said of the pointers, as casts lose what is known of integers; without it there are no 16-byte loads.
+    source_ptr = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGNED)
+    target_ptr = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGNED)
 
     row = tile // column_tiles * ROWS + tl.arange(0, ROWS)
     column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)

@@ -233,13 +233,13 @@ def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
     return Memory(Kind.MAPPED, _tensor_over((ctypes.c_uint8 * num_bytes).from_buffer(pages)))
 
 
-def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object, device: torch.device | str = "cuda") -> Memory:
+def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object) -> Memory:
     """Memory that `owner` has, at an address of the kind's; it is kept alive as long as anything uses the memory."""
     _check_size(num_bytes)
     if kind is Kind.DIRECT or not address:
         raise StorageError(f"{kind} storage at address {address} cannot be borrowed: it takes memory with an address")
     if kind is Kind.DEVICE:
-        return Memory(kind, torch.as_tensor(_DeviceBytes(address, num_bytes, owner), device=device))
+        return Memory(kind, torch.as_tensor(_DeviceBytes(address, num_bytes, owner)))
     pages = (ctypes.c_uint8 * num_bytes).from_address(address)
     pages.owner = owner    # type: ignore[attr-defined]
     return Memory(kind, _tensor_over(pages))

@@ -141,7 +141,8 @@ class TensorView:
             array = self._tensor(False).numpy()
         except TypeError:
             raise ViewError(f"numpy has no {self.dtype}: look at the bytes through a view of torch.uint8 or torch.int16") from None
-        array.flags.writeable = self.mutable
+        if not self.mutable:
+            array.flags.writeable = False
         return array
 
     def __dlpack__(self, **options: Any) -> object:

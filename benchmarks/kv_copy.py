@@ -1,0 +1,156 @@
+"""Copies of KV blocks on one GPU: GB/s, and the share of what one large copy reaches in the same run.
+
+    python benchmarks/kv_copy.py [--json PATH]
+
+Blocks of 16 tokens at scattered ids, between the device and pinned host memory, by the copy engines and by the kernel; layer by layer as a
+copy stream does it; and, within the device, from one tensor-parallel size and layout to another. The best of several runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from report import write_json
+
+from shoal.kv import copy
+from shoal.kv.copy import CopyStream, gather_blocks, scatter_blocks
+from shoal.kv.layout import CacheSpec, Layout
+from shoal.kv.reshard import reshard
+from shoal.kv.storage import device_memory, memory_of, pinned_memory
+from shoal.kv.view import BlockView
+
+QWEN3_8B = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16)
+BLOCKS = {"qwen3-8b": QWEN3_8B.block_bytes, "qwen3-0.6b": 28 * QWEN3_8B.block_layer_bytes, "qwen3-8b, tp 8": QWEN3_8B.block_bytes // 8,
+          "128 KiB": 128 << 10, "64 KiB": 64 << 10, "16 KiB": 16 << 10}
+TOTAL = 1 << 30
+WAYS = {"engines": 1, "kernel": 1 << 60}    # DMA_BYTES
+
+
+def seconds(run: Callable[[], object], stream: torch.cuda.Stream, times: int = 5) -> float:
+    best = float("inf")
+    for i in range(times + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record(stream)
+        run()
+        end.record(stream)
+        end.synchronize()
+        if i:    # the first compiles
+            best = min(best, start.elapsed_time(end) / 1e3)
+    return best
+
+
+def row(rows: list[dict[str, Any]], case: str, way: str, num_bytes: int, took: float, plain: float, **more: float) -> None:
+    """`plain`: GB/s of one large copy."""
+    rate = num_bytes / took / 1e9
+    rows.append(dict(case=case, way=way, gb_per_s=round(rate, 2), of_plain=round(rate / plain, 4), **more))
+    extra = "".join(f"  {name} {value:.2f}" for name, value in more.items())
+    print(f"{case:44s} {way:8s} {rate:8.1f} GB/s {rate / plain:6.1%}{extra}", flush=True)
+
+
+def over_pcie(rows: list[dict[str, Any]]) -> None:
+    stream, rng = torch.cuda.Stream(), random.Random(1)
+    slab, kv = pinned_memory(TOTAL).tensor(), torch.zeros(TOTAL, dtype=torch.uint8, device="cuda")
+    for out in (True, False):
+        direction = "device to host" if out else "host to device"
+
+        def plain_copy(out: bool = out) -> None:
+            with torch.cuda.stream(stream):
+                (slab.copy_(kv, non_blocking=True) if out else kv.copy_(slab, non_blocking=True))
+
+        plain = TOTAL / seconds(plain_copy, stream) / 1e9
+        print(f"{direction}: one copy of 1 GiB {plain:.1f} GB/s", flush=True)
+        rows.append(dict(case=f"{direction}, one copy of 1 GiB", way="plain", gb_per_s=round(plain, 2), of_plain=1.0))
+        for name, block_bytes in BLOCKS.items():
+            count = min(TOTAL // block_bytes, 8192)
+            slots, blocks = rng.sample(range(count), count), rng.sample(range(count), count)
+            rows_of = [memory[:count * block_bytes].view(count, -1) for memory in (kv, slab)]
+            for way, threshold in WAYS.items():
+                with mock.patch.object(copy, "DMA_BYTES", threshold):
+                    def run(rows_of: Any = rows_of, blocks: Any = blocks, slots: Any = slots, out: bool = out) -> None:
+                        device, host = rows_of
+                        if out:
+                            gather_blocks(device, blocks, host, slots, stream)
+                        else:
+                            scatter_blocks(host, slots, device, blocks, stream)
+                    took = seconds(run, stream, 3)
+                    start = time.perf_counter()
+                    run()
+                    called = time.perf_counter() - start
+                row(rows, f"{direction}, {name}", way, count * block_bytes, took, plain, call_ms=called * 1e3)
+        if not out:
+            layer_by_layer(rows, slab, kv, plain)
+
+
+def layer_by_layer(rows: list[dict[str, Any]], slab: torch.Tensor, kv: torch.Tensor, plain: float) -> None:
+    """256 blocks of qwen3-8b, each layer on its own, 64 KiB or two halves of it."""
+    for layout in (Layout.WHOLE_BLOCKS, Layout.KV_FIRST):
+        spec = replace(QWEN3_8B, layout=layout)
+        host, device = (BlockView.over(spec, 256, memory_of(memory)) for memory in (slab, kv))
+        ids = [random.Random(seed).sample(range(256), 256) for seed in (2, 3)]
+        for way, threshold in WAYS.items():
+            with mock.patch.object(copy, "DMA_BYTES", threshold):
+                copying = CopyStream("cuda")
+                copying.prepare_block_map(host, device)
+                copying.prepare_block_ids(*ids)
+
+                def run(copying: CopyStream = copying, num_layers: int = spec.num_layers) -> None:
+                    copying.rearm()
+                    for layer in range(num_layers):
+                        copying.trigger_layer(layer)
+
+                assert copying.stream is not None
+                took = seconds(run, copying.stream, 3)
+            row(rows, f"host to device, 8b by layer, {layout}", way, 256 * spec.block_bytes, took, plain)
+
+
+def within_the_device(rows: list[dict[str, Any]]) -> None:
+    num_blocks, rng = 1024, random.Random(2)
+    num_bytes = num_blocks * QWEN3_8B.block_bytes
+    storages = [device_memory(num_bytes) for _ in range(2)]
+    stream = torch.cuda.Stream()
+
+    def plain_copy() -> None:
+        with torch.cuda.stream(stream):
+            storages[1].tensor().copy_(storages[0].tensor())
+
+    plain = 2 * num_bytes / seconds(plain_copy, stream) / 1e9
+    print(f"within the device: one copy {plain:.0f} GB/s read and written", flush=True)
+    rows.append(dict(case="device, one copy", way="plain", gb_per_s=round(plain, 1), of_plain=1.0))
+    engine, others = Layout.WHOLE_BLOCKS, Layout.KV_FIRST
+    ids = [rng.sample(range(num_blocks), num_blocks) for _ in range(2)]
+    for layouts, sizes in (((engine, engine), (1, 4)), ((engine, engine), (4, 1)), ((engine, engine), (1, 8)), ((engine, engine), (2, 8)),
+                           ((others, others), (1, 4)), ((others, others), (4, 1)), ((others, engine), (1, 1)), ((engine, others), (1, 4)),
+                           ((engine, engine), (1, 1))):
+        sides = []
+        for storage, layout, size in zip(storages, layouts, sizes):
+            shards = [replace(QWEN3_8B, layout=layout, tp_size=size, tp_rank=rank) for rank in range(size)]
+            sides.append([BlockView.over(shard, num_blocks, storage, i * shard.block_bytes * num_blocks) for i, shard in enumerate(shards)])
+        start = time.perf_counter()
+        reshard(sides[0], ids[0], sides[1], ids[1], stream)    # compiles
+        torch.cuda.synchronize()
+        first = time.perf_counter() - start
+        took = seconds(lambda sides=sides: reshard(sides[0], ids[0], sides[1], ids[1], stream), stream)
+        row(rows, f"device, tp {sizes[0]} to {sizes[1]}, {layouts[0]} to {layouts[1]}", "kernel", 2 * num_bytes, took, plain, first_s=first)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", metavar="PATH")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    within_the_device(rows)
+    over_pcie(rows)
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

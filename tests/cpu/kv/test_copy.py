@@ -1,0 +1,264 @@
+"""Copies of blocks: every pair of storages and layouts against an oracle, by each of the three ways; ids; copy streams."""
+
+import ctypes
+import gc
+import itertools
+import os
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from triton_compile import check_kernels, compile_launches
+
+from shoal.errors import UnavailableError
+from shoal.kernels import block_copy
+from shoal.kv import copy
+from shoal.kv.copy import BlockCopyError, CopyStream, CopyStreams, copy_blocks, gather_blocks, scatter_blocks
+from shoal.kv.layout import CacheSpec, Layout, LayoutError
+from shoal.kv.storage import DirectFile, StorageInUseError, host_memory, mapped_file
+from shoal.kv.view import BlockView, TensorView
+from tests import kv_cases
+
+SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 2, 4, 8, "float16", 4)
+QWEN3_8B = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16)
+
+
+def by_kernel(pieces, src_ids, dst_ids):
+    """In the interpreter, which takes addresses of host memory."""
+    addresses = torch.from_numpy(np.stack((pieces.src, pieces.dst)))
+    block_copy.copy_by_kernel(pieces, addresses, torch.from_numpy(src_ids), torch.from_numpy(dst_ids))
+
+
+def by_runs(pieces, src_ids, dst_ids):
+    """As the copy engines do it."""
+    for src, dst in zip(*(addresses.tolist() for addresses in block_copy.runs(pieces, src_ids, dst_ids))):
+        ctypes.memmove(dst, src, pieces.run)
+
+
+@pytest.fixture(params=["host", "kernel", "runs"])
+def way(request, monkeypatch):
+    if request.param != "host":
+        monkeypatch.setattr(copy, "copy_on_host", {"kernel": by_kernel, "runs": by_runs}[request.param])
+    return request.param
+
+
+def test_ids_are_honoured_in_every_layout(way):
+    for layout in Layout:
+        kv_cases.check_ids_are_honoured(layout, host_memory, host_memory)
+
+
+def test_random_copies_between_layouts_equal_indexing(way, monkeypatch):
+    monkeypatch.setattr(block_copy, "TILE_BYTES", 256)    # several tiles a run, and runs a tile
+    kv_cases.check_random_copies(seed=7, rounds=15 if way == "kernel" else 60, allocators=[(host_memory, host_memory)])
+
+
+def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
+    count = itertools.count()
+    kinds = [host_memory, lambda n: mapped_file(tmp_path / str(next(count)), n), lambda n: DirectFile(tmp_path / str(next(count)), n)]
+    monkeypatch.setattr(copy, "STAGING_BYTES", 5000)
+    kv_cases.check_random_copies(seed=8, rounds=45, allocators=list(itertools.product(kinds, kinds)))
+
+
+def test_whole_blocks_are_one_run_and_layers_of_other_layouts_are_not():
+    caches = {layout: BlockView.over(replace(SPEC, layout=layout), 3, host_memory(3 * SPEC.block_bytes)) for layout in Layout}
+
+    def shape(a, b):
+        pieces, = copy.pieces_between([caches[a]], [caches[b]], range(2))
+        return len(pieces.src), pieces.sizes, pieces.run
+
+    head, side = 8 * 2, SPEC.block_layer_bytes // 2
+    assert shape(Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS) == (1, (1, 1, 1), SPEC.block_bytes)
+    assert shape(Layout.BLOCK_FIRST, Layout.BLOCK_FIRST) == (2, (1, 1, 1), SPEC.block_layer_bytes)
+    assert shape(Layout.KV_FIRST, Layout.KV_FIRST) == (2, (1, 1, 2), side)
+    assert shape(Layout.KV_FIRST, Layout.BLOCK_FIRST) == (2, (1, 1, 2), side)
+    assert shape(Layout.BLOCK_FIRST, Layout.WHOLE_BLOCKS) == (2, (2, 4, 4), head)
+
+
+def test_layers_in_storages_of_their_own(tmp_path):
+    """As other engines have them; two files may then have equal offsets."""
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    rng = random.Random(4)
+
+    def cache(allocate):
+        layers = [TensorView(allocate(3 * spec.block_layer_bytes, i), spec.layer_shape(3), torch.float16) for i in range(2)]
+        for layer in layers:
+            layer.fill(rng.randrange(100))
+        return BlockView(spec, 3, layers)
+
+    memory, file = cache(lambda n, i: host_memory(n)), cache(lambda n, i: DirectFile(tmp_path / str(i), n))
+    other = cache(lambda n, i: DirectFile(tmp_path / f"other{i}", n))
+    copy_blocks(memory, [2, 0], file, [0, 1])
+    copy_blocks(file, [0, 1], other, [1, 2])
+    assert torch.equal(kv_cases.contents(other)[:, 1:], kv_cases.contents(memory)[:, [2, 0]])
+
+
+@pytest.mark.parametrize(("src_ids", "dst_ids", "said"), [
+    ([0, 1], [0], "2 source blocks and 1 destination"), ([3], [0], "source block 3 does not exist: ids go from 0 to 2"),
+    ([0], [-1], "destination block -1"), ([0], [4], "ids go from 0 to 3"), ([0, 1, 2], [1, 3, 1], "block 1 is named more than once")])
+def test_ids_that_are_refused(src_ids, dst_ids, said):
+    src, dst = (BlockView.over(SPEC, n, host_memory(n * SPEC.block_bytes)) for n in (3, 4))
+    staged = CopyStream("cpu")
+    staged.prepare_block_map(src, dst)
+    tensors = [torch.zeros(n, 10, dtype=torch.uint8) for n in (3, 4)]
+    for refused in (lambda: copy_blocks(src, src_ids, dst, dst_ids), lambda: staged.prepare_block_ids(src_ids, dst_ids),
+                    lambda: gather_blocks(tensors[0], src_ids, tensors[1], dst_ids),
+                    lambda: scatter_blocks(tensors[0], src_ids, tensors[1], dst_ids)):
+        with pytest.raises(BlockCopyError, match=said):
+            refused()
+
+
+@pytest.mark.parametrize("change", [dict(num_layers=3), dict(num_heads=2), dict(head_dim=4), dict(dtype="bfloat16"), dict(block_size=8),
+                                    dict(tp_size=2), dict(tp_size=4, tp_rank=1)], ids=str)
+def test_caches_that_do_not_go_together(change):
+    other = replace(SPEC, **change)
+    src, dst = (BlockView.over(spec, 2, host_memory(2 * spec.block_bytes)) for spec in (SPEC, other))
+    for refused in (lambda: copy_blocks(src, [0], dst, [0]), lambda: CopyStream("cpu").prepare_block_map(src, dst)):
+        with pytest.raises(LayoutError, match=f"{next(iter(change))} is .* on one side"):
+            refused()
+
+
+def test_copies_within_one_memory():
+    memory = host_memory(8 * SPEC.block_bytes)
+    cache = BlockView.over(SPEC, 4, memory)
+    for block in range(4):
+        cache.layer(0, mutable=True).slice(0, block, block + 1).fill(block)
+    copy_blocks(cache, [0, 0], cache, [2, 3])
+    assert [cache.layer(0)[block, 0, 0, 0, 0] for block in range(4)] == [0, 1, 0, 0]
+    with pytest.raises(BlockCopyError, match="block 1 is read and written"):
+        copy_blocks(cache, [0, 1], cache, [1, 2])
+    transposed = BlockView.over(replace(SPEC, layout=Layout.KV_FIRST), 4, memory)
+    for other in (BlockView.over(SPEC, 4, memory, offset=SPEC.block_bytes), transposed):
+        with pytest.raises(BlockCopyError, match="overlap"):
+            copy_blocks(cache, [0], other, [3])
+    copy_blocks(cache, [1], BlockView.over(SPEC, 4, memory, offset=4 * SPEC.block_bytes), [1])
+
+
+def test_caches_whose_layers_lie_between_each_other():
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    memory, layer = host_memory(4 * 3 * spec.block_layer_bytes), 3 * spec.block_layer_bytes
+    caches = [BlockView(spec, 3, [TensorView(memory, spec.layer_shape(3), torch.float16, offset=(2 * i + first) * layer) for i in range(2)])
+              for first in range(2)]
+    caches[0].layer(1, mutable=True).fill(4)
+    copy_blocks(caches[0], [0, 1, 2], caches[1], [2, 1, 0])
+    assert (caches[1].layer(1).array() == 4).all() and not caches[1].layer(0).array().any()
+
+
+def test_a_read_only_destination():
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    layers = [TensorView(host_memory(1 << 16), spec.layer_shape(2), torch.float16, mutable=False) for _ in range(2)]
+    cache = BlockView(spec, 2, layers)
+    with pytest.raises(BlockCopyError, match="read-only"):
+        copy_blocks(cache, [0], cache, [1])
+    copy_blocks(cache, [0], BlockView.over(spec, 2, host_memory(2 * spec.block_bytes)), [0])
+
+
+def test_an_engines_cache_to_a_slab_and_back():
+    seed = 3
+    rng = random.Random(seed)
+    kv = torch.rand(9, 2, 2, 3, 4, 5)
+    slab = torch.zeros(12, kv[0].nbytes, dtype=torch.uint8)
+    for _ in range(20):
+        slots = rng.sample(range(12), rng.randint(0, 9))
+        blocks = rng.sample(range(9), len(slots))
+        before = kv.clone()
+        assert gather_blocks(kv, blocks, slab, slots) is None
+        kv.zero_()
+        assert scatter_blocks(slab, slots, kv, blocks) is None
+        assert torch.equal(kv[blocks], before[blocks]), seed
+        kv.copy_(before)
+    assert gather_blocks(kv, [1, 1], slab, [0, 11]) is None and torch.equal(slab[0], slab[11])
+    with pytest.raises(BlockCopyError, match="960 bytes do not fit those of 959"):
+        gather_blocks(kv, [0], slab[:, 1:], [0])
+    with pytest.raises(BlockCopyError, match="not contiguous"):
+        gather_blocks(kv.transpose(2, 3), [0], slab, [0])
+
+
+def test_a_round_trip_layer_by_layer(way):
+    for layouts in itertools.product(Layout, Layout):
+        kv_cases.check_a_round_trip_layer_by_layer("cpu", host_memory, host_memory, layouts)
+
+
+def test_copy_streams_say_what_is_missing():
+    caches = [BlockView.over(SPEC, 3, host_memory(3 * SPEC.block_bytes)) for _ in range(2)]
+    stream = CopyStream("cpu")
+    with pytest.raises(BlockCopyError, match="no block map"):
+        stream.prepare_block_ids([0], [0])
+    stream.prepare_block_map(*caches)
+    for early in (lambda: stream.trigger_layer(0), stream.trigger_all_layers, stream.rearm, lambda: stream.event(0)):
+        with pytest.raises(BlockCopyError, match="nothing is staged"):
+            early()
+    stream.prepare_block_ids([0], [0])
+    for wrong in (-1, 2):
+        with pytest.raises(BlockCopyError, match="layers go from 0 to 1"):
+            stream.trigger_layer(wrong)
+    with pytest.raises(BlockCopyError, match="has not been triggered"):
+        stream.wait_layer(1)
+    stream.trigger_layer(1)
+    stream.wait_layer(1)
+    assert stream.event(1) is None
+
+
+def test_copy_streams_do_not_reach_files(tmp_path):
+    memory = BlockView.over(SPEC, 3, host_memory(3 * SPEC.block_bytes))
+    file = BlockView.over(SPEC, 3, DirectFile(tmp_path / "blocks", 3 * SPEC.block_bytes))
+    with pytest.raises(BlockCopyError, match="from host to direct"):
+        CopyStream("cpu").prepare_block_map(memory, file)
+
+
+def test_a_staged_copy_keeps_its_storages_open():
+    memories = [host_memory(3 * SPEC.block_bytes) for _ in range(2)]
+    stream = CopyStream("cpu")
+    stream.prepare_block_map(*(BlockView.over(SPEC, 3, memory) for memory in memories))
+    with pytest.raises(StorageInUseError):
+        memories[0].close()
+    stream.reset()
+    for memory in memories:
+        memory.close()
+
+
+def test_dropped_copy_streams_return_to_their_pool():
+    pool = CopyStreams("cpu", 2)
+    held = [pool.acquire(), pool.acquire()]
+    with pytest.raises(UnavailableError, match="all 2 copy streams"):
+        pool.acquire()
+    held.pop()
+    gc.collect()
+    assert pool.num_free == 1
+    third = pool.acquire()
+    with pytest.raises(BlockCopyError, match="no block map"):
+        third.prepare_block_ids([], [])
+    del held, third
+    assert pool.num_free == 2
+
+
+def _launch(src_layout, dst_layout, tp=1, spec=QWEN3_8B):
+    """The kernel at real sizes; the launch is all that counts, so the memory is not touched."""
+    srcs = [BlockView.over(replace(spec, layout=src_layout), 4, host_memory(4 * spec.block_bytes))]
+    shard = replace(spec, layout=dst_layout, tp_size=tp)
+    dsts = [BlockView.over(replace(shard, tp_rank=rank), 4, host_memory(4 * shard.block_bytes)) for rank in range(tp)]
+    pieces, = copy.pieces_between(srcs, dsts, range(spec.num_layers))
+    by_kernel(pieces, np.arange(4), np.arange(4))
+
+
+LAUNCHES = {f"{a} to {b}, tp 1 to {tp}": lambda a=a, b=b, tp=tp: _launch(a, b, tp)
+            for a, b, tp in ((Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS, 1), (Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS, 4),
+                             (Layout.KV_FIRST, Layout.KV_FIRST, 4), (Layout.KV_FIRST, Layout.WHOLE_BLOCKS, 1))}
+LAUNCHES["odd heads"] = lambda: _launch(Layout.KV_FIRST, Layout.WHOLE_BLOCKS, 1, CacheSpec(Layout.KV_FIRST, 3, 3, 20, "uint8", 5))
+
+compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_compiles(compiled, case):
+    check_kernels(compiled[case])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/shm"), reason="no memory filesystem")
+def test_files_in_memory(tmp_path):
+    path = f"/dev/shm/shoal-test-{os.getpid()}"
+    try:
+        kv_cases.check_ids_are_honoured(Layout.KV_FIRST, host_memory, lambda n: DirectFile(path, n))
+    finally:
+        os.unlink(path)

@@ -1,0 +1,182 @@
+"""Copies of KV blocks against what numpy's indexing says, for any allocator: on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shoal.kv.copy import BlockCopyError, CopyStream, copy_blocks
+from shoal.kv.layout import CacheSpec, Layout, contiguous_strides
+from shoal.kv.reshard import reshard
+from shoal.kv.storage import Storage, host_memory
+from shoal.kv.view import BlockView, TensorView
+
+Allocate = Callable[[int], Storage]
+AXES = ("block", "kv", "token", "head", "item")
+
+
+def on_host(view: TensorView) -> torch.Tensor:
+    """A copy of any view."""
+    if not view.num_items:
+        return torch.empty(view.shape, dtype=view.dtype)
+    host = TensorView(host_memory(view.num_items * view.dtype.itemsize), view.shape, view.dtype)
+    view.copy_to(host)
+    return host.tensor()
+
+
+def contents(cache: BlockView) -> torch.Tensor:
+    """[layers, blocks, 2, tokens, heads, bytes of a head], whatever the layout."""
+    order = [cache.spec.layout.axes.index(axis) for axis in AXES]
+    layers = [on_host(cache.layer(i)).permute(order).contiguous().view(torch.uint8) for i in range(cache.spec.num_layers)]
+    return torch.stack(layers)
+
+
+def new_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate, rng: random.Random) -> BlockView:
+    """Of random bytes, not at the beginning of its storage."""
+    offset = 64 * rng.randrange(3)
+    storage = allocate(offset + num_blocks * spec.block_bytes + rng.randrange(3))
+    noise = TensorView(host_memory(storage.num_bytes), (storage.num_bytes,), torch.uint8)
+    noise.tensor().copy_(torch.randint(0, 256, (storage.num_bytes,), generator=torch.Generator().manual_seed(rng.randrange(1 << 30))))
+    noise.copy_to(TensorView(storage, (storage.num_bytes,), torch.uint8))
+    return BlockView.over(spec, num_blocks, storage, offset)
+
+
+def random_spec(rng: random.Random) -> CacheSpec:
+    dtype = rng.choice(("float32", "float16", "bfloat16", "uint8", "float8_e4m3fn"))
+    return CacheSpec(rng.choice(list(Layout)), rng.randint(1, 4), rng.choice((1, 2, 3, 6)), rng.choice((1, 3, 8, 16, 40)), dtype,
+                     rng.choice((1, 2, 3, 16)))
+
+
+def check_random_copies(seed: int, rounds: int, allocators: Sequence[tuple[Allocate, Allocate]]) -> None:
+    rng = random.Random(seed)
+    for i in range(rounds):
+        spec = random_spec(rng)
+        from_memory, to_memory = allocators[i % len(allocators)]
+        src = new_cache(spec, rng.randint(1, 9), from_memory, rng)
+        dst = new_cache(replace(spec, layout=rng.choice(list(Layout))), rng.randint(1, 9), to_memory, rng)
+        dst_ids = rng.sample(range(dst.num_blocks), rng.randint(0, dst.num_blocks))
+        src_ids = [rng.randrange(src.num_blocks) for _ in dst_ids]
+        before, expected = contents(src), contents(dst)
+        expected[:, dst_ids] = before[:, src_ids]
+        copy_blocks(src, src_ids, dst, dst_ids)
+        assert torch.equal(contents(dst), expected), (spec, dst.spec.layout, src_ids, dst_ids)
+        assert torch.equal(contents(src), before), "the source changed"
+
+
+def check_ids_are_honoured(layout: Layout, allocate_src: Allocate, allocate_dst: Allocate) -> None:
+    """A duplicate source, a destination order of its own, values that tell where they come from."""
+    spec = CacheSpec(layout, 2, 2, 4, "float32", 2)
+    src, dst = new_cache(spec, 6, allocate_src, random.Random(1)), new_cache(spec, 5, allocate_dst, random.Random(2))
+    axis = layout.axes.index("block")
+    for layer in range(2):
+        for block in range(6):
+            src.layer(layer, mutable=True).slice(axis, block, block + 1).fill(100 * layer + block)
+    copy_blocks(src, [1, 2, 2, 3, 5], dst, [0, 3, 2, 1, 4])
+    for layer in range(2):
+        for block, source in enumerate((1, 3, 2, 2, 5)):
+            assert (on_host(dst.layer(layer).slice(axis, block, block + 1)) == 100 * layer + source).all()
+
+
+def check_a_round_trip_layer_by_layer(device: str, host: Allocate, on_device: Allocate, layouts: tuple[Layout, Layout]) -> None:
+    """Eight host blocks, four device blocks; there in order, back reversed, each layer at its own time."""
+    spec = CacheSpec(layouts[0], 2, 2, 2, "float32", 2)
+    outside = new_cache(spec, 8, host, random.Random(1))
+    inside = new_cache(replace(spec, layout=layouts[1]), 4, on_device, random.Random(2))
+    axis = spec.layout.axes.index("block")
+    for layer in range(2):
+        for block in range(8):
+            outside.layer(layer, mutable=True).slice(axis, block, block + 1).fill(block)
+    there = CopyStream(device)
+    there.prepare_block_map(outside, inside)
+    there.prepare_block_ids([0, 1, 2, 3], [0, 1, 2, 3])
+    there.trigger_layer(1)
+    there.trigger_all_layers()
+    there.synchronize()
+    for layer in range(2):
+        outside.layer(layer, mutable=True).fill(0)
+    back = CopyStream(device)
+    back.prepare_block_map(inside, outside)
+    back.prepare_block_ids([3, 2, 1, 0], [0, 1, 2, 3])
+    back.trigger_layer(0)
+    back.synchronize()
+    held = [[int(on_host(outside.layer(layer).slice(axis, block, block + 1)).flatten()[0]) for block in range(8)] for layer in range(2)]
+    assert held == [[3, 2, 1, 0, 0, 0, 0, 0], [0] * 8], "only the layer that was triggered has travelled"
+    # A second call does nothing: what is overwritten in between stays.
+    outside.layer(0, mutable=True).fill(9)
+    back.trigger_layer(0)
+    back.trigger_layer(1)
+    back.wait_layer(1)
+    back.synchronize()
+    for block in range(4):
+        assert (on_host(outside.layer(0).slice(axis, block, block + 1)) == 9).all()
+        assert (on_host(outside.layer(1).slice(axis, block, block + 1)) == 3 - block).all()
+    # Once more without staging, then other ids on the same map.
+    back.rearm()
+    back.trigger_all_layers()
+    back.synchronize()
+    assert torch.equal(contents(outside)[:, :4], contents(inside)[:, [3, 2, 1, 0]])
+    back.prepare_block_ids([2, 2], [7, 6])
+    back.trigger_all_layers()
+    back.synchronize()
+    assert torch.equal(contents(outside)[:, 6:], contents(inside)[:, [2, 2]])
+    with pytest.raises(BlockCopyError, match="staged already"):
+        back.prepare_block_map(inside, outside)
+    back.reset()
+    back.prepare_block_map(inside, outside)
+    with pytest.raises(BlockCopyError, match="nothing is staged"):
+        back.trigger_layer(0)
+
+
+def shards_of(spec: CacheSpec, tp_size: int, num_blocks: int, allocate: Allocate, rng: random.Random) -> list[BlockView]:
+    return [new_cache(replace(spec, tp_size=tp_size, tp_rank=rank), num_blocks, allocate, rng) for rank in range(tp_size)]
+
+
+def merged(shards: Sequence[BlockView]) -> torch.Tensor:
+    """As one rank would have it."""
+    return torch.cat([contents(shard) for shard in shards], dim=4)
+
+
+def check_random_reshards(seed: int, rounds: int, allocators: Sequence[tuple[Allocate, Allocate]]) -> None:
+    rng = random.Random(seed)
+    for i in range(rounds):
+        heads = rng.choice((4, 6, 8, 12))
+        sizes = [size for size in range(1, heads + 1) if heads % size == 0]
+        spec = replace(random_spec(rng), num_heads=heads)
+        from_memory, to_memory = allocators[i % len(allocators)]
+        srcs = shards_of(spec, rng.choice(sizes), rng.randint(1, 6), from_memory, rng)
+        dsts = shards_of(replace(spec, layout=rng.choice((spec.layout, *Layout))), rng.choice(sizes), rng.randint(1, 6), to_memory, rng)
+        wanted = rng.sample(dsts, rng.randint(1, len(dsts)))
+        dst_ids = rng.sample(range(dsts[0].num_blocks), rng.randint(0, dsts[0].num_blocks))
+        src_ids = [rng.randrange(srcs[0].num_blocks) for _ in dst_ids]
+        whole, expected = merged(srcs), [contents(dst) for dst in dsts]
+        for dst, data in zip(dsts, expected):
+            if dst in wanted:
+                first = dst.spec.tp_rank * dst.spec.heads
+                data[:, dst_ids] = whole[:, src_ids, :, :, first:first + dst.spec.heads]
+        reshard(rng.sample(srcs, len(srcs)), src_ids, wanted, dst_ids)
+        for dst, data in zip(dsts, expected):
+            assert torch.equal(contents(dst), data), (spec, len(srcs), len(dsts), src_ids, dst_ids)
+
+
+def check_the_permutation(allocate: Allocate) -> None:
+    """16 heads for four ranks, value = 1000 kv + 100 block + 10 token + head + 0.1 item: reshape and permute(3, 0, 1, 2, 4, 5)."""
+    spec = CacheSpec(Layout.KV_FIRST, 1, 16, 6, "float32", 2)
+    rng = random.Random(3)
+    src = new_cache(spec, 8, allocate, rng)
+    grid = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in spec.layer_shape(8)), indexing="ij")
+    values = sum(scale * axis for scale, axis in zip((1000, 100, 10, 1, 0.1), grid))
+    assert isinstance(values, torch.Tensor)
+    TensorView.of(values).copy_to(src.layer(0, mutable=True))
+    storage = allocate(src.spec.block_bytes * 8)
+    dsts = [BlockView.over(replace(spec, tp_size=4, tp_rank=rank), 8, storage, rank * 8 * spec.block_bytes // 4) for rank in range(4)]
+    reshard([src], range(8), dsts, range(8))
+    expected = values.reshape(2, 8, 2, 4, 4, 6).permute(3, 0, 1, 2, 4, 5).contiguous()
+    shape = tuple(expected.shape)
+    assert torch.equal(on_host(TensorView(storage, shape, torch.float32, contiguous_strides(shape))), expected)
+    back = new_cache(spec, 8, allocate, rng)
+    reshard(dsts, [7, 0, 0], [back], [0, 1, 5])
+    assert torch.equal(contents(back)[:, [0, 1, 5]], contents(src)[:, [7, 0, 0]])
