@@ -16,7 +16,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -128,6 +128,10 @@ class StoreTier:
         """Whether the block is in `into` now, every byte verified. If not, `into` holds anything."""
         assert into.nbytes == self.spec.block_bytes and not into.readonly
         return self._submit(self._reads, False, partial(self._read, meta, into))
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """For a while they count as absent; in the store they stay."""
+        self._remember(keys, False)
 
     # Life
 
@@ -269,7 +273,7 @@ class StoreTier:
 
     # What is known
 
-    def _remember(self, keys: Sequence[bytes], there: bool) -> None:
+    def _remember(self, keys: Iterable[bytes], there: bool) -> None:
         until = time.monotonic() + (PRESENT_S if there else ABSENT_S)
         with self._lock:
             for key in keys:
