@@ -1,0 +1,510 @@
+"""KV events: what a listener hears is what the pool holds, in vLLM's words, whatever it has missed."""
+
+import json
+import random
+import socket
+import threading
+import time
+
+import msgpack
+import msgspec
+import pytest
+import zmq
+
+from shoal import kv_events, wire
+from shoal.api import Request, SamplingParams
+from shoal.config import EngineConfig, KVEventsConfig
+from shoal.engine.scheduler import Scheduler
+from shoal.errors import ConfigError, UnavailableError
+from shoal.hashing import block_name, extend_keys, root_key
+from shoal.kv.events import Book, Cleared, KvEvents, Removed, Stored, with_rank
+from shoal.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+
+SIZE = 4
+QUIET = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+
+
+def chain(*token_ids, adapter=None, cache_salt=None):
+    """Keys and tokens of one sequence."""
+    tokens = list(token_ids)
+    keys: list[bytes] = []
+    extend_keys(keys, root_key(adapter, cache_salt), tokens, SIZE)
+    return keys, tokens
+
+
+def names(keys):
+    return [block_name(key) for key in keys]
+
+
+class View:
+    """What a strict listener makes of events: msgpack's own types in, no mercy for what makes no sense."""
+
+    def __init__(self):
+        self.blocks = {}     # (medium, name) -> (parent, tokens)
+
+    def apply(self, payload, reachable=True):
+        ts, events, rank = msgpack.unpackb(payload)
+        assert isinstance(ts, float) and rank == 0
+        for event in events:
+            medium = event.get("medium")
+            if event["type"] == "AllBlocksCleared":
+                assert event == {"type": "AllBlocksCleared"}
+                self.blocks.clear()
+            elif event["type"] == "BlockRemoved":
+                assert event.keys() == {"type", "block_hashes", "medium"}
+                for name in event["block_hashes"]:
+                    del self.blocks[medium, name]
+            else:
+                assert event.keys() - {"extra_keys"} == {"type", *kv_events.FIELDS["BlockStored"]} - {"extra_keys"}
+                hashes, tokens, size, parent = (event[k] for k in ("block_hashes", "token_ids", "block_size", "parent_block_hash"))
+                assert size == SIZE and len(tokens) == size * len(hashes) > 0
+                for i, name in enumerate(hashes):
+                    assert not reachable or parent is None or (medium, parent) in self.blocks, "a child before its parent"
+                    assert (medium, name) not in self.blocks, "stored twice"
+                    self.blocks[medium, name] = (parent, tuple(tokens[i * size:(i + 1) * size]))
+                    parent = name
+        return self
+
+    def names(self, medium="GPU"):
+        return {name for m, name in self.blocks if m == medium}
+
+
+def payload(events):
+    return kv_events.encode(EventBatch(0.5, events, 0))
+
+
+# The book
+
+def test_a_run_of_blocks_is_one_event_with_all_its_tokens():
+    keys, tokens = chain(*range(12))
+    [event] = Book(SIZE).apply([Stored(keys, None, tokens, None, None, "GPU")])
+    assert event == BlockStored(names(keys), None, tokens, SIZE, None, "GPU", None)
+    book = Book(SIZE)
+    book.apply([Stored(keys[:1], None, tokens[:4], None, None, "GPU")])
+    assert book.apply([Stored(keys[1:], keys[0], tokens[4:], None, None, "GPU")]) == [
+        BlockStored(names(keys[1:]), block_name(keys[0]), tokens[4:], SIZE, None, "GPU", None)]
+
+
+def test_what_is_no_news_is_not_told():
+    keys, tokens = chain(*range(20))
+    book = Book(SIZE)
+    book.apply([Stored(keys[1:2], keys[0], tokens[4:8], None, None, "GPU"), Stored(keys[3:4], keys[2], tokens[12:16], None, None, "GPU")])
+    stored = book.apply([Stored(keys, None, tokens, None, None, "GPU")])
+    assert [e.block_hashes for e in stored] == [names(keys[:1]), names(keys[2:3]), names(keys[4:])]
+    assert [e.parent_block_hash for e in stored] == [None, *names((keys[1], keys[3]))]
+    assert [e.token_ids for e in stored] == [tokens[:4], tokens[8:12], tokens[16:]]
+    assert book.apply([Removed(b"x" * 16, "GPU"), Removed(keys[0], "CPU")]) == []
+
+
+def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_is_told_again():
+    keys, tokens = chain(*range(8))
+    store = Stored(keys, None, tokens, None, None, "GPU")
+    book = Book(SIZE)
+    book.apply([store])
+    removed = [Removed(key, "GPU") for key in reversed(keys)]
+    assert book.apply([*removed, store, removed[0]]) == [
+        BlockRemoved(names(keys)[::-1], "GPU"), BlockStored(names(keys), None, tokens, SIZE, None, "GPU", None),
+        BlockRemoved(names(keys[1:]), "GPU")]
+
+
+def test_tiers_are_told_apart_and_cleared_means_all_of_them():
+    keys, tokens = chain(*range(8))
+    book = Book(SIZE)
+    told = book.apply([Stored(keys, None, tokens, None, None, "GPU"), Stored(keys[1:], keys[0], tokens[4:], None, None, "CPU"),
+                       Cleared("GPU"), Cleared("STORAGE"), Cleared("CPU")])
+    assert [type(event) for event in told] == [BlockStored, BlockStored, BlockRemoved, AllBlocksCleared]
+    assert told[1].medium == "CPU" and told[2] == BlockRemoved(names(keys), "GPU")
+    assert book.apply([Cleared("GPU")]) == [AllBlocksCleared()], "who knew nothing of it may have an old view"
+
+
+def test_adapter_and_salt_are_told():
+    keys, tokens = chain(*range(8), adapter="a", cache_salt="s")
+    book = Book(SIZE)
+    [event] = book.apply([Stored(keys, None, tokens, "a", "s", "GPU")])
+    assert event.lora_name == "a" and event.cache_salt == "s"
+    lora = {"type": "lora", "name": "a"}
+    assert event.extra_keys == [[lora, {"type": "cache_salt", "salt": "s"}], [lora]]
+    assert kv_events.decode(payload(book.snapshot())).events[1:] == [event]
+    keys, tokens = chain(*range(8), cache_salt="s")
+    assert book.apply([Stored(keys, None, tokens, None, "s", "GPU")])[0].extra_keys == [[{"type": "cache_salt", "salt": "s"}], None]
+
+
+def test_two_contents_of_one_name_are_told_as_the_first():
+    book, a, b = Book(SIZE), b"\1" * 8 + b"name" * 2, b"\2" * 8 + b"name" * 2
+    store = [Stored([key], None, [1, 2, 3, key[0]], None, None, "GPU") for key in (a, b)]
+    assert [event.token_ids for event in book.apply(store)] == [[1, 2, 3, 1]]
+    assert book.apply([Removed(b, "GPU")]) == []
+    assert len(book.apply([Removed(a, "GPU")])) == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
+    print(f"seed {seed}")
+    r = random.Random(seed)
+    book, view = Book(SIZE), View()
+    chains = [chain(*(r.randrange(3) for _ in range(SIZE * r.randint(1, 6)))) for _ in range(12)]
+    for _ in range(200):
+        changes = []
+        for _ in range(r.randint(1, 4)):
+            (keys, tokens), tier = r.choice(chains), r.choice(("GPU", "CPU"))
+            start, end = sorted(r.sample(range(len(keys) + 1), 2))
+            changes.append(r.choice((
+                Stored(keys[start:end], keys[start - 1] if start else None, tokens[start * SIZE:end * SIZE], None, None, tier),
+                Removed(r.choice(keys), tier), Removed(keys[-1], tier), Cleared(tier) if r.random() < 0.1 else Removed(keys[0], tier))))
+        if events := book.apply(changes):
+            view.apply(payload(events), reachable=False)
+        assert view.blocks == {(tier, name): (block.parent, tuple(block.token_ids)) for tier, blocks in book.tiers.items()
+                               for name, block in blocks.items()}
+        seen = set()
+        for event in book.snapshot()[1:]:
+            for i, name in enumerate(event.block_hashes):
+                parent = event.block_hashes[i - 1] if i else event.parent_block_hash
+                assert parent is None or (event.medium, parent) in seen or (event.medium, parent) not in view.blocks
+                seen.add((event.medium, name))
+        assert View().apply(payload(book.snapshot()), reachable=False).blocks == view.blocks
+
+
+# What the scheduler tells
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_load_tells_exactly_what_the_pool_holds(seed):
+    print(f"seed {seed}")
+    r = random.Random(seed)
+    events = KvEvents(KVEventsConfig(enable_kv_cache_events=True, publisher="null", buffer_steps=r.choice((1, 5, 10_000))), SIZE)
+    scheduler = Scheduler(num_blocks=r.randint(8, 40), block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=r.choice((5, 16, 64)),
+                          max_model_len=60, events=events)
+    view, late, in_flight, prompts = View(), View(), [], [[]]
+    for i in range(400):
+        if r.random() < 0.3 and len(scheduler.waiting) < 6:
+            base = r.choice(prompts)
+            prompt = (base[:r.choice((len(base), r.randint(0, len(base))))] + [r.randrange(3) for _ in range(r.randint(1, 12))])[:30]
+            prompts = [*prompts[-8:], prompt]
+            options = {"prompt_logprobs": 0} if r.random() < 0.2 else {}    # computes what is cached already
+            params = SamplingParams(max_tokens=r.randint(1, 25), ignore_eos=True, **options)
+            scheduler.add(Request(f"r{i}", prompt, params, cache_salt=r.choice((None, None, "s"))))
+        if r.random() < 0.03 and scheduler.running:
+            scheduler.abort(r.choice(scheduler.running).request.request_id)
+        if r.random() < 0.02:
+            scheduler.reset_prefix_cache()
+        plan = scheduler.schedule()
+        if plan is not None:
+            in_flight.append(plan)
+        while len(in_flight) > (r.randint(0, 1) if plan is not None else 0):
+            done = in_flight.pop(0)
+            scheduler.update(done, [r.randrange(3) for e in done.scheduled if e.samples])
+        events.flush()
+        scheduler.check()
+        if r.random() < 0.5:
+            for batch in events.drain():
+                view.apply(kv_events.encode(batch))
+            assert view.names() == set(names(scheduler.pool.keys()))
+        if r.random() < 0.05:
+            late = View().apply(kv_events.encode(events.snapshot()))
+            assert late.names() == set(names(scheduler.pool.keys()))
+    assert scheduler.stats().prefix_cache_hits > 0
+    events.close()
+
+
+def test_a_step_makes_one_batch_and_what_changes_nothing_makes_none():
+    events = KvEvents(QUIET, SIZE)
+    scheduler = Scheduler(num_blocks=8, block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, events=events)
+    for name in "ab":
+        scheduler.add(Request(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=2, ignore_eos=True)))
+    plan = scheduler.schedule()
+    events.flush()
+    [batch] = events.drain()
+    assert [len(event.block_hashes) for event in batch.events] == [2] and batch.events[0].token_ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert batch.data_parallel_rank == 0 and abs(batch.ts - time.time()) < 60
+    scheduler.update(plan, [5, 5])
+    scheduler.abort("a")
+    scheduler.preempt_all()
+    events.flush()
+    assert events.drain() == []
+    scheduler.reset_prefix_cache()
+    events.flush()
+    assert [batch.events for batch in events.drain()] == [[AllBlocksCleared()]]
+    events.close()
+    with pytest.raises(UnavailableError):
+        events.drain()
+
+
+# The wire
+
+class Listener:
+    """Hears and asks with pyzmq alone."""
+
+    def __init__(self, endpoint, replay=None, topic=b""):
+        self.context = zmq.Context()
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.subscribe(topic)
+        self.sub.connect(endpoint)
+        self.ask = self.context.socket(zmq.DEALER)
+        if replay:
+            self.ask.connect(replay)
+
+    def hear(self):
+        """(topic, number, payload)"""
+        assert self.sub.poll(10_000), "nothing came"
+        topic, number, data = self.sub.recv_multipart()
+        return topic, int.from_bytes(number, "big"), data
+
+    def replay(self, start):
+        self.ask.send_multipart([b"", start if isinstance(start, bytes) else start.to_bytes(8, "big")])
+        batches = []
+        while True:
+            assert self.ask.poll(10_000), "no answer"
+            empty, topic, number, data = self.ask.recv_multipart()
+            assert empty == b""
+            if number == kv_events.END:
+                assert (topic, data) == (b"", b"")
+                return batches
+            assert topic == b"t"
+            batches.append((int.from_bytes(number, "big"), data))
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def publish(tmp_path):
+    """(events, listener), connected."""
+    made = []
+
+    def make(**options):
+        ends = dict(endpoint=f"ipc://{tmp_path}/e{len(made)}", replay_endpoint=f"ipc://{tmp_path}/r{len(made)}", topic="t")
+        config = KVEventsConfig(enable_kv_cache_events=True, **ends | options)
+        events, listener = KvEvents(config, SIZE), Listener(config.endpoint, config.replay_endpoint, b"t")
+        made.extend((listener, events))
+        while not listener.sub.poll(20):     # a subscriber hears nothing until its subscription has arrived
+            events.cleared()
+            events.flush()
+        events.drain()
+        while listener.sub.poll(200):
+            listener.last = listener.hear()[1]
+        return events, listener
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def store(events, *token_ids):
+    keys, tokens = chain(*token_ids)
+    events.stored(keys, None, tokens)
+    events.flush()
+    return keys
+
+
+def test_batches_are_numbered_and_are_what_was_drained(publish):
+    events, listener = publish()
+    keys = store(events, *range(8))
+    events.removed(keys[1])
+    events.flush()
+    heard = [listener.hear() for _ in range(2)]
+    assert [number for _, number, _ in heard] == [listener.last + 1, listener.last + 2] and {topic for topic, _, _ in heard} == {b"t"}
+    assert events.drain() == [kv_events.decode(data) for _, _, data in heard]
+    assert events.drain() == []
+
+
+def test_who_missed_some_asks_for_them_by_number(publish):
+    events, listener = publish()
+    for i in range(5):
+        store(events, i, i, i, i)
+    heard = [listener.hear()[1:] for _ in range(5)]
+    first = heard[0][0]
+    assert listener.replay(first + 2) == heard[2:]
+    assert listener.replay(first + 5) == [], "it has everything"
+    assert [number for number, _ in listener.replay(0)] == list(range(first + 5))
+
+
+def test_who_missed_too_much_gets_a_snapshot_under_the_last_number(publish):
+    events, listener = publish(buffer_steps=3)
+    keys = [store(events, i, i, i, i)[0] for i in range(6)]
+    events.removed(keys[0])
+    events.flush()
+    heard = [listener.hear()[1:] for _ in range(7)]
+    last = heard[-1][0]
+    assert listener.replay(last - 2) == heard[-3:]
+    for start in (last - 3, 0, 2**64 - 1, last + 2):    # gone, or numbers of an engine before this one
+        [(number, data)] = listener.replay(start)
+        assert number == last and View().apply(data).names() == set(names(keys[1:]))
+    for i in range(9, 14):
+        keys += store(events, i, i, i, i)
+    [snapshot] = events.drain()
+    assert isinstance(snapshot.events[0], AllBlocksCleared)
+    assert View().apply(kv_events.encode(snapshot)).names() == set(names(keys[1:]))
+
+
+def test_requests_that_are_none_are_ignored(publish):
+    _, listener = publish()
+    for frames in ([b"x"], [b"", b"x"], [b"", b"", b"12345678"], [b"", b"123456789"]):
+        listener.ask.send_multipart(frames)
+    assert len(listener.replay(listener.last)) == 1
+
+
+def test_a_request_of_a_req_socket_is_answered(publish):
+    """vLLM's example has one: it can read the first answer."""
+    events, listener = publish()
+    store(events, 1, 2, 3, 4)
+    number, data = listener.hear()[1:]
+    with zmq.Context() as context, context.socket(zmq.REQ) as req:
+        req.linger = 0
+        req.connect(events.config.replay_endpoint)
+        req.send(number.to_bytes(8, "big"))
+        assert req.poll(10_000) and req.recv_multipart() == [b"t", number.to_bytes(8, "big"), data]
+
+
+def test_without_listeners_nothing_waits_and_the_queue_is_bounded(tmp_path):
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/e", max_queue_size=3, buffer_steps=2)
+    events = KvEvents(config, SIZE)
+    gate = threading.Event()
+    events._queue.put(gate.wait)               # the thread is busy
+    threading.Timer(0.3, gate.set).start()
+    for i in range(20):
+        store(events, i, i, i, i)
+        assert events._queue.qsize() <= 3
+    assert gate.is_set() and len(events.snapshot().events) == 21
+    events.close()
+
+
+def test_an_endpoint_that_cannot_be_had_is_a_config_error(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for options in (dict(endpoint=f"tcp://*:{port}"), dict(endpoint=f"ipc://{tmp_path}/a", replay_endpoint=f"tcp://127.0.0.1:{port}"),
+                        dict(endpoint=f"ipc://{tmp_path}/no/folder"), dict(endpoint="tcp://no such host::5:1")):
+            with pytest.raises(ConfigError, match=r"kv_events_config\.(replay_)?endpoint .* cannot be had"):
+                KvEvents(KVEventsConfig(enable_kv_cache_events=True, **options), SIZE)
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/a")
+    first = KvEvents(config, SIZE)
+    with pytest.raises(ConfigError, match="another process listens there"):
+        KvEvents(config, SIZE)
+    first.close()
+    KvEvents(config, SIZE).close()
+
+
+def test_an_address_of_one_host_is_connected_to(tmp_path):
+    with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        port = sub.bind_to_random_port("tcp://127.0.0.1")
+        sub.subscribe(b"")
+        events = KvEvents(KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}"), SIZE)
+        while not sub.poll(20):
+            store(events, 1, 2, 3, 4)
+            events.cleared()
+        assert sub.recv_multipart()[0] == b""
+        events.close()
+
+
+def test_data_parallel_ranks_have_endpoints_of_their_own():
+    assert with_rank("tcp://*:5557", 0) == "tcp://*:5557" and with_rank("tcp://*:5557", 3) == "tcp://*:5560"
+    assert with_rank("ipc:///tmp/e", 2) == "ipc:///tmp/e_dp2" and with_rank("inproc://cache", 1) == "inproc://cache_dp1"
+
+
+# Reading others
+
+HASH = bytes(range(32))
+NAME = int.from_bytes(HASH, "big") % 2**64
+
+
+def stored(**fields):
+    return BlockStored(**dict(block_hashes=[1], parent_block_hash=None, token_ids=[5, 6], block_size=2, lora_id=None, medium="GPU",
+                              lora_name=None) | fields)
+
+
+@pytest.mark.parametrize("events, expected", [
+    # vLLM, maps, and what it leaves out
+    ([{"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [5, 6], "block_size": 2, "lora_id": None,
+       "medium": "GPU", "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full", "session_id": "x"}], [stored()]),
+    ([{"type": "BlockStored", "block_hashes": [HASH], "parent_block_hash": HASH, "token_ids": [5, 6], "block_size": 2, "lora_id": 3,
+       "medium": "CPU", "lora_name": "a", "extra_keys": [["a", "salt", ["image", 0]]]}],
+     [stored(block_hashes=[NAME], parent_block_hash=NAME, lora_id=3, medium="CPU", lora_name="a", extra_keys=[[
+         {"type": "lora", "name": "a"}, {"type": "cache_salt", "salt": "salt"}, {"type": "legacy", "value": ["image", 0]}]])]),
+    ([{"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [5, 6, 7, 8], "block_size": 2,
+       "lora_id": None, "medium": "GPU", "lora_name": None, "event_version": 1,
+       "extra_keys": [[{"type": "cache_salt", "salt": "s"}], None]}],
+     [stored(block_hashes=[1, 2], token_ids=[5, 6, 7, 8], extra_keys=[[{"type": "cache_salt", "salt": "s"}], None])]),
+    # vLLM, arrays, younger and older
+    ([["BlockStored", [1], 7, [5, 6], 2, None, "STORAGE", "a", None, 0], ["BlockRemoved", [1, 2], "GPU"], ["AllBlocksCleared"]],
+     [stored(parent_block_hash=7, medium="STORAGE", lora_name="a"), BlockRemoved([1, 2], "GPU"), AllBlocksCleared()]),
+    ([["BlockStored", [1], None, [5, 6], 2, None], ["BlockRemoved", [HASH]]], [stored(), BlockRemoved([NAME], "GPU")]),
+    # SGLang
+    ([{"type": "BlockStored", "block_hashes": [-1], "parent_block_hash": -2, "token_ids": [5, 6], "block_size": 2, "lora_id": None,
+       "medium": "CPU_PINNED"}, {"type": "BlockRemoved", "block_hashes": [3], "medium": "DISK"},
+      {"type": "BlockStored", "block_hashes": [4], "parent_block_hash": None, "token_ids": [5, 6], "block_size": 2, "cache_salt": "s",
+       "medium": "EXTERNAL"}],
+     [stored(block_hashes=[2**64 - 1], parent_block_hash=2**64 - 2, medium="CPU"), BlockRemoved([3], "STORAGE"),
+      stored(block_hashes=[4], medium="STORAGE", extra_keys=[[{"type": "cache_salt", "salt": "s"}]])]),
+    # of a time to come
+    ([{"type": "BlockMoved", "from": 1}, ["BlockMoved", 1], {"type": "AllBlocksCleared", "why": "sleep"}], [AllBlocksCleared()]),
+], ids=["map", "bytes", "typed", "array", "old array", "sglang", "unknown"])
+def test_events_of_other_engines_are_read(events, expected):
+    named = {"ts": 1.5, "events": events}
+    for batch in ([1.5, events, 2], named | {"data_parallel_rank": 2}, named | {"attn_dp_rank": 2}):
+        assert kv_events.decode(msgpack.packb(batch)) == EventBatch(1.5, expected, 2)
+    assert kv_events.decode(msgpack.packb([1.5, events])) == EventBatch(1.5, expected, None)
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\xc1", b"{}", msgpack.packb(3), msgpack.packb([1.5]), msgpack.packb({"ts": 1.5}), msgpack.packb([1.5, 7]),
+    msgpack.packb(["now", []]), msgpack.packb([1.5, [{}]]), msgpack.packb([1.5, [[]]]), msgpack.packb([1.5, [["BlockStored"]]]),
+    msgpack.packb([1.5, [["BlockRemoved", 5, "GPU"]]]), msgpack.packb([1.5, [["BlockRemoved", ["a"], "GPU"]]]),
+    msgpack.packb([1.5, [{"type": "BlockStored", "block_hashes": [1]}]]), msgpack.packb([1.5, [["BlockRemoved", [1], 5]]]),
+    msgpack.packb([1.5, [["BlockStored", [1], None, ["a"], 2, None]]]), msgpack.packb([1.5, [[["BlockStored"]]]]),
+])
+def test_what_is_no_batch_is_refused(data):
+    with pytest.raises(ValueError, match="is no batch of KV events"):
+        kv_events.decode(data)
+
+
+def test_damaged_batches_are_refused_or_read_and_nothing_else():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    r = random.Random(seed)
+    keys, tokens = chain(*range(12), adapter="a", cache_salt="s")
+    good = payload(Book(SIZE).apply([Stored(keys, None, tokens, "a", "s", "GPU"), Removed(keys[2], "GPU"), Cleared("GPU")]))
+    for _ in range(3000):
+        data = bytearray(good)
+        for _ in range(r.randint(1, 3)):
+            data[r.randrange(len(data))] = r.randrange(256)
+        try:
+            kv_events.decode(bytes(data[:r.choice((len(data), r.randrange(len(data))))]))
+        except ValueError:
+            pass
+
+
+# The options
+
+def test_vllms_options_are_taken_as_dict_or_json():
+    fields = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:6000", "replay_endpoint": "tcp://*:6001",
+              "buffer_steps": 5, "hwm": 6, "max_queue_size": 7, "topic": "kv"}
+    for given in (fields, json.dumps(fields), KVEventsConfig(**fields)):
+        config = EngineConfig.from_options(kv_events_config=given)
+        assert msgspec.to_builtins(config.kv_events_config) == fields
+        assert wire.decode_to_core(wire.encode(wire.Start(config))).config == config
+    default = KVEventsConfig()
+    assert (default.endpoint, default.replay_endpoint, default.topic) == ("tcp://*:5557", None, "")
+    assert (default.buffer_steps, default.hwm, default.max_queue_size) == (10_000, 100_000, 100_000)
+    assert EngineConfig().kv_events_config is None
+
+
+@pytest.mark.parametrize("given, named", [
+    ("{", "neither a dict nor a JSON object"), ([1], "neither a dict nor a JSON object"), ('"zmq"', "neither a dict nor a JSON object"),
+    ({"enabled": True}, "no field 'enabled'"), ({"bufer_steps": 1}, "did you mean 'buffer_steps'"),
+    ({"enable_kv_cache_events": 1}, "enable_kv_cache_events 1 is neither"), ({"publisher": "nats"}, "'nats' is not one of zmq, null"),
+    ({"topic": None}, "topic None"), ({"buffer_steps": -1}, "buffer_steps -1"), ({"hwm": 0}, "hwm 0"), ({"hwm": True}, "hwm True"),
+    ({"max_queue_size": 2.5}, "max_queue_size 2.5"), ({"max_queue_size": 2**40}, "max_queue_size 1099511627776"),
+    ({"endpoint": None}, "endpoint None"), ({"endpoint": "5557"}, "endpoint '5557'"), ({"endpoint": "tcp://*"}, "endpoint 'tcp://\\*'"),
+    ({"endpoint": "tcp://*:70000"}, "tcp://\\*:70000"), ({"endpoint": "http://x:1"}, "http://x:1"),
+    ({"replay_endpoint": ""}, "replay_endpoint ''"),
+    ({"replay_endpoint": "tcp://*:5557"}, "is the endpoint too"),
+])
+def test_bad_options_are_named(given, named):
+    with pytest.raises(ConfigError, match=named):
+        EngineConfig.from_options(kv_events_config=given)
+
+
+def test_events_without_a_prefix_cache_are_refused():
+    with pytest.raises(ConfigError, match="enable_prefix_caching False caches none"):
+        EngineConfig(kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
+    EngineConfig(kv_events_config={"enable_kv_cache_events": False}, enable_prefix_caching=False)
