@@ -71,6 +71,10 @@ def join(src: Sequence[int], dst: Sequence[int], src_block: int, dst_block: int,
 
 def copy_on_host(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
     """Between addresses of host memory; ids are int64."""
+    if math.prod(pieces.sizes) == 1:    # a tenth of a tensor's overhead, and no threads for what memory bounds
+        for src, dst in zip(*(addresses.tolist() for addresses in runs(pieces, src_ids, dst_ids))):
+            ctypes.memmove(dst, src, pieces.run)
+        return
     shape = (*pieces.sizes, pieces.run)
     for src, dst in zip(pieces.src.tolist(), pieces.dst.tolist()):
         source = bytes_at(src, int(src_ids.max(initial=0)) * pieces.src_block + _span(pieces.sizes, pieces.src_strides, pieces.run))
@@ -102,9 +106,9 @@ def _run_addresses(first: np.ndarray, block: int, ids: np.ndarray, sizes: Sequen
     return addresses.reshape(-1)
 
 
-@triton.jit
-def _copy_kernel(src_ptr, dst_ptr, src_ids_ptr, dst_ids_ptr, num_pieces, src_block, dst_block,                      # blocks in bytes
-                 src_0, src_1, src_2, dst_0, dst_1, dst_2,                                                          # strides in words
+@triton.jit(do_not_specialize=["num_pieces", "num_pairs"])
+def _copy_kernel(addresses_ptr, ids_ptr, num_pieces, num_pairs, src_block, dst_block,          # blocks in bytes
+                 src_0, src_1, src_2, dst_0, dst_1, dst_2,                                     # strides in words
                  SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, RUN: tl.constexpr, WORD: tl.constexpr,
                  ALIGNED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row_tiles: tl.constexpr = (SIZE_0 * SIZE_1 * SIZE_2 + ROWS - 1) // ROWS
@@ -112,8 +116,8 @@ def _copy_kernel(src_ptr, dst_ptr, src_ids_ptr, dst_ids_ptr, num_pieces, src_blo
     tile = tl.program_id(0) % (row_tiles * column_tiles)
     item = tl.program_id(0) // (row_tiles * column_tiles)
     piece, pair = item % num_pieces, item // num_pieces
-    source = tl.load(src_ptr + piece) + tl.load(src_ids_ptr + pair) * src_block
-    target = tl.load(dst_ptr + piece) + tl.load(dst_ids_ptr + pair) * dst_block
+    source = tl.load(addresses_ptr + piece) + tl.load(ids_ptr + pair) * src_block
+    target = tl.load(addresses_ptr + num_pieces + piece) + tl.load(ids_ptr + num_pairs + pair) * dst_block
     # Said of the pointers, as casts lose what is known of integers; without it there are no 16-byte loads.
     source_ptr = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGNED)
     target_ptr = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGNED)
@@ -131,16 +135,17 @@ def _copy_kernel(src_ptr, dst_ptr, src_ids_ptr, dst_ids_ptr, num_pieces, src_blo
 WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
-def copy_by_kernel(pieces: Pieces, addresses: torch.Tensor, src_ids: torch.Tensor, dst_ids: torch.Tensor) -> None:
-    """`addresses` [2, pieces]: `pieces.src` and `pieces.dst`; ids [pairs]; int64, on the device. Host memory among the addresses must be
-    pinned. On the current stream."""
+def copy_by_kernel(pieces: Pieces, addresses: torch.Tensor, ids: torch.Tensor) -> None:
+    """`addresses` [2 * pieces]: `pieces.src`, then `pieces.dst`; `ids` [2 * pairs]: the sources', then the destinations'; int64, on the
+    device. Host memory among the addresses must be pinned. On the current stream."""
     word = min(8, pieces.word)
     run, rows = pieces.run // word, math.prod(pieces.sizes)
     columns = min(triton.next_power_of_2(run), TILE_BYTES // word)
     tile_rows = min(triton.next_power_of_2(rows), max(1, TILE_BYTES // word // columns))
-    grid = len(src_ids) * len(pieces.src) * triton.cdiv(rows, tile_rows) * triton.cdiv(run, columns)
+    num_pieces, num_pairs = len(pieces.src), ids.shape[0] // 2
+    grid = num_pairs * num_pieces * triton.cdiv(rows, tile_rows) * triton.cdiv(run, columns)
     if grid:
-        _copy_kernel[(grid,)](addresses[0], addresses[1], src_ids, dst_ids, len(pieces.src), pieces.src_block, pieces.dst_block,
+        _copy_kernel[(grid,)](addresses, ids, num_pieces, num_pairs, pieces.src_block, pieces.dst_block,
                               *(stride // word for stride in (*pieces.src_strides, *pieces.dst_strides)), *pieces.sizes,
                               RUN=run, WORD=WORDS[word], ALIGNED=pieces.word, VECTOR=pieces.word // word, ROWS=tile_rows, COLUMNS=columns,
                               num_warps=4)

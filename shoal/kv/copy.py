@@ -230,8 +230,8 @@ def copy_on_device(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray, dev
         if over_pcie and pieces.run >= DMA_BYTES:
             copy_by_dma(*runs(pieces, src_ids, dst_ids), pieces.run, stream)
         else:
-            addresses, ids = upload(device, pieces.src, pieces.dst, src_ids, dst_ids).split((2 * len(pieces.src), 2 * len(src_ids)))
-            copy_by_kernel(pieces, addresses.view(2, -1), *ids.view(2, -1))
+            packed = upload(device, pieces.src, pieces.dst, src_ids, dst_ids)
+            copy_by_kernel(pieces, *packed.split((2 * len(pieces.src), 2 * len(src_ids))))
         event = stream.record_event()
     if current is not stream:
         current.wait_event(event)
@@ -278,9 +278,8 @@ class CopyStream:
         self._over_pcie = len(kinds) == 2
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
-                sizes = [2 * len(pieces.src) for pieces in self._maps]
-                table = upload(self.device, *(part for pieces in self._maps for part in (pieces.src, pieces.dst)))
-                self._addresses = [part.view(2, -1) for part in table.split(sizes)]
+                packed = upload(self.device, *(part for pieces in self._maps for part in (pieces.src, pieces.dst)))
+                self._addresses = packed.split([2 * len(pieces.src) for pieces in self._maps])
         self._views = (src, dst)
         self._clear()
 
@@ -293,7 +292,7 @@ class CopyStream:
         check_memory(src, dst, from_ids, to_ids)
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
-                self._device_ids = upload(self.device, from_ids, to_ids).view(2, -1)
+                self._device_ids = upload(self.device, from_ids, to_ids)
         self._ids = (from_ids, to_ids)
         self._clear()
 
@@ -323,7 +322,7 @@ class CopyStream:
                     if self._over_pcie and pieces.run >= DMA_BYTES:
                         copy_by_dma(*runs(pieces, *self._ids), pieces.run, self.stream)
                     else:
-                        copy_by_kernel(pieces, self._addresses[which], *self._device_ids)
+                        copy_by_kernel(pieces, self._addresses[which], self._device_ids)
             event = self.stream.record_event()
             in_flight.keep(event, *self._views)
         for layer in layers:

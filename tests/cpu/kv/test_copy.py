@@ -27,8 +27,8 @@ QWEN3_8B = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16)
 
 def by_kernel(pieces, src_ids, dst_ids):
     """In the interpreter, which takes addresses of host memory."""
-    addresses = torch.from_numpy(np.stack((pieces.src, pieces.dst)))
-    block_copy.copy_by_kernel(pieces, addresses, torch.from_numpy(src_ids), torch.from_numpy(dst_ids))
+    addresses = torch.from_numpy(np.concatenate((pieces.src, pieces.dst)))
+    block_copy.copy_by_kernel(pieces, addresses, torch.from_numpy(np.concatenate((src_ids, dst_ids))))
 
 
 def by_runs(pieces, src_ids, dst_ids):

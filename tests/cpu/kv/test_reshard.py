@@ -21,8 +21,8 @@ SPEC = CacheSpec(Layout.KV_FIRST, 2, 8, 4, "float16", 4)
 @pytest.fixture(params=["host", "kernel"])
 def way(request, monkeypatch):
     def by_kernel(pieces, src_ids, dst_ids):
-        addresses = torch.from_numpy(np.stack((pieces.src, pieces.dst)))
-        block_copy.copy_by_kernel(pieces, addresses, torch.from_numpy(src_ids), torch.from_numpy(dst_ids))
+        addresses = torch.from_numpy(np.concatenate((pieces.src, pieces.dst)))
+        block_copy.copy_by_kernel(pieces, addresses, torch.from_numpy(np.concatenate((src_ids, dst_ids))))
 
     if request.param == "kernel":
         monkeypatch.setattr(copy, "copy_on_host", by_kernel)
