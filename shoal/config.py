@@ -128,8 +128,8 @@ class EngineConfig:
     kv_disk_path: str | None = option(None, "folder that keeps KV blocks over a restart")
     kv_disk_bytes: int | None = option(None, "most bytes of the files there")
     kv_store: str | None = option(None, "URL of a folder or bucket, as fsspec reads it, that shares KV blocks with other engines")
-    kv_offload_policy: str = option("evict", '"evict": the coldest blocks go to the next tier ahead of their eviction; "register": every block at '
-                                             "once")
+    kv_offload_policy: str = option("evict", '"evict": the coldest blocks go to the next tier ahead of their eviction; "register": '
+                                             "every block at once")
     kv_offload_min_uses: int = option(1, "blocks that were used less often are not worth a lower tier; 2 leaves out what came once")
     kv_offload_bandwidth: int | None = option(None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound")
     kv_eviction_policy: str = option("lru", 'which block of a lower tier goes first: "lru" | "lfu"')
@@ -211,7 +211,7 @@ class EngineConfig:
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name} {value!r} names no place; give a path" + (" or a URL" if name == "kv_store" else ""))
         if self.kv_disk_bytes is not None and self.kv_disk_path is None:
-            raise ConfigError(f"kv_disk_bytes {self.kv_disk_bytes} without kv_disk_path; say where the blocks are to be kept, or leave it out")
+            raise ConfigError(f"kv_disk_bytes {self.kv_disk_bytes} without kv_disk_path; say where the blocks are to be kept")
         if self.kv_disk_path is not None and self.kv_disk_bytes is None:
             raise ConfigError(f"kv_disk_path {self.kv_disk_path!r} without kv_disk_bytes; say how much of that disk may be used")
         if self.has_kv_tiers and not self.enable_prefix_caching:

@@ -93,15 +93,43 @@ class ModelMetrics:
                 ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_cache_hits),
                 ("prompt_tokens", "Prompt tokens taken in.", self.prompt_tokens),
                 ("prompt_tokens_cached", "Of them, found in the prefix cache.", self.cached_tokens),
+                ("external_prefix_cache_queries", "Prompt tokens looked up in the tiers below the device.",
+                 stats.external_prefix_cache_queries),
+                ("external_prefix_cache_hits", "Prompt tokens fetched from there.", stats.external_prefix_cache_hits),
                 ("generation_tokens", "Tokens generated.", self.generation_tokens),
                 ("admission_rejections", "Requests refused as the queue was full.", refused)):
             yield self._one(CounterMetricFamily("vllm:" + name, text, labels=LABELS), value)
+        if stats.kv_tiers:
+            yield from self._tiers(stats)
         ended = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason"))
         for reason, count in self.finished.items():
             ended.add_metric((*self.labels, str(reason)), count)
         yield ended
         for histogram in self.histograms:
             yield histogram.family(self.labels)
+
+    def _tiers(self, stats: Stats) -> Iterable[Metric]:
+        """Of KV blocks below the device."""
+        dropped = CounterMetricFamily("shoal:kv_dropped_blocks", "KV blocks that left the device and are kept nowhere.", labels=LABELS)
+        yield self._one(dropped, stats.kv_dropped_blocks)
+        labels, tiers = (*LABELS, "tier"), stats.kv_tiers
+        for name, text, values in (
+                ("used_bytes", "Of the tier's room, in use.", {tier: one.used_bytes for tier, one in tiers.items()}),
+                ("capacity_bytes", "The tier's room; 0: unknown.", {tier: one.capacity_bytes for tier, one in tiers.items()})):
+            gauge = GaugeMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
+            for tier, value in values.items():
+                gauge.add_metric((*self.labels, tier), value)
+            yield gauge
+        for name, text, values in (
+                ("stored_blocks", "KV blocks that came from above.", {tier: one.stored_blocks for tier, one in tiers.items()}),
+                ("stored_bytes", "Their bytes.", {tier: one.stored_blocks * one.block_bytes for tier, one in tiers.items()}),
+                ("fetched_blocks", "KV blocks brought back to the device.", {tier: one.fetched_blocks for tier, one in tiers.items()}),
+                ("fetched_bytes", "Their bytes.", {tier: one.fetched_blocks * one.block_bytes for tier, one in tiers.items()}),
+                ("failed_blocks", "KV blocks whose transfer failed.", {tier: one.failed_blocks for tier, one in tiers.items()})):
+            counter = CounterMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
+            for tier, value in values.items():
+                counter.add_metric((*self.labels, tier), value)
+            yield counter
 
     def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric(self.labels, value)

@@ -84,10 +84,11 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
     async with AsyncExitStack() as stack:
         ports = [stack.enter_context(port) for port in open_ports(config)]
         swapper = Swapper(config.swap_patience) if config.swap else None
-        models = []
+        models, engines = [], list[AsyncLLM]()
         for one in planned:
             llm, tokenizer = await _start(one, config)
             stack.push_async_callback(llm.close)
+            engines.append(llm)
             engine = llm if swapper is None else await swapper.add(one.names[0], llm, one.config.model)
             models.append(_served(one, llm, engine, tokenizer, config))
         app = create_app(models, config)
@@ -98,7 +99,11 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             logger.info("serving %s at %s%s, ready after %.1f s", ", ".join(m.name for m in models), url_of(config, port), operated,
                         time.monotonic() - started)
 
-        return 0 if await serve_http(app, admin, config, ports, ready=ready) else 1
+        drained = await serve_http(app, admin, config, ports, ready=ready)
+        if not drained:    # a second signal: at once
+            for llm in engines:
+                await llm.close(flush=False)
+        return 0 if drained else 1
 
 
 async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:

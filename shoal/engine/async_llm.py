@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 MOST_RESTARTS = 3                    # in RESTART_WINDOW_S; then the engine stays dead
 RESTART_WINDOW_S = 600.0
+FLUSH_GRACE_S = 5.0                  # beyond kv_flush_timeout: the step in flight ends first
 RESTART_PAUSES_S = (0.5, 5.0, 30.0)  # before each: the first gives a dead process's device memory time to come back
 
 logger = logging.getLogger(__name__)
@@ -109,12 +110,16 @@ class AsyncLLM:
         assert self._core.info is not None
         self.info, self.dead = self._core.info, None
 
-    async def close(self) -> None:
-        """Ends the engine. Requests that run raise EngineDeadError."""
+    async def close(self, flush: bool = True) -> None:
+        """Ends the engine, with `flush` after it has written its KV blocks to disk or store, as far as kv_flush_timeout allows. Requests
+        that run raise EngineDeadError. Safe to call twice."""
         if self._restarting is not None:
             self._restarting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._restarting
+        if flush and self.dead is None and self.config.kv_flush_timeout and (self.config.kv_disk_path or self.config.kv_store):
+            with contextlib.suppress(TimeoutError, ShoalError):
+                await asyncio.wait_for(self._call(Any, "flush_kv"), self.config.kv_flush_timeout + FLUSH_GRACE_S)
         self.dead = self.dead or EngineDeadError("the engine was closed")
         await self._core.close()
         self._fail_all(self.dead)

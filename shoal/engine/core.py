@@ -52,6 +52,7 @@ class InFlight:
     plan: StepPlan
     result: StepResult
     embeds: list[int]    # samples, in the order of result.embeddings
+    launched_at: float
 
 
 class EngineCore:
@@ -69,6 +70,7 @@ class EngineCore:
         self.group: WorkerGroup | None = None
         self.runner: ModelRunner | None = None
         self.tp: TensorParallel | None = None
+        self.tiers: KvTiers | None = None
         events = self.config.kv_events_config
         self.events = KvEvents(events, self.config.block_size) if events is not None and events.enable_kv_cache_events else None
         try:
@@ -112,7 +114,6 @@ class EngineCore:
         self.late: list[Output] = []            # of steps completed outside of step()
         self.in_flight: deque[InFlight] = deque()
         self.depth = 1 if config.async_scheduling else 0
-        self.completed_at = 0.0                 # when a step last was
         if config.has_kv_tiers:
             self.tiers = KvTiers(self)
         logger.info("%d KV blocks of %d tokens, %d sequences at once, %s on %s", num_blocks, config.block_size, config.max_num_seqs,
@@ -133,6 +134,8 @@ class EngineCore:
             raise RequestError(f"structured_outputs needs tokens of text, and {why}; leave it out")
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
+        if self.tiers is not None:
+            self.tiers.ask(seq)
         if structured is not None:
             seq.held = True
             self.compiling.append((seq, self.grammars.start(structured)))
@@ -189,8 +192,13 @@ class EngineCore:
                    for seq in self.scheduler.take_ended()]
         outputs, self.late = self.late + outputs, []
         with self._guarded():
+            tiers = self.tiers if self.standstill is None else None
+            if tiers is not None:
+                tiers.before_schedule()
             with span("schedule"):
                 plan = self.scheduler.schedule() if self.standstill is None else None
+            if tiers is not None:
+                tiers.before_step()
             if plan is not None:
                 with span("launch"):
                     self.in_flight.append(self._launch(plan))
@@ -199,8 +207,17 @@ class EngineCore:
                     outputs += self._complete(self.in_flight.popleft())
             elif self.compiling and not outputs:
                 wait([future for _, future in self.compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
+            if tiers is not None:
+                tiers.after_step(waits=not (self.in_flight or outputs))
         self.flush_events()
         return outputs
+
+    def tick(self) -> bool:
+        """To be called while there is no work: KV blocks go to lower tiers. Whether it should be called again soon."""
+        if self.tiers is None or self.error is not None:
+            return False
+        with self._guarded():
+            return self.tiers.tick()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -235,6 +252,8 @@ class EngineCore:
         assert self.runner is not None
         self.scheduler.abort_all()
         self.scheduler.reset_prefix_cache()
+        if self.tiers is not None:
+            self.tiers.start_anew()
         self.flush_events()
         self.in_flight.clear()
         self.late.clear()
@@ -265,10 +284,13 @@ class EngineCore:
             extras.masks = self.grammars.masks(extras.grammars)
         if self.group is not None:
             self.group.call("step", packed)
-        return InFlight(plan, self.runner.step(packed, extras or None), extras.embeds)
+        launched_at = time.monotonic()
+        return InFlight(plan, self.runner.step(packed, extras or None), extras.embeds, launched_at)
 
     def _complete(self, step: InFlight) -> list[Output]:
         tokens = step.result.wait(self.group.check if self.group is not None else None)
+        if self.tiers is not None:
+            self.tiers.completed(step.plan, step.launched_at)
         logprobs = step.result.logprobs.to_lists() if step.result.logprobs is not None else None
         if step.result.prompt_logprobs is not None:
             self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs.to_lists())
@@ -398,10 +420,15 @@ class EngineCore:
         return self.events
 
     def stats(self) -> Stats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        return stats if self.tiers is None else self.tiers.fill_in(stats)
 
     def exit(self) -> None:
-        """Ends the other ranks and frees the device. Safe to call twice."""
+        """Ends the other ranks and frees the device. KV blocks are written to disk or store first, as far as kv_flush_timeout allows. Safe
+        to call twice."""
+        if self.tiers is not None and self.error is None:
+            self.tiers.flush()
+        self.tiers = None
         runner, group, tp = self.runner, self.group, self.tp
         self.runner = self.group = self.tp = None
         if self.events is not None:

@@ -29,6 +29,7 @@ from shoal.weights.source import resolve
 from shoal.wire import Abort, Add, Call, Dead, Failure, ModelInfo, Outputs, Ready, Refused, Reply, Start, ToCore
 
 LAST_WORDS_S = 5.0         # for the messages that are still to be sent when the process ends
+TICK_S = 0.002             # between looks at what goes on while there is no request
 PR_SET_PDEATHSIG = 1
 IN, OUT = "in", "out"      # the sockets' names in the folder, as the core sees them
 
@@ -51,14 +52,16 @@ class CoreLoop:
         while True:
             if self.sleepers and not core.has_work:
                 self._sleep_at_last()
+            while not core.has_work and core.tick():    # KV blocks are on their way to lower tiers
+                self.take_in(block=True, timeout_s=TICK_S)
             self.take_in(block=not core.has_work)
             if core.has_work and (outputs := core.step()):
                 self.outbox.put(Outputs(outputs))
 
-    def take_in(self, block: bool) -> None:
+    def take_in(self, block: bool, timeout_s: float | None = None) -> None:
         try:
             while True:
-                self._handle(self.inbox.get(block))
+                self._handle(self.inbox.get(block, timeout_s))
                 block = False
         except Empty:
             pass
@@ -140,6 +143,11 @@ class CoreLoop:
 
     def do_stop_profile(self) -> list[str]:
         return self.core.stop_profile()
+
+    def do_flush_kv(self) -> None:
+        """What an engine does at its end, ahead of it."""
+        if self.core.tiers is not None:
+            self.core.tiers.flush()
 
     def do_stats(self) -> Any:
         return self.core.stats()

@@ -1,5 +1,5 @@
-"""The way up: fetches at work. Blocks of the host tier are copied in at once; those of persistent tiers are read into slots first, a few at a
-time, while the ones before are copied in.
+"""The way up: fetches at work. Blocks of the host tier are copied in at once; those of persistent tiers are read into slots first, a few
+at a time, while the ones before are copied in.
 
 A fetch ends when all of it has come or failed; the scheduler then uses its leading intact blocks. One whose sequence has left reads no
 further. Rank 0 alone, between steps. The way down, and who is asked for what: engine/offload.py.

@@ -1,42 +1,44 @@
 """What each rank does for the tiers below the device, on its own shard: a part of ModelRunner, commanded by transfers.py.
 
-Copies out and copies in have a stream each, which waits for the steps launched before. Files are read and written by the tiers' threads. What
-has ended is told when rank 0 polls.
+Copies out and copies in have a stream each, which waits for the steps launched before. Files are read and written by the tiers' threads.
+What has ended is told when rank 0 polls.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.config import EngineConfig
 from shoal.engine.transfers import unpack_meta
-from shoal.kv.block_file import BlockMeta, BlockSpec
+from shoal.kv.block_file import BlockSpec
 from shoal.kv.copy import gather_blocks, scatter_blocks
 from shoal.kv.disk import DiskTier
+from shoal.kv.store import StoreTier
 from shoal.layers.parallel import TensorParallel
-from shoal.memory.slab import HostSlab
+from shoal.memory.slab import CHUNK_BYTES, HostSlab
 
 MEASURED_TOKENS = 512    # of the prefill that tells the speed to begin with
 MEASURED_BLOCKS = 16
+ABANDON_S = 30.0
 
 
-class Tier(Protocol):
-    """kv/disk.py, kv/store.py."""
-
-    def contains(self, key: bytes) -> bool: ...
-    def write(self, meta: BlockMeta, data: memoryview) -> Future[bool]: ...
-    def read(self, meta: BlockMeta, into: memoryview) -> Future[bool]: ...
-    def forget(self, keys: Sequence[bytes] | None = None) -> None: ...
-    def close(self) -> None: ...
+Tier = DiskTier | StoreTier
 
 
 class KvCommands:
+    if TYPE_CHECKING:
+        def cache_shape(self, num_blocks: int) -> tuple[int, ...]: ...
+        @property
+        def block_bytes(self) -> int: ...
+        def reset_state(self) -> None: ...
+        def _rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> torch.Tensor: ...
+
     config: EngineConfig
     tp: TensorParallel
     device: torch.device
@@ -44,10 +46,6 @@ class KvCommands:
     kv: torch.Tensor
     max_num_tokens: int
     max_model_len: int
-    cache_shape: Callable[[int], tuple[int, ...]]
-    block_bytes: int
-    reset_state: Callable[[], None]
-    _rehearse: Callable[..., torch.Tensor]
 
     slab: HostSlab | None = None
 
@@ -56,7 +54,8 @@ class KvCommands:
         on_gpu = self.device.type == "cuda"
         self.slab = HostSlab(num_slots, self.block_bytes, pin=on_gpu)
         self.kv_tiers: dict[str, Tier] = {}
-        self.kv_out, self.kv_in = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if on_gpu else (None, None)
+        self.kv_out = torch.cuda.Stream(self.device) if on_gpu else None
+        self.kv_in = torch.cuda.Stream(self.device) if on_gpu else None
         self.kv_copies: deque[tuple[int, int, Any, Any]] = deque()    # ticket, blocks, events at the start and the end
         self.kv_files: list[tuple[int, float, list[Future[bool]]]] = []
         self.kv_done: list[tuple[int, list[bool], float]] = []
@@ -70,6 +69,8 @@ class KvCommands:
             share = (config.kv_disk_bytes or 0) // self.tp.size
             self.kv_tiers["disk"] = DiskTier(config.kv_disk_path, share, fingerprint, spec, config.kv_eviction_policy,
                                              record_events=record_events)
+        if config.kv_store is not None:
+            self.kv_tiers["store"] = StoreTier(config.kv_store, fingerprint, spec)
 
     def kv_close_tiers(self) -> None:
         for tier in self.kv_tiers.values():
@@ -88,7 +89,7 @@ class KvCommands:
             token_s = (time.perf_counter() - start) / num_tokens
         self.reset_state()
         assert self.slab is not None
-        blocks = list(range(min(MEASURED_BLOCKS, len(self.slab.rows), len(self.kv))))
+        blocks = list(range(max(1, min(MEASURED_BLOCKS, CHUNK_BYTES // self.block_bytes, len(self.slab.rows), len(self.kv)))))
         for _ in range(2):
             start = time.perf_counter()
             scatter_blocks(self.slab.rows, blocks, self.kv, blocks)
@@ -140,10 +141,14 @@ class KvCommands:
 
     def _bytes_of(self, slot: int) -> memoryview:
         assert self.slab is not None
-        return memoryview(self.slab.rows[slot].numpy())
+        return self.slab.rows[slot].numpy().data
 
     def kv_forget(self, tier: str, keys: Sequence[bytes] | None) -> None:
-        self.kv_tiers[tier].forget(keys)
+        found = self.kv_tiers[tier]
+        if keys is not None:
+            found.forget(keys)
+        elif isinstance(found, DiskTier):
+            found.forget()
 
     def kv_poll(self) -> dict[str, Any]:
         """{"ready": ranges of slots, "done": (ticket, whether each block is intact, seconds)}, since the last call."""
@@ -162,9 +167,19 @@ class KvCommands:
             done.append((ticket, [future.result() for future in futures], time.perf_counter() - begun))
         return {"ready": self.slab.take_ready(), "done": done}
 
+    def kv_abandon(self) -> None:
+        """Waits for what is under way and tells nobody. Raises TimeoutError: a slot may still be written."""
+        self._settle()
+        for _, _, futures in self.kv_files:
+            for future in futures:
+                future.result(ABANDON_S)
+        self.kv_copies.clear()
+        self.kv_files.clear()
+        self.kv_done.clear()
+
     def kv_close(self) -> None:
-        """When no copy is under way."""
         if self.slab is not None:
+            self._settle()
             self.kv_close_tiers()
             self.slab.close()
             self.slab = None

@@ -106,7 +106,7 @@ class Offloader:
         gain = -FETCH_LATENCY_S - fetching[HOST] * sum(len(job.metas) for job in self.fetcher.jobs)
         best, best_gain = start, 0.0
         end = start
-        while end < len(keys) and (tier := self._where(keys[end])) is not None:
+        while end < len(keys) and (tier := self.where(keys[end])) is not None:
             end += 1
             gain += computing - fetching[tier]
             if gain > best_gain or self.policy.always_fetch:
@@ -116,8 +116,14 @@ class Offloader:
                 rate.seconds *= RECOVERY
         return best - start
 
+    def where(self, key: bytes) -> str | None:
+        """The highest tier that has it."""
+        if self.policy.keeps and self.slots.find(key) is not None:
+            return HOST
+        return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
+
     def begin(self, fetch: Fetch) -> None:
-        self.fetcher.begin(fetch, self._where, self.policy.block_size)
+        self.fetcher.begin(fetch, self.where, self.policy.block_size)
 
     def registered(self, seq: QueuedSequence, start: int, end: int) -> None:
         request = seq.request
@@ -133,7 +139,7 @@ class Offloader:
 
     def removed(self, key: bytes) -> None:
         self._num_evicted += 1
-        if self._metas.pop(key, None) is not None and key not in self._leaving_keys and self._where(key) is None:
+        if self._metas.pop(key, None) is not None and key not in self._leaving_keys and self.where(key) is None:
             self.num_dropped += 1
 
     def cleared(self) -> None:
@@ -182,10 +188,6 @@ class Offloader:
 
     # Everything else
 
-    def prefilled(self, seconds: float, num_tokens: int) -> None:
-        """A step that computed prompts took so long."""
-        self.token.add(seconds, num_tokens)
-
     def quiesce(self, timeout_s: float = 60.0) -> None:
         """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of slots go on."""
         self.fetcher.close_all()
@@ -197,14 +199,13 @@ class Offloader:
             if self.books.clock() > deadline:
                 raise RuntimeError(f"copies of KV blocks have not ended within {timeout_s} s")
 
-    def forget(self) -> None:
-        """All that lies below the device, but for a store that others share. What is under way ends, and is not kept."""
+    def forget_slots(self) -> None:
+        """What the slots hold. What is under way ends, and is not kept."""
         self.books.epoch += 1
         self.slots.forget()
         self._kept.clear()
-        for name in self.persistent:
-            if name != "store":
-                self.transfers.forget(name)
+        self.slots.release([slot for slot, _ in self._staged])
+        self._staged.clear()
 
     def flush(self, timeout_s: float) -> int:
         """Writes what lies above the persistent tiers only, for no longer than this. Returns how many blocks were left."""
@@ -232,12 +233,6 @@ class Offloader:
         assert set(self.pool.keys()) <= self._metas.keys(), "a block on the device whose content is not known"
 
     # Inside
-
-    def _where(self, key: bytes) -> str | None:
-        """The highest tier that has it."""
-        if self.policy.keeps and self.slots.find(key) is not None:
-            return HOST
-        return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
 
     def _is_saved(self, key: bytes) -> bool:
         return all(tier.contains(key) for tier in self.persistent.values())
@@ -303,7 +298,7 @@ class Offloader:
 
     def _candidate(self, block: int) -> BlockMeta | None:
         key = self.pool.key_of(block)
-        if key is None or key in self._leaving_keys or self._where(key) is not None:
+        if key is None or key in self._leaving_keys or self.where(key) is not None:
             return None
         if self._uses is not None and self._uses.count(key) < self.policy.min_uses:
             return None

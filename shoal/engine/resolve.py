@@ -13,6 +13,7 @@ import torch
 
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
+from shoal.memory.available import available_bytes
 from shoal.models.config import ModelConfig
 
 CPU_CACHE_BYTES = 1 << 30
@@ -29,6 +30,8 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
     if device == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
         raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} > {torch.cuda.device_count()} GPUs here; lower it")
     gpu = device == "cuda"
+    if config.kv_host_bytes > (free := available_bytes()):
+        raise ConfigError(f"kv_host_bytes {config.kv_host_bytes} > {free}, the host memory that can be had; lower it")
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > (longest := _longest(model)):
         raise ConfigError(f"max_model_len {max_model_len} > {longest}, the most positions this model's config allows; lower it")

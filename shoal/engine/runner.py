@@ -23,6 +23,7 @@ from shoal.config import EngineConfig
 from shoal.engine.batch import HEADER_SIZE, Extras, Header, section_spans
 from shoal.engine.device import DeviceMemory, PinnedRing
 from shoal.engine.graphs import DecodeGraphs
+from shoal.engine.kv_commands import KvCommands
 from shoal.engine.profile import NOTHING, Profiler, StepClock, span
 from shoal.engine.rank_commands import RankCommands
 from shoal.engine.regions import CpuRegions, GpuRegions
@@ -62,7 +63,7 @@ class StepResult:
         return self.tokens.tolist()
 
 
-class ModelRunner(RankCommands):
+class ModelRunner(RankCommands, KvCommands):
     """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail."""
 
     def __init__(self, config: EngineConfig, files: CheckpointFiles, tp: TensorParallel, keep_quantized: bool) -> None:
@@ -364,6 +365,7 @@ class ModelRunner(RankCommands):
 
     def exit(self) -> None:
         """Waits for the device and frees its memory. The runner is of no use afterwards."""
+        self.kv_close()
         for name in list(self.weights_groups):
             self.leave_weights_group(name)
         for name in ("model", "kv", "state", "active_B", "table", "block_tables", "prefixes", "backend", "shaper", "staging", "results"):

@@ -316,12 +316,13 @@ class Scheduler:
         """Starts waiting sequences in turn while budget, rows and blocks last. Returns what is left of the budget.
 
         A sequence starts when all its tokens have room, so that prompts half done don't put each other out. None overtakes one
-        that lacks room; only whoever waits for its grammar, or for a prefix that is being computed, is passed over.
+        that lacks room; only whoever waits for its grammar, for a store's answer, or for a prefix that is being computed, is
+        passed over.
         """
         index = 0
         while budget and self._free_rows and index < len(self.waiting):
             seq = self.waiting[index]
-            if seq.held:
+            if seq.held or seq.asking:
                 index += 1
                 continue
             if seq.num_pending:
@@ -406,14 +407,14 @@ class Scheduler:
         extend_keys(seq.keys, seq.root, seq.token_ids, size)
         start = seq.register_at // size - 1
         self._make_findable(seq, start, seq.block_ids[start:num_full])
-        if self.tiers is not None:
-            self.tiers.registered(seq, start, num_full)
         seq.register_at = (num_full + 1) * size
 
     def _make_findable(self, seq: Sequence, start: int, blocks: list[int]) -> None:
         """The sequence's full blocks from `start` on. One whose content is findable already stays with the sequence, as a copy."""
         for block, key in zip(blocks, seq.keys[start:]):
             self.pool.register(block, key)
+        if self.tiers is not None:
+            self.tiers.registered(seq, start, start + len(blocks))
         if self.events is None:
             return
         size, end, run = self._block_size, start + len(blocks), start

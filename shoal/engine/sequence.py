@@ -57,6 +57,7 @@ class Sequence:
     lockstep: bool = field(init=False)      # the next token may be drawn only when the host has seen the last
     special: bool = field(init=False)       # sampling needs more than the fields of a state row
     held: bool = False                      # not to be admitted yet: its grammar is being compiled
+    asking: bool = False                    # not to be admitted yet: a store is asked what it has of the prompt
     grammar: Grammar | None = None
     fetch: Fetch | None = None              # what a FETCHING one waits for
     prompt_logprobs: list[TokenLogprobs | None] | None = None    # gathered by the core

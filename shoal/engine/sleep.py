@@ -63,6 +63,8 @@ class Sleeper:
         deeper = level == 2 and WEIGHTS in chosen and WEIGHTS in state.asleep and state.kept != ""
         kept = self._where_kept() if level == 1 and WEIGHTS in going else "" if WEIGHTS in going or deeper else state.kept
         core.drain()
+        if core.tiers is not None and KV_CACHE in going:
+            core.tiers.offloader.quiesce()
         reports = self._release([*going, WEIGHTS] if deeper else going, kept) if going or deeper else []
         self._settle(mode, KV_CACHE in going)
         state.level = max(level, state.level or 0)
@@ -119,7 +121,7 @@ class Sleeper:
             self.core.scheduler.abort_all()
         if cache_went:
             self.core.scheduler.preempt_all()
-            self.core.reset_prefix_cache()
+            self.core.scheduler.reset_prefix_cache()    # lower tiers keep what they have: it is of these weights
 
     def _release(self, tags: list[str], kept: str) -> list[Any]:
         """The ranks' reports. A rank that fails has changed nothing; the others are woken again."""

@@ -66,7 +66,8 @@ class RankTransfers:
         self._replies: Pending | None = None
         self._told: dict[int, list[Done]] = {}      # by the ranks that have ended it, while some have not
         self._ready: dict[int, int] = {}            # slot -> ranks where it is
-        self._usable: list[int] = []
+        self._usable: list[int] = []                # not announced yet
+        self._announced: list[int] = []
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[int]) -> int:
         return self._begin("kv_copy_out", list(blocks), list(slots))
@@ -92,7 +93,15 @@ class RankTransfers:
 
     def take_ready_slots(self) -> list[int]:
         usable, self._usable = self._usable, []
+        self._announced += usable
         return usable
+
+    def abandon(self) -> None:
+        """Waits for what is under way, of which nobody is told; slots are announced anew. For one rank."""
+        self._runner.kv_abandon()
+        self._told.clear()
+        self._usable += self._announced
+        self._announced.clear()
 
     def poll(self) -> list[Done]:
         reports = [self._runner.kv_poll()]

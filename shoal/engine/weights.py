@@ -180,7 +180,9 @@ class Weights:
         core = self.core
         core.drain()
         core.scheduler.preempt_all()
-        core.reset_prefix_cache()
+        core.scheduler.reset_prefix_cache()
+        if core.tiers is not None:
+            core.tiers.weights_changed()
         outcomes = core.each_rank(method, *args, own=own)
         if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
             self.lose(f"the update {where} broke off")
