@@ -19,6 +19,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+import msgspec
 import zmq
 
 from shoal import kv_events
@@ -54,10 +55,12 @@ class Cleared(NamedTuple):
 Change = Stored | Removed | Cleared
 
 
-class _Block(NamedTuple):
+class _Block(msgspec.Struct, gc=False):
+    """A Struct, as there are many, and neither making nor keeping them may take the interpreter from the engine's thread for long."""
+
     key: bytes
     parent: int | None
-    token_ids: array[int]
+    token_ids: bytes          # uint32
     adapter: str | None
     cache_salt: str | None    # of a sequence's first block
 
@@ -101,20 +104,21 @@ class Book:
         return events
 
     def _store(self, stored: Stored) -> Iterator[BlockStored]:
-        size, blocks = self.block_size, self.tiers.setdefault(stored.tier, {})
-        parent = None if stored.parent is None else block_name(stored.parent)
         tokens = array("I", stored.token_ids)
+        data, size = tokens.tobytes(), self.block_size * tokens.itemsize
+        blocks = self.tiers.setdefault(stored.tier, {})
+        parent = None if stored.parent is None else block_name(stored.parent)
+        salt = stored.cache_salt if parent is None else None
         run: list[tuple[int, _Block]] = []
         for i, key in enumerate(stored.keys):
             name = block_name(key)
             if name not in blocks:
-                blocks[name] = block = _Block(key, parent, tokens[i * size:(i + 1) * size], stored.adapter,
-                                              stored.cache_salt if parent is None else None)
+                blocks[name] = block = _Block(key, parent, data[i * size:(i + 1) * size], stored.adapter, salt)
                 run.append((name, block))
             elif run:
                 yield self._event(run, stored.tier)
                 run = []
-            parent = name
+            parent, salt = name, None
         if run:
             yield self._event(run, stored.tier)
 
@@ -127,9 +131,7 @@ class Book:
             events.append(BlockRemoved(list(gone), tier))
 
     def _event(self, run: list[tuple[int, _Block]], tier: str) -> BlockStored:
-        first, tokens = run[0][1], array("I")
-        for _, block in run:
-            tokens += block.token_ids
+        first, tokens = run[0][1], array("I", b"".join([block.token_ids for _, block in run]))
         lora = [{"type": "lora", "name": first.adapter}] if first.adapter else []
         salt = [{"type": "cache_salt", "salt": first.cache_salt}] if first.cache_salt else []
         extra = [lora + salt or None, *[lora or None] * (len(run) - 1)] if lora or salt else None
@@ -174,11 +176,13 @@ class KvEvents:
         self._next = 0         # the number of the next batch
         self._drained = 0      # batches up to here were drained
         self._topic = config.topic.encode()
+        self._in_process = config.endpoint.startswith("inproc://")    # known in one context
+        self._context = zmq.Context.instance() if self._in_process else zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
         try:
             if config.publisher == "zmq":
-                self._open(zmq.Context.instance())
+                self._open()
         except BaseException:
             self._close_sockets()
             raise
@@ -300,14 +304,14 @@ class KvEvents:
 
     # Sockets
 
-    def _open(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _open(self) -> None:
         endpoint = with_rank(self.config.endpoint, self.data_parallel_rank)
-        self._pub = context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(self.config.hwm)
         binds = "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
         _attach("endpoint", endpoint, self._pub.bind if binds else self._pub.connect)
         if self.config.replay_endpoint is not None:
-            self._router = context.socket(zmq.ROUTER)
+            self._router = self._context.socket(zmq.ROUTER)
             self._router.sndhwm = 2 * (self.config.buffer_steps + 1)    # of one client that does not read; beyond, it misses some
             _attach("replay_endpoint", with_rank(self.config.replay_endpoint, self.data_parallel_rank), self._router.bind)
 
@@ -315,6 +319,8 @@ class KvEvents:
         for socket_ in (self._pub, self._router):
             if socket_ is not None:
                 socket_.close(linger=LAST_WORDS_MS)
+        if not self._in_process:
+            self._context.term()    # waits until the addresses are free again
 
 
 def with_rank(endpoint: str, data_parallel_rank: int) -> str:

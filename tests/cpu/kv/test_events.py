@@ -3,6 +3,7 @@
 import json
 import random
 import socket
+import struct
 import threading
 import time
 
@@ -153,8 +154,8 @@ def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
                 Removed(r.choice(keys), tier), Removed(keys[-1], tier), Cleared(tier) if r.random() < 0.1 else Removed(keys[0], tier))))
         if events := book.apply(changes):
             view.apply(payload(events), reachable=False)
-        assert view.blocks == {(tier, name): (block.parent, tuple(block.token_ids)) for tier, blocks in book.tiers.items()
-                               for name, block in blocks.items()}
+        assert view.blocks == {(tier, name): (block.parent, struct.unpack(f"{SIZE}I", block.token_ids))
+                               for tier, blocks in book.tiers.items() for name, block in blocks.items()}
         seen = set()
         for event in book.snapshot()[1:]:
             for i, name in enumerate(event.block_hashes):
