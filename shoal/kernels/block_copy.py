@@ -43,11 +43,11 @@ class Pieces:
     @property
     def word(self) -> int:
         """The largest power of two, up to 16 bytes, that every address is a multiple of."""
-        return math.gcd(16, self.run, self.src_block, self.dst_block, *self.src_strides, *self.dst_strides,
-                        *self.src.tolist(), *self.dst.tolist())
+        bits = int(np.bitwise_or.reduce(self.src) | np.bitwise_or.reduce(self.dst))
+        return math.gcd(16, bits, self.run, self.src_block, self.dst_block, *self.src_strides, *self.dst_strides)
 
 
-def join(src: Sequence[int], dst: Sequence[int], src_block: int, dst_block: int, dims: Sequence[Dim], item_bytes: int) -> Pieces:
+def join(src: np.ndarray, dst: np.ndarray, src_block: int, dst_block: int, dims: Sequence[Dim], item_bytes: int) -> Pieces:
     """`Pieces` with the longest runs: dimensions, and then pieces, that follow each other without a gap on both sides become one.
     At most three dimensions may remain."""
     run = item_bytes
@@ -59,14 +59,13 @@ def join(src: Sequence[int], dst: Sequence[int], src_block: int, dst_block: int,
             rest[-1] = (size * rest[-1][0], *rest[-1][1:])
         else:
             rest.append((size, from_stride, to_stride))
-    from_addresses, to_addresses = np.array(src, np.int64), np.array(dst, np.int64)
-    if not rest and (np.diff(from_addresses) == run).all() and (np.diff(to_addresses) == run).all():
+    if not rest and (np.diff(src) == run).all() and (np.diff(dst) == run).all():
         run *= len(src)
-        from_addresses, to_addresses = from_addresses[:1], to_addresses[:1]
+        src, dst = src[:1], dst[:1]
     assert len(rest) <= 3
     rest += [(1, 0, 0)] * (3 - len(rest))
     sizes, src_strides, dst_strides = zip(*reversed(rest))
-    return Pieces(from_addresses, to_addresses, src_block, dst_block, sizes, src_strides, dst_strides, run)
+    return Pieces(src, dst, src_block, dst_block, sizes, src_strides, dst_strides, run)
 
 
 def copy_on_host(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:

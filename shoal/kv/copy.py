@@ -38,8 +38,8 @@ class NoFreeCopyStreamError(UnavailableError):
 def gather_blocks(kv: torch.Tensor, block_ids: Sequence[int], slab: torch.Tensor, slots: Sequence[int],
                   stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
     """slab[slots[i]] = kv[block_ids[i]]. `kv` [blocks, ...] has contiguous blocks; `slab` [slots, bytes of a block] is uint8, pinned where
-    `kv` is on a GPU. Queued on `stream` (default: behind the current stream, which waits for it). Returns the event of its end, or None
-    if it is done. Raises BlockCopyError."""
+    `kv` is on a GPU. Queued on `stream` (default: behind the current stream, which waits for it). Returns the event of its end, until
+    which the caller keeps both, or None if it is done. Raises BlockCopyError."""
     return _copy_rows(kv, block_ids, slab, slots, stream)
 
 
@@ -63,14 +63,12 @@ def _copy_rows(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst
     devices = [rows.device for rows in (src, dst) if rows.is_cuda]
     if devices and not all(rows.is_cuda or rows.is_pinned() for rows in (src, dst)):
         raise BlockCopyError("the host's side of a copy to or from a GPU is not pinned: allocate it with pin_memory=True")
-    pieces = join([src.data_ptr()], [dst.data_ptr()], src.stride(0) * src.element_size(), dst.stride(0) * dst.element_size(), [],
-                  src[0].nbytes)
+    pieces = join(np.array([src.data_ptr()]), np.array([dst.data_ptr()]), src.stride(0) * src.element_size(),
+                  dst.stride(0) * dst.element_size(), [], src[0].nbytes)
     if not devices:
         copy_on_host(pieces, from_ids, to_ids)
         return None
-    event = copy_on_device(pieces, from_ids, to_ids, devices[0], stream, len(devices) == 1)
-    in_flight.keep(event, src, dst)
-    return event
+    return copy_on_device(pieces, from_ids, to_ids, devices[0], stream, len(devices) == 1)
 
 
 def check_ids(src_ids: Ids, num_src: int, dst_ids: Ids, num_dst: int) -> tuple[np.ndarray, np.ndarray]:
@@ -132,19 +130,12 @@ def check_memory(src: BlockView, dst: BlockView, src_ids: np.ndarray, dst_ids: n
         raise BlockCopyError("the destination is read-only")
     if src.storage.kind is dst.storage.kind is Kind.DEVICE and src.storage.device != dst.storage.device:
         raise BlockCopyError(f"a copy from {src.storage.device} to {dst.storage.device} has to go through host memory")
-    if Kind.DIRECT in (src.storage.kind, dst.storage.kind) and src.storage is not dst.storage:
+    if not src.overlaps(dst):
         return
-    if src.addresses() == dst.addresses() and (src.spec, src.layer(0).strides) == (dst.spec, dst.layer(0).strides):
-        if len(both := np.intersect1d(src_ids, dst_ids)):
-            raise BlockCopyError(f"block {both[0]} is read and written by one copy within a cache: copy in two steps")
-        return
-    spans = sorted((start, start + view.layer(i).span, side) for side, view in enumerate((src, dst))
-                   for i, start in enumerate(view.addresses()))
-    reach = [0, 0]
-    for start, end, side in spans:
-        if start < reach[1 - side]:
-            raise BlockCopyError("source and destination overlap in memory, but are not the same blocks")
-        reach[side] = max(reach[side], end)
+    if (src.spec, src.num_blocks, src.strides) != (dst.spec, dst.num_blocks, dst.strides) or (src.addresses != dst.addresses).any():
+        raise BlockCopyError("source and destination overlap in memory, but are not the same blocks")
+    if len(both := np.intersect1d(src_ids, dst_ids)):
+        raise BlockCopyError(f"block {both[0]} is read and written by one copy within a cache: copy in two steps")
 
 
 def reachable(kinds: set[Kind]) -> bool:
@@ -161,20 +152,21 @@ def pieces_between(srcs: Sequence[BlockView], dsts: Sequence[BlockView], layers:
     differ in their strides."""
     a, b = srcs[0].spec, dsts[0].spec
     heads, item = math.gcd(a.heads, b.heads), ITEM_BYTES[a.dtype]    # so many lie together on both sides
-    owners = {view.spec.tp_rank: (view, view.addresses()) for view in srcs}
-    axes = ("block", "kv", "token", "head")
-    found: dict[tuple[tuple[int, int], ...], tuple[list[int], list[int]]] = {}
-    layers = list(layers)
+    owners = {view.spec.tp_rank: view for view in srcs}
+    which = list(layers)
+    found: dict[tuple[tuple[int, int], ...], list[tuple[np.ndarray, np.ndarray]]] = {}
     for dst in dsts:
-        to_addresses = dst.addresses()
         for head in range(dst.spec.tp_rank * b.heads, (dst.spec.tp_rank + 1) * b.heads, heads):
-            src, from_addresses = owners[head // a.heads]
-            strides = tuple((src.stride(axis), dst.stride(axis)) for axis in axes)
-            starts = found.setdefault(strides, ([], []))
-            starts[0].extend(from_addresses[layer] + head % a.heads * src.stride("head") for layer in layers)
-            starts[1].extend(to_addresses[layer] + head % b.heads * dst.stride("head") for layer in layers)
-    return [join(*starts, *block, [(2, *kv), (a.block_size, *token), (heads, *head_strides), (a.head_dim, item, item)], item)
-            for (block, kv, token, head_strides), starts in found.items()]
+            src = owners[head // a.heads]
+            strides = tuple((src.strides[axis], dst.strides[axis]) for axis in ("block", "kv", "token", "head"))
+            found.setdefault(strides, []).append((src.addresses[which] + head % a.heads * src.strides["head"],
+                                                  dst.addresses[which] + head % b.heads * dst.strides["head"]))
+    pieces = []
+    for (block, kv, token, head_strides), starts in found.items():
+        src_starts, dst_starts = (np.concatenate(side) for side in zip(*starts))
+        dims = [(2, *kv), (a.block_size, *token), (heads, *head_strides), (a.head_dim, item, item)]
+        pieces.append(join(src_starts, dst_starts, *block, dims, item))
+    return pieces
 
 
 def _copy_staged(srcs: Sequence[BlockView], src_ids: np.ndarray, dsts: Sequence[BlockView], dst_ids: np.ndarray,
@@ -343,6 +335,7 @@ class CopyStream:
         """Returns when what was triggered is done."""
         if self.stream is not None:
             self.stream.synchronize()
+            in_flight.settle()
 
     def rearm(self) -> None:
         """The same copy once more: no layer has been triggered."""

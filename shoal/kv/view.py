@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -192,6 +192,11 @@ class BlockView:
             if (layer.storage.kind, layer.storage.device) != (first.storage.kind, first.storage.device):
                 raise LayoutError(f"layer {i} lies in {layer.storage.kind} storage on {layer.storage.device}, the first in "
                                   f"{first.storage.kind} on {first.storage.device}: a cache lies in one kind")
+        self.mutable = all(layer.mutable for layer in layers)
+        # Where each layer begins; in a file without addresses, its offset. They hold, as a storage with views is not closed.
+        self.addresses = np.array([layer.storage.address + layer.offset for layer in layers], np.int64)
+        self.strides = dict(zip(spec.layout.axes, (stride * dtype.itemsize for stride in first.strides)))    # in bytes
+        self.extents = _united((start, start + first.span) for start in self.addresses.tolist())
 
     @classmethod
     def over(cls, spec: CacheSpec, num_blocks: int, storage: Storage, offset: int = 0) -> BlockView:
@@ -223,16 +228,21 @@ class BlockView:
         layer = self._layers[i]
         return TensorView(layer.storage, layer.shape, layer.dtype, layer.strides, layer.offset, mutable and layer.mutable)
 
-    def addresses(self) -> list[int]:
-        """Where each layer begins; in a file without addresses, its offset."""
-        return [layer.storage.address + layer.offset for layer in self._layers]
-
-    def stride(self, axis: str) -> int:
-        """In bytes, along an axis of `Layout.axes`."""
-        return self._layers[0].strides[self.spec.layout.axes.index(axis)] * self._layers[0].dtype.itemsize
-
-    @property
-    def mutable(self) -> bool:
-        return all(layer.mutable for layer in self._layers)
+    def overlaps(self, other: BlockView) -> bool:
+        """Whether a byte belongs to both."""
+        if self.storage.kind is Kind.DIRECT or other.storage.kind is Kind.DIRECT:
+            mine, theirs = ({layer.storage for layer in view._layers} for view in (self, other))
+            if not mine & theirs:
+                return False
+        return any(a < d and c < b for a, b in self.extents for c, d in other.extents)
 
 
+def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in as few spans as possible."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
