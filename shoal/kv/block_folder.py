@@ -78,7 +78,8 @@ class BlockFolder:
         """Writes an unfinished file; returns its path. Nothing is left of one that fails."""
         subfolder = os.path.dirname(self.file(key))
         if subfolder not in self._made:
-            os.makedirs(subfolder, 0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(subfolder, 0o700)    # not the folders above it: if they are gone, so is all that was there
             self._made.add(subfolder)
         path = os.path.join(self._unfinished, key.hex())
         aligned = mmap.mmap(-1, len(front))

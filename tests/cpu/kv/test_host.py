@@ -1,0 +1,180 @@
+"""The host tier's books: who may be evicted, in which order, and what is never given away."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.kv.host import HostTier
+from tests.made_blocks import chain, keys_of
+
+
+def store(tier, metas):
+    """As the end of a copy from the device does it."""
+    slots = tier.take(len(metas))
+    assert slots is not None
+    for slot, meta in zip(slots, metas):
+        tier.put(slot, meta)
+    tier.release(slots)
+    return slots
+
+
+def test_what_was_put_is_found_with_its_metadata():
+    tier, metas = HostTier(4), chain(3)
+    slots = store(tier, metas)
+    assert tier.match(keys_of(metas)) == slots and tier.match([metas[0].key, b"?" * 16, metas[1].key]) == slots[:1]
+    assert tier.find(metas[1].key) == slots[1] and tier.meta(metas[2].key) is metas[2] and tier.meta(b"?" * 16) is None
+    assert tier.num_free == 4 and tier.num_blocks == 3
+    tier.check([])
+
+
+def test_the_least_recently_used_goes_first_and_tails_before_heads():
+    tier, a, b = HostTier(6), chain(3, "a"), chain(3, "b")
+    store(tier, a)
+    store(tier, b)
+    hits = tier.match(keys_of(a))
+    tier.hold(hits)
+    tier.release(hits)
+    assert [meta for _, meta in tier.coldest(9)] == [*reversed(b), *reversed(a)]
+    tier.take(4)
+    assert tier.match(keys_of(b)) == [] and tier.match(keys_of(a)) == hits[:2]
+
+
+def test_lfu_keeps_what_is_used_often_though_long_ago():
+    tier, often, lately = HostTier(4, "lfu"), chain(2, "a"), chain(2, "b")
+    store(tier, often)
+    for _ in range(3):
+        hits = tier.match(keys_of(often))
+        tier.hold(hits)
+        tier.release(hits)
+    store(tier, lately)
+    assert [meta for _, meta in tier.coldest(9)] == [*reversed(lately), *reversed(often)]
+    tier.check([])
+
+
+def test_lfu_fame_fades():
+    tier, star, others = HostTier(4, "lfu"), chain(1, "star"), chain(3, "others")
+    store(tier, star)
+    for _ in range(20):
+        tier.hold(slots := tier.match(keys_of(star)))
+        tier.release(slots)
+    store(tier, others)
+    for _ in range(60):
+        tier.hold(slots := tier.match(keys_of(others)))
+        tier.release(slots)
+    tier.check([])
+    assert tier.coldest(1)[0][1] == star[0]
+
+
+def test_held_slots_are_never_given_away():
+    tier, metas = HostTier(3), chain(2)
+    slots = store(tier, metas)
+    tier.hold(slots[:1])
+    assert tier.take(3) is None and tier.take(2) is not None
+    assert tier.find(metas[0].key) == slots[0] and tier.find(metas[1].key) is None
+
+
+def test_a_slot_that_is_being_filled_is_not_found_before_it_is_put():
+    tier, metas = HostTier(2), chain(1)
+    slots = tier.take(1)
+    assert tier.match(keys_of(metas)) == [] and tier.num_free == 1
+    tier.release(slots)    # the copy failed
+    assert tier.num_free == 2 and tier.num_blocks == 0
+    tier.check([])
+
+
+def test_of_two_slots_with_one_block_the_first_that_is_held_is_found():
+    tier, metas = HostTier(3), chain(1)
+    first, second = tier.take(2)
+    assert tier.put(first, metas[0]) == first and tier.put(second, metas[0]) == first
+    tier.release([first])
+    assert tier.find(metas[0].key) == second and tier.meta(metas[0].key) == metas[0]
+    tier.release([second])
+    tier.check([])
+    assert tier.num_blocks == 1
+
+
+def test_forgotten_blocks_are_not_found_and_their_slots_go_first():
+    tier, metas = HostTier(4), chain(3)
+    slots = store(tier, metas)
+    tier.hold(slots[:1])
+    tier.forget(keys_of(metas)[:2])
+    assert tier.match(keys_of(metas)) == [] and tier.find(metas[2].key) == slots[2]
+    tier.check(slots[:1])
+    tier.forget()
+    assert tier.num_blocks == 0
+    tier.release(slots[:1])
+    tier.check([])
+
+
+def test_events_say_what_came_and_went():
+    tier, metas = HostTier(2, record_events=True), chain(3)
+    store(tier, metas[:2])
+    store(tier, metas[2:])
+    tier.forget()
+    assert tier.take_events() == [*metas[:2], metas[1].key, metas[2], metas[0].key, metas[2].key] and tier.take_events() == []
+
+
+def test_without_recording_there_are_no_events():
+    tier = HostTier(2)
+    store(tier, chain(2))
+    assert tier.take_events() == []
+
+
+def test_an_unknown_policy_is_named():
+    with pytest.raises(ConfigError, match=r"'fifo'.*lru or lfu"):
+        HostTier(2, "fifo")
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations_never_lose_or_mix_blocks(seed, policy):
+    """A slab of plain Python beside it: what a slot that is found holds must be the block it is found for."""
+    print(f"seed {seed}")
+    r = random.Random(seed)
+    tier = HostTier(r.randint(1, 12), policy, record_events=True)
+    metas = [meta for s in range(4) for meta in chain(5, s)]
+    slab: list[object] = [None] * tier.num_slots
+    copies: list[tuple[list[int], list]] = []    # slots that are being filled, and with what
+    readers: list[list[int]] = []
+    told = set()
+    for _ in range(1500):
+        action = r.random()
+        if action < 0.3:
+            wanted = r.sample(metas, r.randint(1, 3))
+            busy = {s for c, _ in copies for s in c} | {s for c in readers for s in c}
+            slots = tier.take(len(wanted))
+            assert (slots is None) == (len(wanted) > tier.num_slots - len(busy))
+            if slots is not None:
+                for slot in slots:
+                    slab[slot] = "garbage"
+                copies.append((slots, wanted))
+        elif action < 0.55 and copies:
+            slots, wanted = copies.pop(r.randrange(len(copies)))
+            if r.random() < 0.8:    # else the copy failed
+                for slot, meta in zip(slots, wanted):
+                    slab[slot] = meta.key
+                    tier.put(slot, meta)
+            tier.release(slots)
+        elif action < 0.75:
+            chosen = chain(5, r.randrange(4))
+            slots = tier.match(keys_of(chosen))
+            assert [slab[slot] for slot in slots] == keys_of(chosen)[:len(slots)]
+            if slots:
+                tier.hold(slots)
+                readers.append(slots)
+        elif action < 0.95 and readers:
+            slots = readers.pop(r.randrange(len(readers)))
+            tier.release(slots)
+        elif action > 0.98:
+            tier.forget(None if r.random() < 0.3 else keys_of(r.sample(metas, 4)))
+        for event in tier.take_events():
+            if isinstance(event, bytes):
+                told.remove(event)
+            else:
+                told.add(event.key)
+        held = Counter(s for c, _ in copies for s in c) + Counter(s for c in readers for s in c)
+        tier.check(held.elements())
+        found = {meta.key: slot for meta in metas if (slot := tier.find(meta.key)) is not None}
+        assert told == found.keys() and all(slab[slot] == key for key, slot in found.items())
