@@ -57,7 +57,11 @@ def row(rows: list[dict[str, Any]], case: str, way: str, num_bytes: int, took: f
 
 def over_pcie(rows: list[dict[str, Any]]) -> None:
     stream, rng = torch.cuda.Stream(), random.Random(1)
+    start = time.perf_counter()
     slab, kv = pinned_memory(TOTAL).tensor(), torch.zeros(TOTAL, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    rows.append(dict(case="pinning 1 GiB", seconds=round(time.perf_counter() - start, 3)))
+    print(f"pinning 1 GiB {rows[-1]['seconds']} s", flush=True)
     for out in (True, False):
         direction = "device to host" if out else "host to device"
 

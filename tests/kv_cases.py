@@ -51,10 +51,16 @@ def random_spec(rng: random.Random) -> CacheSpec:
                      rng.choice((1, 2, 3, 16)))
 
 
-def check_random_copies(seed: int, rounds: int, allocators: Sequence[tuple[Allocate, Allocate]]) -> None:
+def few_specs(rng: random.Random) -> CacheSpec:
+    """For a device, where each shape is a compilation."""
+    return rng.choice((CacheSpec(Layout.WHOLE_BLOCKS, 3, 12, 64, "bfloat16", 16), CacheSpec(Layout.KV_FIRST, 2, 12, 5, "uint8", 3)))
+
+
+def check_random_copies(seed: int, rounds: int, allocators: Sequence[tuple[Allocate, Allocate]],
+                        new_spec: Callable[[random.Random], CacheSpec] = random_spec) -> None:
     rng = random.Random(seed)
     for i in range(rounds):
-        spec = random_spec(rng)
+        spec = new_spec(rng)
         from_memory, to_memory = allocators[i % len(allocators)]
         src = new_cache(spec, rng.randint(1, 9), from_memory, rng)
         dst = new_cache(replace(spec, layout=rng.choice(list(Layout))), rng.randint(1, 9), to_memory, rng)
@@ -140,12 +146,16 @@ def merged(shards: Sequence[BlockView]) -> torch.Tensor:
     return torch.cat([contents(shard) for shard in shards], dim=4)
 
 
-def check_random_reshards(seed: int, rounds: int, allocators: Sequence[tuple[Allocate, Allocate]]) -> None:
+def many_heads(rng: random.Random) -> CacheSpec:
+    return replace(random_spec(rng), num_heads=rng.choice((4, 6, 8, 12)))
+
+
+def check_random_reshards(seed: int, rounds: int, allocators: Sequence[tuple[Allocate, Allocate]],
+                          new_spec: Callable[[random.Random], CacheSpec] = many_heads) -> None:
     rng = random.Random(seed)
     for i in range(rounds):
-        heads = rng.choice((4, 6, 8, 12))
-        sizes = [size for size in range(1, heads + 1) if heads % size == 0]
-        spec = replace(random_spec(rng), num_heads=heads)
+        spec = new_spec(rng)
+        sizes = [size for size in range(1, spec.num_heads + 1) if spec.num_heads % size == 0]
         from_memory, to_memory = allocators[i % len(allocators)]
         srcs = shards_of(spec, rng.choice(sizes), rng.randint(1, 6), from_memory, rng)
         dsts = shards_of(replace(spec, layout=rng.choice((spec.layout, *Layout))), rng.choice(sizes), rng.randint(1, 6), to_memory, rng)

@@ -105,7 +105,7 @@ def _run_addresses(first: np.ndarray, block: int, ids: np.ndarray, sizes: Sequen
     return addresses.reshape(-1)
 
 
-@triton.jit(do_not_specialize=["num_pieces", "num_pairs"])
+@triton.jit(do_not_specialize=["num_pieces", "num_pairs", "src_block", "dst_block"])
 def _copy_kernel(addresses_ptr, ids_ptr, num_pieces, num_pairs, src_block, dst_block,          # blocks in bytes
                  src_0, src_1, src_2, dst_0, dst_1, dst_2,                                     # strides in words
                  SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, RUN: tl.constexpr, WORD: tl.constexpr,

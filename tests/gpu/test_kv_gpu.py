@@ -51,7 +51,7 @@ def test_random_copies_between_all_kinds(way, tmp_path, monkeypatch):
     kinds = [device_memory, pinned_memory, host_memory, lambda n: mapped_file(tmp_path / str(next(count)), n),
              lambda n: DirectFile(tmp_path / str(next(count)), n)]
     monkeypatch.setattr(copy, "STAGING_BYTES", 20_000)
-    kv_cases.check_random_copies(seed=31, rounds=50, allocators=list(itertools.product(kinds, kinds)))
+    kv_cases.check_random_copies(seed=31, rounds=50, allocators=list(itertools.product(kinds, kinds)), new_spec=kv_cases.few_specs)
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -68,7 +68,7 @@ def test_round_trips_layer_by_layer(layouts, way):
 def test_between_tensor_parallel_sizes(way):
     kv_cases.check_the_permutation(device_memory)
     kinds = (device_memory, pinned_memory)
-    kv_cases.check_random_reshards(seed=32, rounds=24, allocators=list(itertools.product(kinds, kinds)))
+    kv_cases.check_random_reshards(seed=32, rounds=24, allocators=list(itertools.product(kinds, kinds)), new_spec=kv_cases.few_specs)
 
 
 def test_an_engines_cache_to_a_slab_and_back(way):
