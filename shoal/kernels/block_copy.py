@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -90,8 +89,7 @@ def _span(sizes: Sequence[int], strides: Sequence[int], run: int) -> int:
 
 def bytes_at(address: int, num_bytes: int) -> torch.Tensor:
     """Host memory, for as long as its owner keeps it."""
-    there = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
-    return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=there)))
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
 
 def runs(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
