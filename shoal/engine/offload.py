@@ -230,7 +230,7 @@ class Offloader:
         in_use = [slot for slots, _ in self.books.tickets.values() for slot in slots]
         self.slots.check([*self._unready, *in_use, *(slot for slot, _ in self._staged), *self.fetcher.held_slots()])
         assert self._leaving_keys == {meta.key for leaving in self._leaving.values() for meta in leaving.metas}
-        assert set(self.pool.keys()) <= self._metas.keys(), "a block on the device whose content is not known"
+        assert set(self.pool.cached_keys()) <= self._metas.keys(), "a block on the device whose content is not known"
 
     # Inside
 

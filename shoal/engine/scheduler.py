@@ -235,7 +235,10 @@ class Scheduler:
         for fetch in self.fetches:
             fetch.findable = False
         self._arriving.clear()
-        return self.pool.reset()
+        idle = self.pool.reset()
+        if self.events is not None:
+            self.events.flush()    # there may be no step for long
+        return idle
 
     def check(self) -> None:
         """Proves the books: blocks, references, rows, queues."""

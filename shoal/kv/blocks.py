@@ -96,7 +96,7 @@ class BlockPool:
     def is_held(self, block: int) -> bool:
         return self._ref_counts[block] > 0
 
-    def keys(self) -> list[bytes]:
+    def cached_keys(self) -> list[bytes]:
         """Of all findable blocks."""
         return list(self._key_to_block)
 

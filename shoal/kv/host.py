@@ -90,7 +90,7 @@ class HostTier:
     def check(self, held: Iterable[int]) -> None:
         """Proves the books. `held` names every reference that exists: a slot once for each of its holders."""
         self._pool.check(held)
-        assert self._metas.keys() == set(self._pool.keys()), "metadata of other blocks than the findable ones"
+        assert self._metas.keys() == set(self._pool.cached_keys()), "metadata of other blocks than the findable ones"
         assert all(meta.key == key for key, meta in self._metas.items())
         assert self._uses is None or self._uses.keys() == self._metas.keys(), "uses of other blocks than the findable ones"
 

@@ -200,7 +200,7 @@ def test_the_lowest_priority_is_used_first_and_of_equal_ones_the_oldest():
     pool.set_priority([key(1)], 1)
     pool.set_priority([key(3), key(9), 0], -1)    # nobody has key 9, and block 0 is that of key 1
     assert order(pool) == [3, 1, 7, 5]
-    pool.set_priority(pool.keys(), 0)
+    pool.set_priority(pool.cached_keys(), 0)
     assert order(pool) == [7, 5, 3, 1] == [int(pool.key_of(b)) for b in pool.coldest(2)] + [3, 1]
     taken = pool.try_allocate(4)
     assert taken == [3, 2, 1, 0]
@@ -248,7 +248,7 @@ def test_some_keys_can_be_reset():
     assert pool.reset([key("a1"), key("nobody's")]) is True
     assert pool.match(keys(2, "a")) == free[:1] and pool.free_blocks() == [1, 0]
     assert pool.reset([key("a0"), key("b0")]) is False
-    assert pool.keys() == []
+    assert pool.cached_keys() == []
     pool.check(held + copy)
     pool.release(held + copy)
     assert pool.free_blocks() == [2, 3, 0, 1]

@@ -7,10 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from pathlib import Path
 
 import openai
 import psutil
@@ -18,70 +14,8 @@ import pytest
 
 from shoal.cli import main
 from shoal.engine.async_llm import AsyncLLM
+from tests.serving import DEADLINE_S, TINY, Serve, until
 from tests.tiny import write_model
-
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120
-TINY = ("--dtype", "float32", "--device", "cpu", "--kv-cache-memory-bytes", str(1 << 22), "--max-num-seqs", "16", "--max-model-len", "512")
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class Serve:
-    def __init__(self, folder, *arguments):
-        self.folder, self.port, self.admin = folder, free_port(), free_port()
-        self.log = folder / f"log-{self.port}"
-        ports = ("--port", str(self.port), "--admin-port", str(self.admin))
-        command = [sys.executable, "-m", "shoal.cli", "serve", *map(str, arguments), *ports]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-
-    def ready(self):
-        until(lambda: self.process.poll() is not None or "ready after" in self.text(), self.text)
-        assert self.process.poll() is None, self.text()
-        return self
-
-    def text(self):
-        return self.log.read_text()
-
-    def client(self, **options):
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S, **options)
-
-    def ask(self, path, body=None, port=None):
-        """(status, text)"""
-        data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{port or self.port}{path}", data, {"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def metric(self, name):
-        return sum(float(line.rsplit(" ", 1)[1]) for line in self.ask("/metrics")[1].splitlines() if line.startswith(name + "{"))
-
-    def cores(self):
-        return [p for p in psutil.Process(self.process.pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-
-    def sockets(self):
-        return list(self.folder.glob("shoal-*"))
-
-    def stop(self):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-
-def until(condition, say=lambda: ""):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
