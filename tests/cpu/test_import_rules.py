@@ -16,7 +16,8 @@ TOWER = ["kernels", "attention", "layers", "models", "weights", "memory", "kv", 
 EXCEPTIONS = {("layers", "shoal.weights.quantized"), ("kernels", "shoal.weights.quantized"), ("kernels", "shoal.attention.step"),
               ("layers", "shoal.models.config")}
 ABOVE = {"engine", "server", "fleet", "cli", "bench", "serve"}
-TORCH_FREE = ["api", "config", "errors", "hashing", "tokenizer", "detokenizer", "kv.blocks", "kv_events", "kv.events",
+TORCH_FREE = ["api", "config", "errors", "hashing", "tokenizer", "detokenizer", "kv.blocks", "kv.host", "kv.disk", "kv.store",
+              "kv_events", "kv.events",
               "engine.sequence", "engine.scheduler", "engine.async_llm", "engine.swap", "serve", "wire",
               "models.config", "metrics", "fake", "server.routes", "server.admin", "server.run"]
 
