@@ -48,12 +48,18 @@ class BlockFolder:
 
     def enter(self) -> None:
         """Makes the folders, and says by locks that they are in use: the group's shared, that of unfinished files our own."""
-        self.leave()
-        os.makedirs(self.root, 0o700, exist_ok=True)
-        self._lock(self.group, fcntl.LOCK_SH)
-        self._unfinished = os.path.join(self.root, WRITING + secrets.token_hex(8))
-        os.mkdir(self._unfinished, 0o700)
-        self._lock(self._unfinished, fcntl.LOCK_EX)
+        for attempt in range(3):
+            self.leave()
+            try:
+                os.makedirs(self.root, 0o700, exist_ok=True)
+                self._lock(self.group, fcntl.LOCK_SH)
+                self._unfinished = os.path.join(self.root, WRITING + secrets.token_hex(8))
+                os.mkdir(self._unfinished, 0o700)
+                self._lock(self._unfinished, fcntl.LOCK_EX)
+                return
+            except FileNotFoundError:    # somebody prunes empty folders just now
+                if attempt == 2:
+                    raise
 
     def restore(self) -> None:
         """Makes again what somebody has removed."""
@@ -170,7 +176,7 @@ class BlockFolder:
         fd = os.open(folder, DIRECTORY)
         self._locks.append(fd)
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind)    # may wait for the moment that an is_abandoned takes
 
 
 def is_abandoned(folder: str) -> bool:

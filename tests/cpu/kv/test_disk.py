@@ -773,3 +773,24 @@ def test_the_lock_of_a_folder_ends_with_its_tier(tmp_path):
     assert not block_folder.is_abandoned(group)
     tier.close()
     assert block_folder.is_abandoned(group)
+
+
+def test_engines_that_start_at_once_on_one_path_all_hold_their_locks(tmp_path):
+    """And none takes another for dead in between."""
+    tiers, lock = [], threading.Lock()
+
+    def start(i):
+        for _ in range(10):
+            tier = DiskTier(str(tmp_path / "kv"), 1 << 20, bytes([i]) * 16, SPEC)
+            with lock:
+                tiers.append(tier)
+
+    threads = [threading.Thread(target=start, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(tiers) == 40 and not any(block_folder.is_abandoned(tier._folder.group) for tier in tiers)
+    assert all(write(tier, chain(1)) == [True] for tier in tiers)
+    for tier in tiers:
+        tier.close()
