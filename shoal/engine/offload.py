@@ -45,21 +45,12 @@ class OffloadPolicy:
     block_bytes: int                    # over all ranks
     keeps: bool                         # there is a host tier
     watermark: int                      # of the coldest blocks on the device, so many are to lie below it too
-    max_leaving: int                    # blocks that are copied out at once
+    max_leaving: int                    # blocks that are copied out at once ...
+    copy_blocks: int                    # ... in copies of so many: what a step that takes one of them may have to wait for
     on_registration: bool = False       # copy what is new instead of what is cold
     min_uses: int = 1                   # of a block, before it is worth keeping
     always_fetch: bool = False          # whatever computing it would cost
     bytes_per_s: float | None = None    # that leave the device; beyond it blocks are lost
-
-
-@dataclass(slots=True)
-class Leaving:
-    """Blocks that are being copied out."""
-
-    blocks: list[int]
-    metas: list[BlockMeta]
-    epoch: int
-    ordered: bool = False    # whatever is launched runs after it
 
 
 class Offloader:
@@ -82,8 +73,8 @@ class Offloader:
         self._metas: dict[bytes, BlockMeta] = {}                        # of what can be found on the device
         self._uses = FrequencySketch(self.pool.num_blocks + slots.num_slots) if policy.min_uses > 1 else None
         self._unready = set(slots.take(slots.num_slots) or ())
-        self._leaving: dict[int, Leaving] = {}                          # by ticket
-        self._leaving_keys: set[bytes] = set()
+        self._leaving: dict[bytes, int] = {}                            # blocks that are being copied out, and their tickets
+        self._overtaken = 0                                             # the last ticket one of whose blocks may be rewritten
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)  # registered, to be copied out; without those that are long gone
         self._staged: deque[tuple[int, BlockMeta]] = deque()            # held slots of a staging area, to be written
         self._kept: deque[bytes] = deque(maxlen=slots.num_slots)        # in the host tier, to be written
@@ -135,14 +126,20 @@ class Offloader:
                 self._uses.add(key)
             if self.policy.on_registration:
                 self._fresh.append(key)
+            if key in self._leaving:    # another block has the content now
+                self._overtaken = max(self._overtaken, self._leaving[key])
         self._num_registered += end - start
 
     def removed(self, key: bytes) -> None:
         self._num_evicted += 1
-        if self._metas.pop(key, None) is not None and key not in self._leaving_keys and self.where(key) is None:
+        meta, ticket = self._metas.pop(key, None), self._leaving.get(key)
+        if ticket is not None:
+            self._overtaken = max(self._overtaken, ticket)
+        elif meta is not None and self.where(key) is None:
             self.num_dropped += 1
 
     def cleared(self) -> None:
+        self._overtaken = max(self._leaving.values(), default=0)
         self._metas.clear()
         self._fresh.clear()
 
@@ -162,10 +159,9 @@ class Offloader:
 
     def before_step(self) -> None:
         """When the plan is made: blocks have changed hands."""
-        for ticket, leaving in self._leaving.items():
-            if not leaving.ordered and any(self.pool.key_of(block) != meta.key for block, meta in zip(leaving.blocks, leaving.metas)):
-                leaving.ordered = True
-                self.transfers.order_behind(ticket)
+        if self._overtaken:    # copies out end in the order of their tickets
+            self.transfers.order_behind(self._overtaken)
+            self._overtaken = 0
         self.fetcher.advance()
 
     def offload(self, idle: bool = False) -> None:
@@ -229,7 +225,7 @@ class Offloader:
         """Proves the books."""
         in_use = [slot for slots, _ in self.books.tickets.values() for slot in slots]
         self.slots.check([*self._unready, *in_use, *(slot for slot, _ in self._staged), *self.fetcher.held_slots()])
-        assert self._leaving_keys == {meta.key for leaving in self._leaving.values() for meta in leaving.metas}
+        assert set(self._leaving.values()) <= self.books.tickets.keys(), "copies that nobody waits for"
         assert set(self.pool.cached_keys()) <= self._metas.keys(), "a block on the device whose content is not known"
 
     # Inside
@@ -242,7 +238,7 @@ class Offloader:
         counts = (self._num_registered, self._num_evicted, self.pool.num_free)
         at, *then = self._scanned
         if self._cut_short:
-            return len(self._leaving_keys) < self.policy.max_leaving
+            return len(self._leaving) < self.policy.max_leaving
         if counts == tuple(then):
             return False
         pressed = self._num_evicted - then[1] >= self.policy.watermark // 4
@@ -252,7 +248,7 @@ class Offloader:
         """Blocks that may leave now."""
         policy, now = self.policy, self.books.clock()
         slots = self.slots.num_free if policy.keeps else self.slots.num_free - self.slots.num_slots // 2    # half are for what comes up
-        room = min(slots, policy.max_leaving - len(self._leaving_keys))
+        room = min(slots, policy.max_leaving - len(self._leaving))
         if policy.bytes_per_s is not None:
             most = max(policy.bytes_per_s, policy.block_bytes)
             self._allowance = min(most, self._allowance + (now - self._allowed_at) * policy.bytes_per_s)
@@ -272,15 +268,13 @@ class Offloader:
 
     def _new_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
         """Those registered first."""
-        blocks: list[int] = []
-        metas: list[BlockMeta] = []
-        while self._fresh and len(blocks) < room:
+        found: dict[int, BlockMeta] = {}
+        while self._fresh and len(found) < room:
             block = self.pool.find(self._fresh.popleft())
             if block is not None and (meta := self._candidate(block)) is not None:
-                blocks.append(block)
-                metas.append(meta)
+                found[block] = meta
         self._cut_short = bool(self._fresh)
-        return blocks, metas
+        return list(found), list(found.values())
 
     def _candidates(self, blocks: Iterable[int], room: int) -> tuple[list[int], list[BlockMeta]]:
         """The first of these that are to leave."""
@@ -298,33 +292,31 @@ class Offloader:
 
     def _candidate(self, block: int) -> BlockMeta | None:
         key = self.pool.key_of(block)
-        if key is None or key in self._leaving_keys or self.where(key) is not None:
+        if key is None or key in self._leaving or self.where(key) is not None:
             return None
         if self._uses is not None and self._uses.count(key) < self.policy.min_uses:
             return None
         return self._metas.get(key)
 
     def _copy_out(self, blocks: list[int], metas: list[BlockMeta]) -> None:
-        if not blocks:
-            return
-        slots = self.slots.take(len(blocks))
-        assert slots is not None
         self._allowance -= len(blocks) * self.policy.block_bytes
-        leaving = Leaving(blocks, metas, self.books.epoch)
-        ticket = self.transfers.copy_out(blocks, slots)
-        self._leaving[ticket] = leaving
-        self._leaving_keys.update(meta.key for meta in metas)
-        self.books.track(ticket, slots, partial(self._was_copied_out, leaving, slots))
+        for at in range(0, len(blocks), self.policy.copy_blocks):
+            some = slice(at, at + self.policy.copy_blocks)
+            slots = self.slots.take(len(blocks[some]))
+            assert slots is not None
+            ticket = self.transfers.copy_out(blocks[some], slots)
+            self._leaving.update((meta.key, ticket) for meta in metas[some])
+            self.books.track(ticket, slots, partial(self._was_copied_out, metas[some], slots, self.books.epoch))
 
-    def _was_copied_out(self, leaving: Leaving, slots: list[int], done: Done) -> None:
-        del self._leaving[done.ticket]
-        self._leaving_keys.difference_update(meta.key for meta in leaving.metas)
+    def _was_copied_out(self, metas: list[BlockMeta], slots: list[int], epoch: int, done: Done) -> None:
+        for meta in metas:
+            del self._leaving[meta.key]
         stats, keeps = self.stats[HOST], self.policy.keeps
         through = bool(self.persistent) and (self.policy.on_registration or self._flushing)
         free = []
-        for slot, meta, intact in zip(slots, leaving.metas, done.intact):
+        for slot, meta, intact in zip(slots, metas, done.intact):
             stats.failed_blocks += not intact
-            if not intact or leaving.epoch != self.books.epoch:
+            if not intact or epoch != self.books.epoch:
                 free.append(slot)
             elif keeps:
                 stats.stored_blocks += self.slots.put(slot, meta) == slot

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}    # of a rank without host tier
-LEAVING_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}    # of a rank, at once: what a step that needs one of them may have to wait for
+LEAVING_BYTES = {"cuda": 4 << 30, "cpu": 32 << 20}      # of a rank, copied out at once: 0.1 s over PCIe
+COPY_BYTES = 128 << 20                                  # of one copy out
 FIRST_BYTE_S = {"disk": 1e-9, "store": 1e-8}            # seconds a byte, until one was read
 LEAST_SLOTS = 16
 WATERMARK = 2048                                        # blocks, or half of a small cache
@@ -70,8 +71,8 @@ class KvTiers:
             block_size=config.block_size, block_bytes=block_bytes, keeps=keeps,
             watermark=max(1, min(num_blocks, num_slots if keeps else num_blocks, max(steps, min(WATERMARK, num_blocks // 2)))),
             max_leaving=max(LEAST_SLOTS // 2, LEAVING_BYTES[config.device] // runner.block_bytes),
-            on_registration=config.kv_offload_policy == "register", min_uses=config.kv_offload_min_uses,
-            always_fetch=config.kv_load_policy == "always", bytes_per_s=config.kv_offload_bandwidth)
+            copy_blocks=max(1, COPY_BYTES // runner.block_bytes), on_registration=config.kv_offload_policy == "register",
+            min_uses=config.kv_offload_min_uses, always_fetch=config.kv_load_policy == "always", bytes_per_s=config.kv_offload_bandwidth)
         self.policy, self.token_s, self.block_s = policy, token_s, block_s
         self.transfers = RankTransfers(runner, core.group)
         self.offloader = self._new_offloader()

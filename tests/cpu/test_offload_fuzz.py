@@ -1,8 +1,8 @@
-"""Random traces with tiers below the device, on the simulated device of test_scheduler_fuzz.py: whatever copies, files and disks do, every KV
-slot that is read holds the history it should.
+"""Random traces with tiers below the device, on the simulated device of test_scheduler_fuzz.py: whatever copies, files and disks do, every
+KV slot that is read holds the history it should.
 
-Copies move half a block at a time, at any moment between their beginning and the poll that tells of their end, and see what lies there then:
-a slot or a block given away too early is read, or written, by somebody else. `trace(seed)` repeats a failing seed.
+Copies move half a block at a time, at any moment between their beginning and the poll that tells of their end, and see what lies there
+then: a slot or a block given away too early is read, or written, by somebody else. `trace(seed)` repeats a failing seed.
 """
 
 import dataclasses
@@ -174,6 +174,7 @@ class TieredTrace(Trace):
         self.transfers = FakeTransfers(r, self.device, num_slots, self.disks, r.choice((0.0, 0.05, 0.3)), self.seen)
         policy = OffloadPolicy(
             block_size=self.block_size, block_bytes=10, keeps=keeps, watermark=r.randint(1, num_blocks), max_leaving=r.choice((1, 3, 100)),
+            copy_blocks=r.choice((1, 2, 100)),
             on_registration=r.random() < 0.3, min_uses=r.choice((1, 1, 1, 2)), always_fetch=r.random() < 0.8,
             bytes_per_s=r.choice((None, None, 50.0)))
         self.time = 0.0
