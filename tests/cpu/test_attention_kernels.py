@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
 from shoal.attention import triton as backend_module
 from shoal.attention.step import StepInput
 from shoal.attention.triton import TritonBackend, decode_splits, equal_runs
+from shoal.engine.batch import MixedShape
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
 from shoal.kernels.attention_reference import paged_attention
 
@@ -225,6 +227,28 @@ def test_random_steps_equal_the_reference() -> None:
         case = Case(decodes + chunks, 6, 2, block_size=rng.choice([1, 4, 16]), num_decodes=len(decodes), seed=rng.randrange(1000))
         backend = TritonBackend(6, 2, 16, 16, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
         case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2, 3])
+@pytest.mark.parametrize("room", [(40, 4, 5), (64, 3, 9)], ids=str)
+def test_the_backend_answers_padded_mixed_steps(num_decodes: int, room: tuple[int, int, int]) -> None:
+    """As a graph captures them: more places for tokens, decodes and prefills than the step fills."""
+    sequences = [(1, 40), (1, 9), (1, 17)][:num_decodes] + [(9, 30), (1, 12), (16, 16)]
+    case = Case(sequences, 6, 2, num_decodes=num_decodes)
+    step, num_tokens = case.step, case.step.num_tokens
+    shape = MixedShape(*room, samples=room[1] + room[2], sharing=False)
+    unused = np.zeros(0, np.int32)
+    sections = {name: torch.from_numpy(values) for name, values in shape.pad(
+        {"token_ids": step.token_ids_T.numpy(), "positions": step.positions_T.numpy(), "token_rows": step.rows_T.numpy(),
+         "rows": step.rows_S.numpy(), "query_starts": step.query_starts_S.numpy(), "kv_lens": step.kv_lens_S.numpy(),
+         "sample_index": unused, "sample_rows": unused, "sample_positions": unused}, num_decodes).items()}
+    captured = StepInput(sections["token_ids"], sections["positions"], sections["token_rows"], sections["rows"], sections["query_starts"],
+                         sections["kv_lens"], case.block_tables_RM, num_decodes=shape.decodes, max_query_len=shape.tokens, max_kv_len=256,
+                         captured_mixed=True)
+    q, k, v = (torch.cat((x, x.new_full((shape.tokens - num_tokens, *x.shape[1:]), float("nan")))) for x in (case.q, case.k, case.v))
+    backend = TritonBackend(6, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+    case.check(backend.attend(q, k, v, case.kv_layer, captured, None)[:num_tokens])
+    assert not backend.workspace.arrived.any()
 
 
 def test_splits_fill_the_gpu_and_never_outrun_the_keys() -> None:
