@@ -7,6 +7,7 @@ Numpy only; what the addresses mean is in kernels/state.py, who reads the buffer
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from enum import IntEnum
@@ -131,6 +132,7 @@ def _fill(values: np.ndarray, size: int, padding: int) -> np.ndarray:
     return np.concatenate((values, np.full(size - len(values), padding, np.int32)))
 
 
+@functools.lru_cache(maxsize=4096)    # most requests ask for one of a few
 def float_bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
@@ -197,6 +199,7 @@ class BatchBuilder:
         self.prefixes = np.zeros(layout.prefix_size, np.int32)          # what the device holds at prefix_address
         self.active = np.full(layout.num_rows, -1, np.int32)            # what rows_B holds on the device
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows    # (sequence, its admission) whose fields a row holds
+        self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
         self.num_sent = [0] * layout.num_rows                           # block ids of the row's table that the device has
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, Extras]:
@@ -206,7 +209,8 @@ class BatchBuilder:
         extras = Extras()
         sample = 0
         for entry in plan.scheduled:
-            self._update_row(entry, addresses, values, extras)
+            if self.num_sent[entry.row] != len(entry.seq.block_ids) or self.owner[entry.row] != (entry.seq, entry.seq.num_admissions):
+                self._update_row(entry, addresses, values, extras)
             if entry.seq.request.params.prompt_logprobs is not None:
                 self._prompt_extras(entry, extras)
             if entry.samples:
@@ -251,7 +255,7 @@ class BatchBuilder:
     def _update_row(self, entry: ScheduledSeq, addresses: list[int], values: list[int], extras: Extras) -> None:
         """Differences of one sequence's state row: everything at its admission, later only the blocks that were added."""
         seq, row = entry.seq, entry.row
-        base = self.layout.row_address(row)
+        base = self.row_addresses[row]
         if self.owner[row] != (seq, seq.num_admissions):
             self.owner[row] = (seq, seq.num_admissions)
             self.num_sent[row] = 0
@@ -259,11 +263,9 @@ class BatchBuilder:
                 self.tree.place(row, seq.block_ids)
             params = seq.request.params
             low, high = seed_words(params.seed or 0)
-            fields = {Field.TOKEN: seq.token_ids[entry.start], Field.POSITION: entry.start, Field.SEED_LOW: low, Field.SEED_HIGH: high,
-                      Field.TEMPERATURE: float_bits(params.temperature), Field.TOP_K: min(max(params.top_k, 0), INT32_MAX),
-                      Field.TOP_P: float_bits(params.top_p), Field.MIN_P: float_bits(params.min_p)}
-            addresses.extend(base + f for f in fields)
-            values.extend(fields.values())
+            addresses.extend(range(base, base + len(Field)))    # in the order of Field
+            values.extend((seq.token_ids[entry.start], entry.start, low, high, float_bits(params.temperature),
+                           min(max(params.top_k, 0), INT32_MAX), float_bits(params.top_p), float_bits(params.min_p)))
             if params.has_penalties:
                 prompt = seq.num_prompt_tokens
                 extras.new_penalty_rows.append(PenaltyRow(row, seq.token_ids[:prompt], seq.token_ids[prompt:]))

@@ -8,7 +8,6 @@ everything from the batch state; a mixed step its tokens from one static buffer;
 from __future__ import annotations
 
 import bisect
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -68,7 +67,6 @@ class StepGraphs(Generic[Key]):
             for key in keys:
                 self.launch(key)
         torch.cuda.synchronize()
-        gc.collect()
 
     def _capture_one(self, key: Key, pool: Any) -> StepGraph:
         graph = torch.cuda.CUDAGraph()
