@@ -241,9 +241,9 @@ class ModelRunner(RankCommands):
             return self._step(packed, header, extras)
 
     def _step(self, packed: np.ndarray, header: np.ndarray, extras: Extras | None) -> StepResult:
-        spans, sections = section_spans(header), {}
-        if header[Header.NUM_UPDATES] or not header[Header.DECODE_ONLY]:    # most decodes of a small batch send nothing
-            on_device = torch.from_numpy(packed) if self.staging is None else self.staging.upload(packed)
+        sections: dict[str, torch.Tensor] = {}
+        if header[Header.NUM_UPDATES] or not header[Header.DECODE_ONLY]:    # most decode steps of a small batch send nothing
+            on_device, spans = self._upload(packed), section_spans(header)
             sections = {name: on_device[start:end] for name, (start, end) in spans.items()}
         if header[Header.NUM_UPDATES]:
             self.ops.apply_updates(self.state, sections["addresses"], sections["values"])
@@ -263,6 +263,9 @@ class ModelRunner(RankCommands):
                 chosen = logprobs(logits_SV[:num_samples], self.out_B[:num_samples], extras.num_logprobs).to_host()
         return self._collect(num_samples, chosen, prompt.to_host() if prompt is not None else None,
                              start_copy(embeddings) if embeddings is not None else None)
+
+    def _upload(self, packed: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(packed) if self.staging is None else self.staging.upload(packed)
 
     def _decode_step(self, header: np.ndarray, extras: Extras | None) -> torch.Tensor:
         size = int(header[Header.NUM_DECODES])
