@@ -17,6 +17,7 @@ from shoal.kernels import cpu_build
 class CpuBackend:
     """AttentionBackend for the CPU."""
 
+    captures_mixed = False
     share_from: int | None = None
 
     def __init__(self, head_dim: int) -> None:

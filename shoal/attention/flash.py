@@ -34,6 +34,8 @@ def require_half(option: str, dtype: torch.dtype) -> None:
 class FlashAttentionBackend(TritonBackend):
     """flash-attn 2. Chunks that follow a cached prefix go through its paged path, which wants blocks of 256 tokens."""
 
+    captures_mixed = False    # planned on the host
+
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,
                  device: torch.device, dtype: torch.dtype) -> None:
         require_half("flash_attn", dtype)
@@ -59,6 +61,8 @@ class FlashAttentionBackend(TritonBackend):
 
 class FlashInferBackend(TritonBackend):
     """FlashInfer's paged prefill. Its "HND" cache layout is ours, whatever the block size."""
+
+    captures_mixed = False    # planned on the host
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,
                  device: torch.device, dtype: torch.dtype) -> None:

@@ -25,6 +25,8 @@ class StepInput:
     """One step on the device. Sequences come decodes first: `num_decodes` of them have one query token, the rest are prefill chunks.
 
     In a captured decode step all sizes are those of the capture (S == T == num_decodes); padding has row -1, position -1, length 0.
+    In a captured mixed step (`captured_mixed`) likewise, but the decodes' tokens are as many as there are decodes, not num_decodes, which
+    are their places among the sequences: query_starts_S[num_decodes] says on the device where the prefills' tokens begin.
     """
 
     token_ids_T: torch.Tensor       # int32
@@ -40,6 +42,7 @@ class StepInput:
     fresh_prefills: bool = False    # every prefill chunk starts at position 0: k and v of the step are all there is to see
     host_query_starts: tuple[int, ...] = ()    # query_starts_S on the host, for backends that loop over prefills (empty in a captured step)
     host_kv_lens: tuple[int, ...] = ()         # kv_lens_S on the host (likewise)
+    captured_mixed: bool = False
     prefixes: SharedPrefixes | None = None     # None: nothing is shared; else there may be no group, in a captured step
 
     @property
@@ -55,6 +58,7 @@ class AttentionBackend(Protocol):
     """Causal attention of a step's queries over the paged cache. Built once an engine; `begin` may plan for a step's shape."""
 
     scale: float
+    captures_mixed: bool      # a mixed step may be captured: nothing but StepInput's tensors tells its lengths
     share_from: int | None    # from how many decodes on it makes use of StepInput.prefixes; None: never
 
     def begin(self, step: StepInput) -> None:

@@ -19,6 +19,7 @@ from shoal.kernels.prefix_attention import prefix_attention
 
 PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once
 WAVES = 3                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
+CAPTURED_WAVES = 4        # of decodes in a captured mixed step, most of them empty
 MIN_SPLIT = 64            # fewest keys that are worth a program of their own
 FULL_SPLIT = 160          # and that the longest sequence gives each: many programs for few keys cost more than they bring
 SHARE_FROM = 9            # fewest decodes for which a shared prefix is worth one launch more a layer
@@ -34,6 +35,12 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: in
     slots = num_sms * PROGRAMS_PER_SM
     splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)    # few tasks: one full wave of equal programs
     return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
+
+
+def captured_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
+    """Likewise in a captured mixed step, where most places for decodes are usually empty: several waves of programs, of which those
+    leave at once."""
+    return max(1, min(CAPTURED_WAVES * num_sms * PROGRAMS_PER_SM // (num_seqs * num_kv_heads), -(-max_kv_len // FULL_SPLIT)))
 
 
 def prefix_parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
@@ -58,6 +65,7 @@ def equal_runs(host_query_starts: tuple[int, ...], first_seq: int) -> Iterator[t
 class TritonBackend:
     """Steps that share a backend must run one after the other: they share its workspace."""
 
+    captures_mixed = True
     share_from: int | None = SHARE_FROM
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,
@@ -70,8 +78,8 @@ class TritonBackend:
         # cuDNN's fused attention: Hopper's kernels, half precision, head sizes it has
         self.cudnn = (on_gpu and torch.cuda.get_device_capability(device) >= (9, 0) and dtype != torch.float32
                       and head_dim <= 128 and head_dim % 8 == 0)
-        partials = max(s * (decode_splits(s, num_kv_heads, max_model_len, self.num_sms) + prefix_parts(s, num_kv_heads, self.num_sms))
-                       for s in range(1, max_num_seqs + 1))
+        partials = max(s * (max(splits(s, num_kv_heads, max_model_len, self.num_sms) for splits in (decode_splits, captured_splits))
+                            + prefix_parts(s, num_kv_heads, self.num_sms)) for s in range(1, max_num_seqs + 1))
         self.workspace = DecodeWorkspace.allocate(partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device)
 
     def begin(self, step: StepInput) -> None:
@@ -81,7 +89,8 @@ class TritonBackend:
                step: StepInput, window: int | None) -> torch.Tensor:
         out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype, device=q_THN.device)
         if step.num_decodes:
-            splits = decode_splits(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
+            choose = captured_splits if step.captured_mixed else decode_splits
+            splits = choose(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
             parts, prefix_lens_S = 0, None
             if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
                 parts, prefix_lens_S = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms), step.prefixes.lens_S
@@ -96,12 +105,13 @@ class TritonBackend:
 
     def prefill(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
                 step: StepInput, window: int | None, out_THN: torch.Tensor) -> None:
-        """Writes out_THN of the step's prefill chunks."""
+        """Writes out_THN of the step's prefill chunks, after the decodes': places for decodes that are empty wrote zeros there."""
         use_cudnn = self.cudnn and step.fresh_prefills and window is None and step.max_query_len >= CUDNN_MIN_LEN
         all_done = use_cudnn and self.prefill_cudnn(q_THN, k_TGN, v_TGN, step, out_THN)
         if not all_done:
+            num_queries = step.num_tokens if step.captured_mixed else step.num_tokens - step.num_decodes
             prefill_attention(q_THN, k_TGN, v_TGN, kv_layer, out_THN, step.query_starts_S, step.kv_lens_S, step.rows_S,
-                              step.block_tables_RM, step.num_decodes, step.num_tokens - step.num_decodes, self.scale, window,
+                              step.block_tables_RM, step.num_decodes, num_queries, self.scale, window,
                               paged=not step.fresh_prefills, skip_from=CUDNN_MIN_LEN if use_cudnn else 0, skip_step=CUDNN_STEP)
 
     def prefill_cudnn(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, step: StepInput,

@@ -7,7 +7,9 @@ Numpy only; what the addresses mean is in kernels/state.py, who reads the buffer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -36,14 +38,57 @@ class Header(IntEnum):
     EXTRAS = 9               # rank 0 samples once more, with what the state rows can't say
     NUM_PROMPT_LOGITS = 10   # tokens of prompts whose logits are asked for
     NUM_GROUPS = 11          # of decodes that share a prefix
+    LOGITS = 12              # rank 0 looks at the logits of a captured mixed step
+    GRAPH_TOKENS = 13        # room for tokens in the captured mixed step that this one is padded to; 0: it runs eagerly
+    GRAPH_DECODES = 14
+    GRAPH_PREFILLS = 15
+    GRAPH_SAMPLES = 16
+    GRAPH_SHARING = 17
 
 
-HEADER_SIZE = 16
+HEADER_SIZE = 32
+SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)    # a MixedShape
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MixedShape:
+    """What a captured mixed step has room for. Its sequences are `decodes` places for decodes, then `prefills` for the others; padding has
+    row -1 and length 0. Tokens stay in one piece, decodes first, padding last."""
+
+    tokens: int
+    decodes: int
+    prefills: int
+    samples: int
+    sharing: bool    # decodes may share prefixes
+
+    def fits(self, num_tokens: int, num_decodes: int, num_prefills: int, sharing: bool) -> bool:
+        return (num_tokens <= self.tokens and num_decodes <= self.decodes and num_prefills <= self.prefills
+                and sharing <= self.sharing)
+
+    @classmethod
+    def of(cls, header: np.ndarray) -> MixedShape:
+        tokens, decodes, prefills, samples, sharing = header[SHAPE_FIELDS].tolist()
+        return cls(tokens, decodes, prefills, samples, bool(sharing))
+
+    def pad(self, sections: dict[str, np.ndarray], num_decodes: int) -> dict[str, np.ndarray]:
+        """The token sections of a step that fits, in this shape."""
+        def seqs(values: np.ndarray, padding: int) -> np.ndarray:
+            return np.concatenate((_fill(values[:num_decodes], self.decodes, padding), _fill(values[num_decodes:], self.prefills, padding)))
+
+        sizes = {"token_ids": (self.tokens, 0), "positions": (self.tokens, -1), "token_rows": (self.tokens, -1),
+                 "sample_index": (self.samples, 0), "sample_rows": (self.samples, -1), "sample_positions": (self.samples, -1)}
+        starts = sections["query_starts"]
+        return ({name: _fill(sections[name], *size) for name, size in sizes.items()}
+                | {"rows": seqs(sections["rows"], -1), "kv_lens": seqs(sections["kv_lens"], 0),
+                   "query_starts": np.append(seqs(starts[:-1], starts[-1]), starts[-1])})
 
 
 def section_sizes(header: np.ndarray) -> dict[str, int]:
     """Names and lengths (int32s) of the sections behind the header, in order; each is padded to ALIGNMENT."""
     updates, seqs, tokens, samples = (int(header[h]) for h in (Header.NUM_UPDATES, Header.NUM_SEQS, Header.NUM_TOKENS, Header.NUM_SAMPLES))
+    if header[Header.GRAPH_TOKENS]:
+        tokens, samples = int(header[Header.GRAPH_TOKENS]), int(header[Header.GRAPH_SAMPLES])
+        seqs = int(header[Header.GRAPH_DECODES] + header[Header.GRAPH_PREFILLS])
     sizes = {"addresses": updates, "values": updates}
     if not header[Header.DECODE_ONLY]:
         sizes |= {"token_ids": tokens, "positions": tokens, "token_rows": tokens, "rows": seqs, "query_starts": seqs + 1, "kv_lens": seqs,
@@ -54,12 +99,12 @@ def section_sizes(header: np.ndarray) -> dict[str, int]:
 
 def pack(header: np.ndarray, sections: dict[str, np.ndarray]) -> np.ndarray:
     sizes = section_sizes(header)
-    packed = np.zeros(HEADER_SIZE + sum(_padded(n) for n in sizes.values()), np.int32)
+    packed = np.zeros(HEADER_SIZE + sum(padded_size(n) for n in sizes.values()), np.int32)
     packed[:HEADER_SIZE] = header
     at = HEADER_SIZE
     for name, size in sizes.items():
         packed[at:at + size] = sections[name]
-        at += _padded(size)
+        at += padded_size(size)
     return packed
 
 
@@ -68,14 +113,26 @@ def section_spans(header: np.ndarray) -> dict[str, tuple[int, int]]:
     spans, at = {}, HEADER_SIZE
     for name, size in section_sizes(header).items():
         spans[name] = (at, at + size)
-        at += _padded(size)
+        at += padded_size(size)
     return spans
 
 
-def _padded(size: int) -> int:
+def token_spans(shape: MixedShape) -> dict[str, tuple[int, int]]:
+    """Where each section that describes tokens lies in a step of this shape, counted from the first."""
+    header = np.zeros(HEADER_SIZE, np.int32)
+    header[SHAPE_FIELDS] = astuple(shape)
+    return {name: (start - HEADER_SIZE, end - HEADER_SIZE) for name, (start, end) in section_spans(header).items()}
+
+
+def padded_size(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _fill(values: np.ndarray, size: int, padding: int) -> np.ndarray:
+    return np.concatenate((values, np.full(size - len(values), padding, np.int32)))
+
+
+@functools.lru_cache(maxsize=4096)    # most requests ask for one of a few
 def float_bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
@@ -131,8 +188,10 @@ class Extras:
 class BatchBuilder:
     """The host's mirror of the device's batch state. `build` must see every plan, in order."""
 
-    def __init__(self, layout: StateLayout, block_size: int, share_from: int | None = None) -> None:
-        """`share_from`: the fewest decodes among which groups are looked for."""
+    def __init__(self, layout: StateLayout, block_size: int, share_from: int | None = None,
+                 mixed_shapes: Iterable[MixedShape] = ()) -> None:
+        """`share_from`: the fewest decodes among which groups are looked for. `mixed_shapes`: captured ones, small to large."""
+        self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
         self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
         self.decode_rows = np.zeros(0, np.int32)                        # of the last step
@@ -140,6 +199,7 @@ class BatchBuilder:
         self.prefixes = np.zeros(layout.prefix_size, np.int32)          # what the device holds at prefix_address
         self.active = np.full(layout.num_rows, -1, np.int32)            # what rows_B holds on the device
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows    # (sequence, its admission) whose fields a row holds
+        self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
         self.num_sent = [0] * layout.num_rows                           # block ids of the row's table that the device has
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, Extras]:
@@ -149,7 +209,8 @@ class BatchBuilder:
         extras = Extras()
         sample = 0
         for entry in plan.scheduled:
-            self._update_row(entry, addresses, values, extras)
+            if self.num_sent[entry.row] != len(entry.seq.block_ids) or self.owner[entry.row] != (entry.seq, entry.seq.num_admissions):
+                self._update_row(entry, addresses, values, extras)
             if entry.seq.request.params.prompt_logprobs is not None:
                 self._prompt_extras(entry, extras)
             if entry.samples:
@@ -175,15 +236,26 @@ class BatchBuilder:
         header[Header.EXTRAS] = extras.shapes_logits
         header[Header.NUM_PROMPT_LOGITS] = len(extras.prompt_targets)
         header[Header.NUM_GROUPS] = self.num_groups
+        header[Header.LOGITS] = extras.shapes_logits or extras.num_logprobs is not None
         sections = {"addresses": np.array(addresses, np.int32), "values": np.array(values, np.int64).astype(np.int32)}
         if not decode_only:
             sections |= self._token_sections(plan)
+            if (shape := self._captured_shape(plan, extras)) is not None:
+                sections |= shape.pad(sections, plan.num_decodes)
+                header[SHAPE_FIELDS] = astuple(shape)
         return pack(header, sections), extras
+
+    def _captured_shape(self, plan: StepPlan, extras: Extras) -> MixedShape | None:
+        """The smallest captured mixed step that has room for this one."""
+        if extras.prompt_targets:
+            return None
+        size = plan.num_tokens, plan.num_decodes, len(plan.scheduled) - plan.num_decodes, self.num_groups > 0
+        return next((shape for shape in self.mixed_shapes if shape.fits(*size)), None)
 
     def _update_row(self, entry: ScheduledSeq, addresses: list[int], values: list[int], extras: Extras) -> None:
         """Differences of one sequence's state row: everything at its admission, later only the blocks that were added."""
         seq, row = entry.seq, entry.row
-        base = self.layout.row_address(row)
+        base = self.row_addresses[row]
         if self.owner[row] != (seq, seq.num_admissions):
             self.owner[row] = (seq, seq.num_admissions)
             self.num_sent[row] = 0
@@ -191,11 +263,9 @@ class BatchBuilder:
                 self.tree.place(row, seq.block_ids)
             params = seq.request.params
             low, high = seed_words(params.seed or 0)
-            fields = {Field.TOKEN: seq.token_ids[entry.start], Field.POSITION: entry.start, Field.SEED_LOW: low, Field.SEED_HIGH: high,
-                      Field.TEMPERATURE: float_bits(params.temperature), Field.TOP_K: min(max(params.top_k, 0), INT32_MAX),
-                      Field.TOP_P: float_bits(params.top_p), Field.MIN_P: float_bits(params.min_p)}
-            addresses.extend(base + f for f in fields)
-            values.extend(fields.values())
+            addresses.extend(range(base, base + len(Field)))    # in the order of Field
+            values.extend((seq.token_ids[entry.start], entry.start, low, high, float_bits(params.temperature),
+                           min(max(params.top_k, 0), INT32_MAX), float_bits(params.top_p), float_bits(params.min_p)))
             if params.has_penalties:
                 prompt = seq.num_prompt_tokens
                 extras.new_penalty_rows.append(PenaltyRow(row, seq.token_ids[:prompt], seq.token_ids[prompt:]))

@@ -261,7 +261,7 @@ class EngineCore:
         self.runner.reset_state()
 
     def _new_builder(self, runner: ModelRunner) -> BatchBuilder:
-        return BatchBuilder(runner.layout, self.config.block_size, runner.share_from)
+        return BatchBuilder(runner.layout, self.config.block_size, runner.share_from, runner.mixed_shapes)
 
     def _cause_of_death(self, error: Exception) -> EngineDeadError:
         """A rank's death, if there was one, rather than the broken collective it left behind."""

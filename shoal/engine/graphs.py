@@ -1,81 +1,114 @@
-"""CUDA graphs of the decode step at a ladder of batch sizes.
+"""CUDA graphs of decode steps, at a ladder of batch sizes, and of small mixed steps, at a ladder of token counts.
 
-Each size runs once before it is captured (kernels compile, workspaces grow), from large to small, all in one memory pool, so that the
-smaller graphs live in the largest one's memory. A graph takes everything from the batch state and writes the sampled tokens back into it.
-Sizes at which sequences may share prefixes are captured twice, as looking for what is not there costs 2 % of a step.
+Each runs before any is captured (kernels compile, workspaces grow), one layer of each kind, which is all there is to load. Graphs are
+captured from large to small, all in one memory pool, so that the smaller ones live in the largest one's memory. A decode step takes
+everything from the batch state; a mixed step its tokens from one static buffer; both write the sampled tokens back into the state.
 """
 
 from __future__ import annotations
 
 import bisect
-import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from shoal.engine.batch import MixedShape
+
+FEW_DECODES, FEW_PREFILLS = 16, 8    # of a step with room for few sequences
+FEW_FROM = 128                       # tokens: smaller steps lose nothing by room for many
+TOKENS_PER_PREFILL = 16              # room for many: that many prompts, for attention's grid to stay in bounds
+
+Key = TypeVar("Key")
+
 
 @dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    size: int
+class StepGraph:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor    # [size, V], overwritten by each replay of any graph of the pool
+    output: torch.Tensor    # of the captured launch, overwritten by each replay of any graph of the pool
 
     def replay(self) -> None:
         self.graph.replay()
 
 
-class DecodeGraphs:
-    """`decode(size, max_kv_len, sharing)` launches the step on the current stream and returns its logits. Sizes from `share_from` on are
-    captured with `sharing` too."""
+class StepGraphs(Generic[Key]):
+    """`launch(key)` launches a step on the current stream; `keys` come from large to small; `rehearsal` makes steps short."""
 
-    def __init__(self, decode: Callable[[int, int, bool], torch.Tensor], sizes: list[int], max_kv_len: int, share_from: int | None) -> None:
-        self.decode, self.sizes, self.max_kv_len = decode, sorted(sizes), max_kv_len
-        self.num_sharing = 0 if share_from is None else sum(size >= share_from for size in sizes)
-        self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
+    def __init__(self, launch: Callable[[Key], torch.Tensor], keys: Sequence[Key],
+                 rehearsal: Callable[[], AbstractContextManager[None]]) -> None:
+        self.launch, self.keys, self.rehearsal = launch, keys, rehearsal
+        self.graphs: dict[Key, StepGraph] = {}
 
-    def capture(self, pool: Any = None) -> None:
-        """`pool`: the id of the memory pool that the graphs live in; None: a new one."""
-        pool = pool or torch.cuda.graph_pool_handle()
-        gc.collect()
-        for i, size in enumerate(reversed(self.sizes)):
-            for sharing in (True, False) if i < self.num_sharing else (False,):
-                self.graphs[size, sharing] = self._capture_one(size, sharing, pool)
+    def capture(self, pool: Any) -> None:
+        """`pool`: the id of the memory pool that the graphs live in."""
+        self._rehearse(self.keys)
+        self.graphs = {key: self._capture_one(key, pool) for key in self.keys}
 
     def measure(self) -> int:
         """Bytes all graphs will take: the two largest are captured on trial; the second shows what each further one adds."""
+        if not self.keys:
+            return 0
         pool = torch.cuda.graph_pool_handle()
-        for size in self.sizes[-2:]:
-            self.decode(size, self.max_kv_len, False)
-        torch.cuda.synchronize()
+        self._rehearse(self.keys[:2])
         torch.cuda.empty_cache()
         free = [torch.cuda.mem_get_info()[0]]
         trials = []
-        for size in self.sizes[:-3:-1]:
-            trials.append(self._capture_one(size, False, pool, run_first=False))
+        for key in self.keys[:2]:
+            trials.append(self._capture_one(key, pool))
             torch.cuda.synchronize()
             free.append(torch.cuda.mem_get_info()[0])
-        first = max(0, free[0] - free[1])
-        each = max(0, free[1] - free[-1])
         del trials
-        return first + each * (len(self.sizes) + self.num_sharing - 1)
+        return max(0, free[0] - free[1]) + max(0, free[1] - free[-1]) * (len(self.keys) - 1)
 
-    def _capture_one(self, size: int, sharing: bool, pool: Any, run_first: bool = True) -> DecodeGraph:
-        if run_first:
-            self.decode(size, self.max_kv_len, sharing)
+    def _rehearse(self, keys: Sequence[Key]) -> None:
+        with self.rehearsal():
+            for key in keys:
+                self.launch(key)
         torch.cuda.synchronize()
+
+    def _capture_one(self, key: Key, pool: Any) -> StepGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = self.decode(size, self.max_kv_len, sharing)
-        return DecodeGraph(size, graph, logits)
+            output = self.launch(key)
+        return StepGraph(graph, output)
 
-    def fitting(self, size: int, sharing: bool) -> DecodeGraph | None:
-        """The smallest captured graph that holds `size` rows."""
+
+class DecodeGraphs(StepGraphs[tuple[int, bool]]):
+    """Keys are (rows, sharing), outputs logits [rows, V]. Sizes from `share_from` on are captured with `sharing` too, as looking for
+    shared prefixes that are not there costs 2 % of a step."""
+
+    def __init__(self, decode: Callable[[tuple[int, bool]], torch.Tensor], sizes: list[int], share_from: int | None,
+                 rehearsal: Callable[[], AbstractContextManager[None]]) -> None:
+        self.sizes = sorted(sizes)
+        keys = [(size, sharing) for size in reversed(self.sizes) for sharing in (True, False)
+                if not sharing or (share_from is not None and size >= share_from)]
+        super().__init__(decode, keys, rehearsal)
+
+    def fitting(self, size: int, sharing: bool) -> tuple[int, StepGraph] | None:
+        """The fewest captured rows, at least `size`, and their graph."""
         i = bisect.bisect_left(self.sizes, size)
-        return self.graphs[self.sizes[i], sharing] if i < len(self.sizes) else None
+        return (self.sizes[i], self.graphs[self.sizes[i], sharing]) if i < len(self.sizes) else None
 
     def padded(self, size: int) -> int:
         """How many rows a step of `size` decodes runs."""
         i = bisect.bisect_left(self.sizes, size)
         return self.sizes[i] if i < len(self.sizes) else size
+
+
+def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> list[MixedShape]:
+    """The ladder of mixed steps up to `max_tokens`, small to large. From 256 tokens on rungs are at most a quarter apart, which costs 10 %
+    of padding in the mean; below, products take the time of their weights. From FEW_FROM on each comes twice: for few sequences, whose
+    decodes are split finely, and for many, whose decodes may share prefixes."""
+    rungs = [32, 64, 128, 192, 256, *(octave * quarters // 4 for octave in (256, 512, 1024, 2048) for quarters in (5, 6, 7, 8))]
+    shapes = set()
+    for tokens in rungs:
+        if tokens > max_tokens:
+            break
+        many = min(tokens, max_num_seqs), min(max(FEW_PREFILLS, tokens // TOKENS_PER_PREFILL), max_num_seqs)
+        few = min(FEW_DECODES, max_num_seqs), min(FEW_PREFILLS, max_num_seqs)
+        sharing = share_from is not None and many[0] >= share_from
+        for (decodes, prefills), shares in ((many, sharing), (few, False)) if tokens >= FEW_FROM else ((many, sharing),):
+            shapes.add(MixedShape(tokens, decodes, prefills, min(decodes + prefills, max_num_seqs), shares))
+    return sorted(shapes)

@@ -90,12 +90,10 @@ class LLM:
         """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
-            waiting = set(range(len(groups)))
-            while waiting:
-                self._step()
-                done = {i for i in waiting if groups[i].finished}
-                waiting -= done
-                bar.update(len(done))
+            for group in groups:    # in turn: looking at all of them at each step takes thousands of small ones a fifth of their time
+                while not group.finished:
+                    self._step()
+                bar.update()
         finally:
             self._drop(groups)
             bar.close()

@@ -20,9 +20,9 @@ import torch
 from shoal.attention.select import select_backend
 from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.config import EngineConfig
-from shoal.engine.batch import HEADER_SIZE, Extras, Header, section_spans
+from shoal.engine.batch import HEADER_SIZE, Extras, Header, MixedShape, padded_size, section_spans, token_spans
 from shoal.engine.device import DeviceMemory, PinnedRing
-from shoal.engine.graphs import DecodeGraphs
+from shoal.engine.graphs import DecodeGraphs, StepGraphs, mixed_shapes
 from shoal.engine.kv_commands import KvCommands
 from shoal.engine.profile import NOTHING, Profiler, StepClock, span
 from shoal.engine.rank_commands import RankCommands
@@ -39,6 +39,7 @@ from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.transfer import WeightsGroup
 from shoal.weights.update import weight_tensors
 
+LAUNCH_S, FLOPS = 750e-6, 6e14    # a layer's launches from Python, half as much again; a fast GPU's products
 RING = 4                     # buffers of steps in flight, each guarded by an event
 
 
@@ -89,9 +90,14 @@ class ModelRunner(RankCommands, KvCommands):
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.clone())
             self._allocate_state()
+        captures_mixed = self.backend.captures_mixed and not config.enforce_eager
+        self.mixed_shapes = mixed_shapes(self._most_captured_tokens(), self.max_num_seqs, self.share_from) if captures_mixed else []
+        size = max((end for shape in self.mixed_shapes for _, end in token_spans(shape).values()), default=0)
+        self.mixed_inputs = torch.zeros(padded_size(size), dtype=torch.int32, device=self.device)    # where captured mixed steps read
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
         self.shaper = LogitShaper(self.max_num_seqs, model.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: StepGraphs[MixedShape] | None = None
         self.profiler: Profiler | None = None
         self.clock: StepClock | None = None
         self.kv = self._new_cache(1)
@@ -153,7 +159,7 @@ class ModelRunner(RankCommands, KvCommands):
         self._largest_step()
         graph_bytes = 0
         if not config.enforce_eager:
-            graph_bytes = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len, self.share_from).measure()
+            graph_bytes = sum(graphs.measure() for graphs in self._new_graphs())
         return (self.memory.room(graph_bytes) - self.shaper.reserved_bytes) // self.block_bytes
 
     def _largest_step(self) -> None:
@@ -190,20 +196,36 @@ class ModelRunner(RankCommands, KvCommands):
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
-        """Makes the cache and captures the decode graphs; every rank is called with the same number."""
+        """Makes the cache and captures the graphs; every rank is called with the same number."""
         with self.regions.holding("kv_cache"):
             self.kv = self._new_cache(num_blocks)
         self.reset_state()
         if self.device.type == "cuda":
             if not self.config.enforce_eager:
-                self.graphs = DecodeGraphs(self._decode, self.graph_sizes(), self.max_model_len, self.share_from)
-                self.graphs.capture(self.regions.graph_pool("kv_cache"))
+                gc.collect()    # nothing dead is to hold memory meanwhile
+                self.graphs, self.mixed_graphs = self._new_graphs()
+                pool = self.regions.graph_pool("kv_cache") or torch.cuda.graph_pool_handle()
+                self.mixed_graphs.capture(pool)    # the larger ones
+                self.graphs.capture(pool)
             for fresh in (True, False):    # compiles, or loads, the kernels of mixed steps before a request waits for them
                 self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
             self.reset_state()
             torch.cuda.synchronize(self.device)
         if self.config.sleep_offload == "host":
             self.regions.prepare_host()
+
+    def _new_graphs(self) -> tuple[DecodeGraphs, StepGraphs[MixedShape]]:
+        short = self.model.one_layer_of_each_kind
+        decode = DecodeGraphs(lambda key: self._decode(key[0], self.max_model_len, key[1]), self.graph_sizes(), self.share_from, short)
+        return decode, StepGraphs(self._captured_mixed, self.mixed_shapes[::-1], short)
+
+    def _most_captured_tokens(self) -> int:
+        """Of a mixed step: beyond it the GPU takes longer than Python does to launch the step."""
+        active = sum(p.numel() for name, p in self.model.layers.named_parameters() if ".experts." not in name)
+        if (model := self.model_config).num_experts:
+            experts = sum(p.numel() for name, p in self.model.layers.named_parameters() if ".experts." in name)
+            active += experts * model.num_experts_per_tok // model.num_experts
+        return min(self.max_num_tokens, int(LAUNCH_S * model.num_layers * FLOPS / (2 * active)))
 
     def graph_sizes(self) -> list[int]:
         """nano-vllm's ladder 1, 2, 4, 8, then every 16, up to max_num_seqs (itself included, so that no batch falls off its end)."""
@@ -221,35 +243,40 @@ class ModelRunner(RankCommands, KvCommands):
             return self._step(packed, header, extras)
 
     def _step(self, packed: np.ndarray, header: np.ndarray, extras: Extras | None) -> StepResult:
-        sections = self._upload(packed)
-        if sections["addresses"].shape[0]:
+        sections: dict[str, torch.Tensor] = {}
+        if header[Header.NUM_UPDATES] or not header[Header.DECODE_ONLY]:    # most decode steps of a small batch send nothing
+            on_device, spans = self._upload(packed), section_spans(header)
+            sections = {name: on_device[start:end] for name, (start, end) in spans.items()}
+        if header[Header.NUM_UPDATES]:
             self.ops.apply_updates(self.state, sections["addresses"], sections["values"])
         if extras is not None:
             self.shaper.start_rows(extras)
+        logits_SV: torch.Tensor | None
         if header[Header.DECODE_ONLY]:
             logits_SV, prompt, embeddings = self._decode_step(header, extras), None, None
+        elif header[Header.GRAPH_TOKENS]:
+            logits_SV, prompt, embeddings = self._replay_mixed(on_device[spans["token_ids"][0]:], header, sections, extras)
         else:
             logits_SV, prompt, embeddings = self._mixed_step(packed, sections, extras)
         num_samples, chosen = int(header[Header.NUM_SAMPLES]), None
         if extras is not None:
             self.shaper.count(self.out_B, extras)
-            if extras.num_logprobs is not None:
+            if extras.num_logprobs is not None and logits_SV is not None:
                 chosen = logprobs(logits_SV[:num_samples], self.out_B[:num_samples], extras.num_logprobs).to_host()
         return self._collect(num_samples, chosen, prompt.to_host() if prompt is not None else None,
                              start_copy(embeddings) if embeddings is not None else None)
 
-    def _upload(self, packed: np.ndarray) -> dict[str, torch.Tensor]:
-        spans = section_spans(packed[:HEADER_SIZE])
-        on_device = torch.from_numpy(packed) if self.staging is None else self.staging.upload(packed)
-        return {name: on_device[start:end] for name, (start, end) in spans.items()}
+    def _upload(self, packed: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(packed) if self.staging is None else self.staging.upload(packed)
 
     def _decode_step(self, header: np.ndarray, extras: Extras | None) -> torch.Tensor:
         size = int(header[Header.NUM_DECODES])
         sharing = bool(header[Header.NUM_GROUPS])
-        graph = self.graphs.fitting(size, sharing) if self.graphs is not None else None
-        if graph is not None:
+        fitting = self.graphs.fitting(size, sharing) if self.graphs is not None else None
+        if fitting is not None:
+            padded, graph = fitting
             graph.replay()
-            padded, logits_SV = graph.size, graph.logits
+            logits_SV = graph.output
         else:
             padded, logits_SV = size, self._decode(size, int(header[Header.MAX_KV_LEN]), sharing)
         if header[Header.EXTRAS]:
@@ -293,6 +320,35 @@ class ModelRunner(RankCommands, KvCommands):
         logits_SV = self.model.logits(hidden_SD)
         self._sample(logits_SV, sections["sample_rows"], sections["sample_positions"], extras)
         return logits_SV, prompt, unit_rows(hidden_SD, extras.embeds) if extras is not None and extras.embeds else None
+
+    def _captured_mixed(self, shape: MixedShape) -> torch.Tensor:
+        """A mixed step of what mixed_inputs holds; returns the hidden states of its samples. This is what a graph captures."""
+        sections = {name: self.mixed_inputs[start:end] for name, (start, end) in token_spans(shape).items()}
+        token_ids, token_rows = sections["token_ids"], sections["token_rows"]
+        token_ids = torch.where(token_ids < 0, self.table[token_rows.long(), Field.TOKEN], token_ids)
+        step = StepInput(
+            token_ids_T=token_ids, positions_T=sections["positions"], rows_T=token_rows, rows_S=sections["rows"],
+            query_starts_S=sections["query_starts"], kv_lens_S=sections["kv_lens"], block_tables_RM=self.block_tables,
+            num_decodes=shape.decodes, max_query_len=shape.tokens, max_kv_len=self.max_model_len, captured_mixed=True,
+            prefixes=self.prefixes if shape.sharing else None)
+        self.backend.begin(step)
+        hidden_SD = self.model(step, self.kv, sections["sample_index"].long())
+        self._sample(self.model.logits(hidden_SD), sections["sample_rows"], sections["sample_positions"], None)
+        return hidden_SD
+
+    def _replay_mixed(self, inputs: torch.Tensor, header: np.ndarray, sections: dict[str, torch.Tensor],
+                      extras: Extras | None) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        assert self.mixed_graphs is not None
+        self.mixed_inputs[:inputs.shape[0]].copy_(inputs)
+        graph = self.mixed_graphs.graphs[MixedShape.of(header)]
+        graph.replay()
+        hidden_SD, logits_SV = graph.output[:int(header[Header.NUM_SAMPLES])], None
+        if header[Header.LOGITS]:
+            logits_SV = self.model.logits(hidden_SD)
+        if header[Header.EXTRAS] and logits_SV is not None:
+            num_samples = hidden_SD.shape[0]
+            self._sample(logits_SV, sections["sample_rows"][:num_samples], sections["sample_positions"][:num_samples], extras)
+        return logits_SV, None, unit_rows(hidden_SD, extras.embeds) if extras is not None and extras.embeds else None
 
     def _prompt_logprobs(self, hidden_PD: torch.Tensor, extras: Extras | None) -> LogprobTensors | None:
         """Every rank joins the product; rank 0 keeps the figures. In pieces, so that no [P, V] tensor of a long prompt is made."""
@@ -360,7 +416,7 @@ class ModelRunner(RankCommands, KvCommands):
         return None if clock is None else clock.stop()
 
     def drop_graphs(self) -> None:
-        self.graphs = None
+        self.graphs = self.mixed_graphs = None
         gc.collect()
 
     def exit(self) -> None:

@@ -6,7 +6,8 @@ Weights arrive one tensor at a time under their Hugging Face names; each layer t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,6 +102,16 @@ class Decoder(nn.Module):
             x_TD = layer(x_TD, residual_TD, step, kv[:, i], self.cos_sin)
         assert x_TD is not None
         return x_TD
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Meanwhile a step runs these alone, for a rehearsal: all its kernels in a fraction of the time, for results that mean nothing."""
+        layers = self.layers
+        self.layers = nn.ModuleList({(type(layer.mlp), layer.self_attn.window): layer for layer in layers}.values())    # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         return self.lm_head.logits(hidden_SD)

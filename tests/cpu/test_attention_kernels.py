@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
 from shoal.attention import triton as backend_module
 from shoal.attention.step import StepInput
 from shoal.attention.triton import TritonBackend, decode_splits, equal_runs
+from shoal.engine.batch import MixedShape
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
 from shoal.kernels.attention_reference import paged_attention
 
@@ -87,6 +89,21 @@ class Case:
 
     def check(self, out: torch.Tensor, window: int | None = None) -> None:
         torch.testing.assert_close(out, self.expected(window), atol=self.tolerance, rtol=self.tolerance)
+
+    def check_padded(self, backend: TritonBackend, room: tuple[int, int, int]) -> None:
+        """The step as a graph has captured it: more places for tokens, decodes and prefills (`room`) than it fills."""
+        step, num_tokens = self.step, self.step.num_tokens
+        shape, unused = MixedShape(*room, samples=0, sharing=step.prefixes is not None), np.zeros(0, np.int32)
+        padded = {name: torch.from_numpy(values) for name, values in shape.pad(
+            {"token_ids": step.token_ids_T.numpy(), "positions": step.positions_T.numpy(), "token_rows": step.rows_T.numpy(),
+             "rows": step.rows_S.numpy(), "query_starts": step.query_starts_S.numpy(), "kv_lens": step.kv_lens_S.numpy(),
+             "sample_index": unused, "sample_rows": unused, "sample_positions": unused}, step.num_decodes).items()}
+        captured = StepInput(padded["token_ids"], padded["positions"], padded["token_rows"], padded["rows"], padded["query_starts"],
+                             padded["kv_lens"], self.block_tables_RM, num_decodes=shape.decodes, max_query_len=shape.tokens,
+                             max_kv_len=256, captured_mixed=True, prefixes=step.prefixes)
+        q, k, v = (torch.cat((x, x.new_full((shape.tokens - num_tokens, *x.shape[1:]), float("nan")))) for x in (self.q, self.k, self.v))
+        self.check(backend.attend(q, k, v, self.kv_layer, captured, None)[:num_tokens])
+        assert not backend.workspace.arrived.any()
 
     def decode(self, splits: int, window: int | None = None, workspace: DecodeWorkspace | None = None) -> DecodeWorkspace:
         """Runs the decode kernel on small tiles, so that a few keys make several tiles and splits, and checks the output."""
@@ -225,6 +242,13 @@ def test_random_steps_equal_the_reference() -> None:
         case = Case(decodes + chunks, 6, 2, block_size=rng.choice([1, 4, 16]), num_decodes=len(decodes), seed=rng.randrange(1000))
         backend = TritonBackend(6, 2, 16, 16, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
         case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2, 3])
+@pytest.mark.parametrize("room", [(40, 4, 5), (64, 3, 9)], ids=str)
+def test_the_backend_answers_padded_mixed_steps(num_decodes: int, room: tuple[int, int, int]) -> None:
+    case = Case([(1, 40), (1, 9), (1, 17)][:num_decodes] + [(9, 30), (1, 12), (16, 16)], 6, 2, num_decodes=num_decodes)
+    case.check_padded(TritonBackend(6, 2, 16, 8, 8, 256, torch.device("cpu"), torch.float32), room)
 
 
 def test_splits_fill_the_gpu_and_never_outrun_the_keys() -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from shoal.api import Request, SamplingParams
-from shoal.engine.batch import HEADER_SIZE, BatchBuilder, Header, float_bits, section_spans
+from shoal.engine.batch import HEADER_SIZE, BatchBuilder, Header, MixedShape, float_bits, section_spans, token_spans
+from shoal.engine.graphs import mixed_shapes
 from shoal.engine.scheduler import Scheduler
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
@@ -14,11 +15,11 @@ BLOCK = 4
 class Device:
     """The flat state as the device holds it after each packed step."""
 
-    def __init__(self, num_seqs=4, max_blocks=8):
+    def __init__(self, num_seqs=4, max_blocks=8, **options):
         self.layout = StateLayout(num_seqs, max_blocks)
         self.state = np.zeros(self.layout.size, np.int32)
         self.state[:num_seqs] = -1
-        self.builder = BatchBuilder(self.layout, BLOCK)
+        self.builder = BatchBuilder(self.layout, BLOCK, **options)
 
     def apply(self, plan, graph_size=None):
         packed, extras = self.builder.build(plan, graph_size)
@@ -111,3 +112,48 @@ def test_prompt_logprobs_ask_for_every_token_but_the_last(budget):
         assert len(sections["prompt_logits"]) == len(extras.prompt_targets)
         targets += extras.prompt_targets
     assert targets == list(range(1, 10))
+
+
+def test_a_mixed_step_is_padded_to_the_smallest_captured_one_that_has_room():
+    shapes = [MixedShape(8, 2, 2, 3, False), MixedShape(8, 2, 3, 4, False), MixedShape(16, 2, 2, 4, False)]
+    device, queue = Device(mixed_shapes=shapes), scheduler()
+    queue.add(request("a", 5))
+    plan = queue.schedule()
+    header, sections, _ = device.apply(plan)
+    device.check(plan)
+    assert MixedShape.of(header) == shapes[0] and header[Header.NUM_SAMPLES] == 1
+    assert sections["token_ids"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0] and sections["positions"].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert sections["rows"].tolist() == [-1, -1, 0, -1] and sections["kv_lens"].tolist() == [0, 0, 5, 0]
+    assert sections["query_starts"].tolist()[2:] == [0, 5, 5]
+    assert sections["sample_index"].tolist() == [4, 0, 0] and sections["sample_rows"].tolist() == [0, -1, -1]
+    queue.update(plan, [50])
+    for name in "bcd":
+        queue.add(request(name, 2))
+    plan = queue.schedule()
+    header, sections, _ = device.apply(plan)
+    assert MixedShape.of(header) == shapes[1]
+    assert sections["token_rows"].tolist() == [0, 1, 1, 2, 2, 3, 3, -1] and sections["token_ids"][0] == -1
+    assert sections["rows"].tolist() == [0, -1, 1, 2, 3] and sections["kv_lens"].tolist() == [6, 0, 2, 2, 2]
+    assert sections["query_starts"].tolist()[2:] == [1, 3, 5, 7]
+    start = section_spans(header)["token_ids"][0]    # a graph reads at fixed places, however many updates come before
+    assert {name: (a - start, b - start) for name, (a, b) in section_spans(header).items() if a >= start} == {
+        name: span for name, span in token_spans(shapes[1]).items() if span[1]} | {"prompt_logits": token_spans(shapes[1])["prompt_logits"]}
+
+
+@pytest.mark.parametrize("ask", [dict(length=17), dict(length=5, prompt_logprobs=1)], ids=str)
+def test_what_no_captured_step_has_room_for_runs_eagerly(ask):
+    device, queue = Device(mixed_shapes=[MixedShape(16, 2, 2, 3, False)]), scheduler()
+    queue.add(request("a", **ask))
+    header, sections, _ = device.apply(queue.schedule())
+    assert not header[Header.GRAPH_TOKENS] and len(sections["token_ids"]) == ask["length"]
+
+
+@pytest.mark.parametrize(("most", "max_num_seqs", "share_from"),
+                         [(4096, 256, 9), (16384, 256, None), (1000, 4, 9), (40, 1, None), (8, 256, 9)])
+def test_the_ladder_of_mixed_steps_has_little_padding_and_room_for_every_decode(most, max_num_seqs, share_from):
+    shapes = mixed_shapes(most, max_num_seqs, share_from)
+    assert shapes == sorted(shapes) and len(shapes) <= 40
+    assert all(s.tokens <= most and s.decodes <= s.tokens and s.samples <= max_num_seqs for s in shapes)
+    for tokens in range(257, shapes[-1].tokens + 1 if shapes else 0):
+        for decodes in {0, 1, min(tokens - 1, max_num_seqs - 1)}:
+            assert next(s for s in shapes if s.fits(tokens, decodes, 1, False)).tokens < 1.25 * tokens

@@ -117,6 +117,15 @@ def test_the_backend_shares_prefixes_of_mixed_steps_too(prefills: list[tuple[int
         case.check(engine.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
 
 
+def test_decodes_share_prefixes_in_padded_mixed_steps() -> None:
+    decodes = [(1, n) for n in (70, 65, 90, 101, 91, 64, 70, 66, 200, 33)]
+    case = Case(decodes + [(9, 30), (12, 12)], num_decodes=len(decodes))
+    prefixes = share(case, [([0, 3, 6, 5], 7), ([1, 4, 8], 8)])
+    lens, members = (torch.cat((x[:len(decodes)], torch.zeros(6, dtype=torch.int32))) for x in (prefixes.lens_S, prefixes.members_S))
+    case.step = replace(case.step, prefixes=SharedPrefixes(lens, members, prefixes.groups))
+    case.check_padded(backend(4, 2), (40, 16, 4))
+
+
 def test_a_small_batch_launches_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.attention.triton.prefix_attention", None)
     case = Case([(1, 130)] * (SHARE_FROM - 1), num_decodes=SHARE_FROM - 1)

@@ -77,6 +77,47 @@ def test_shared_prefixes_change_no_token(options, build, monkeypatch):
     assert ids_of(engine.generate(prompts, params)) == expected
 
 
+def count_replays(engine, monkeypatch):
+    """The number of mixed steps that are replayed, as it grows."""
+    replayed, replay = [], engine.core.runner._replay_mixed
+    monkeypatch.setattr(engine.core.runner, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args))
+    return replayed
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(max_num_batched_tokens=64), dict(num_gpu_blocks_override=14, max_model_len=200), dict(max_num_seqs=3),
+    dict(async_scheduling=False),
+], ids=str)
+def test_captured_mixed_steps_change_no_token(options, build, monkeypatch):
+    """Chunks, prefix hits, preemption, decodes beside prefills, requests that end early or are aborted."""
+    params = [greedy(max_tokens=4 + 5 * (i % 4)) for i in range(len(PROMPTS))]
+    outputs = []
+    for eager in (True, False):
+        engine = build("qwen3", enforce_eager=eager, **options)
+        replayed = count_replays(engine, monkeypatch)
+        stream = engine.stream(PROMPTS[7], greedy(max_tokens=100, ignore_eos=True))
+        next(stream)
+        stream.close()
+        outputs.append([ids_of(engine.generate(prompts, params)) for prompts in (PROMPTS, PROMPTS[::-1], [p + [7] * 9 for p in PROMPTS])])
+        assert bool(replayed) != eager
+    assert outputs[0] == outputs[1]
+
+
+def test_what_is_asked_beside_tokens_is_the_same_from_captured_mixed_steps(build, monkeypatch):
+    asked = [greedy(logprobs=3), greedy(repetition_penalty=1.3, presence_penalty=0.5), greedy(logit_bias={5: 4.0}),
+             greedy(prompt_logprobs=2), greedy(temperature=1.1, seed=4, min_p=0.1), greedy()]
+    outputs = []
+    for eager in (True, False):
+        engine = build("qwen3", enforce_eager=eager, max_num_seqs=4)
+        replayed = count_replays(engine, monkeypatch)
+        outputs.append([o.outputs[0] for o in engine.generate(PROMPTS[:6], asked)])
+        assert bool(replayed) != eager
+    assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
+    for eager, captured in zip(*(o[0].logprobs for o in outputs)):
+        assert list(eager) == list(captured)
+        assert [x.logprob for x in eager.values()] == pytest.approx([x.logprob for x in captured.values()], abs=1e-4)
+
+
 def test_exit_gives_the_memory_back(build):
     torch.cuda.synchronize()
     build("qwen3").exit()
