@@ -167,6 +167,7 @@ def test_any_load_tells_exactly_what_the_pool_holds(seed):
             for batch in events.drain():
                 view.apply(kv_events.encode(batch))
             assert view.names() == set(names(scheduler.pool.cached_keys()))
+            assert {parent for parent, _ in view.blocks.values()} <= view.names() | {None}, "cached, and out of reach"
         if r.random() < 0.05:
             late = View(SIZE).apply(kv_events.encode(events.snapshot()))
             assert late.names() == set(names(scheduler.pool.cached_keys()))
