@@ -2,7 +2,8 @@
 
     python benchmarks/attention.py [--quick] [decode] [shared] [prefill] [launch]
 
-Prints for each case the default and, of the kernel that any GPU runs, the best three cuts: microseconds, and TB/s of keys and values (decode) or TFLOP/s (prefill).
+Prints for each case the default and, of the kernel that any GPU runs, the best three cuts: microseconds, and TB/s of keys and values
+(decode) or TFLOP/s (prefill).
 --quick leaves the sweep out. Decodes run in a CUDA graph over as many layers as it takes to keep the L2 cache cold, as in a model.
 """
 

@@ -8,8 +8,9 @@ Work is a list of items, tiles of queries times heads, those with most keys firs
 from a counter, its producer fetching for the next while the last one ends. A cache block of 16 tokens of one head lies in one
 piece, so TMA needs one instruction for 64 dims of a block, and keys from the cache cost no more than keys in rows.
 
-bf16, one H200, TFLOP/s, beside the kernel of attention.py: 8 x 4096, 32 heads 580 (457 from rows, 371 from the cache); a chunk of 8192 over
-24,000 cached tokens 596 (405), 16 heads 630 (398); 64 x 128 over 2048 418 to 446 (300 to 350).
+bf16, one H200, TFLOP/s of two timings in a row (the GPU slows as it warms), beside the kernel of attention.py, from the cache: 8 x 4096, 32
+heads 580, 515 (371); a chunk of 8192 over 24,000 cached tokens 596, 579 (405), with 16 heads 630, 581 (398); 64 x 128 over 2048, 16 heads 444,
+446 (347).
 The oracle is attention_reference.py. Shapes as in attention.py. A line is one token's N numbers of K or V of one head in the cache.
 """
 

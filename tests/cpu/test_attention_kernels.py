@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 
+from shoal.attention import triton as backend_module
 from shoal.attention.step import StepInput
 from shoal.attention.triton import TritonBackend, decode_splits
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
@@ -229,3 +230,22 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
         assert work[:, 1].max() * heads_an_item(group) <= 128
         ends = (work[:, 1] + work[:, 2]).tolist()
         assert ends == sorted(ends, reverse=True)
+
+
+def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_plain_torch(q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms) -> None:
+        for token, count, position, seq in work.tolist():
+            tile = slice(token, token + count)
+            out_THN[tile] = paged_attention(q_THN[tile], kv_layer, torch.tensor([0, count]), torch.tensor([position + count]),
+                                            rows_S[seq:seq + 1], block_tables_RM, scale)
+
+    monkeypatch.setattr(backend_module.hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(backend_module.hopper, "hopper_prefill_attention", in_plain_torch)
+    monkeypatch.setattr(backend_module, "HOPPER_FROM", 100)
+    for prefills in ([(99, 120)], [(100, 100)], [(3, 3), (97, 200), (1, 9)]):
+        case = Case([(1, 30), (1, 0), *prefills], num_decodes=2)
+        backend = TritonBackend(4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+        backend.begin(case.step)
+        assert (backend.work is not None) == (prefills[0][0] != 99)
+        for window in (None, 10):
+            case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
