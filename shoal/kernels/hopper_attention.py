@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper at FlashAttention 3's speed, over the paged cache, in Gluon (Triton's language of warps and layouts).
+"""Prefill attention on Hopper: FlashAttention 3 over the paged cache, in Gluon (Triton's language of warps and layouts).
 
 FlashAttention 3 (Shah et al. 2024): a producer warp has the copy engine (TMA) fetch queries, keys and values into shared memory; two
 warpgroups of 64 rows compute. A warpgroup sets out for the scores of the next tile of keys before it adds the values of this one, so
@@ -6,11 +6,10 @@ that its softmax runs beside the tensor cores, and the two take turns at setting
 
 Work is a list of items, tiles of queries times heads, those with most keys first. A program stays on its SM and takes item after item
 from a counter, its producer fetching for the next while the last one ends. A cache block of 16 tokens of one head lies in one
-piece, so TMA needs one instruction for 64 dims of a block, and keys from the cache cost no more than keys in rows.
+piece, so that TMA fetches 64 dims of it with one instruction.
 
-bf16, one H200, TFLOP/s of two timings in a row (the GPU slows as it warms), beside the kernel of attention.py, from the cache: 8 x 4096, 32
-heads 580, 515 (371); a chunk of 8192 over 24,000 cached tokens 596, 579 (405), with 16 heads 630, 581 (398); 64 x 128 over 2048, 16 heads 444,
-446 (347).
+bf16, one H200, TFLOP/s of two timings in one run, beside attention.py's kernel, all from the cache: 8 x 4096, 32 heads 580 and 515 (371);
+a chunk of 8192 over 24,000 cached tokens 596 and 579 (405), 16 heads 630 and 581 (398); 64 x 128 over 2048, 16 heads 444 and 446 (347).
 The oracle is attention_reference.py. Shapes as in attention.py. A line is one token's N numbers of K or V of one head in the cache.
 """
 
