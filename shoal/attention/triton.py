@@ -1,19 +1,16 @@
-"""The GPU's attention backend: Triton kernels on the paged cache, and cuDNN for long prefills that have no cached prefix.
+"""The GPU's attention backend: Triton kernels on the paged cache.
 
 Owns the choice of kernel, the number of splits and the decode workspace; the kernels are in kernels/attention.py, that for prefixes which
-decodes share in kernels/prefix_attention.py.
-Shapes: T tokens of the step, H query heads, G kv heads, N head size, L queries of one sequence.
+decodes share in kernels/prefix_attention.py, that for large prefills on Hopper in kernels/hopper_attention.py.
+Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from shoal.attention.step import StepInput
+from shoal.kernels import hopper_attention as hopper
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
 from shoal.kernels.prefix_attention import prefix_attention
 
@@ -25,8 +22,7 @@ FULL_SPLIT = 160          # and that the longest sequence gives each: many progr
 SHARE_FROM = 9            # fewest decodes for which a shared prefix is worth one launch more a layer
 PREFIX_PROGRAMS_PER_SM = 2
 MAX_PARTS = 16            # most parts of a shared prefix: each is one result more to weigh
-CUDNN_MIN_LEN = 2048      # shortest fresh prefill that cuDNN gets; it is faster than our kernel on long ones only
-CUDNN_STEP = 1024         # and it gets whole steps of its queries, since it plans anew for every length it meets
+HOPPER_FROM = 512         # prefill tokens of a step from which Hopper's own kernel gets them: it takes 30 us more to launch
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
@@ -51,17 +47,6 @@ def prefix_parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
     return min(MAX_PARTS, max(8, PREFIX_PROGRAMS_PER_SM * num_sms // (num_kv_heads * -(-num_seqs // 32))))
 
 
-def equal_runs(host_query_starts: tuple[int, ...], first_seq: int) -> Iterator[tuple[int, int, int]]:
-    """(first token, sequences, length) of each run of neighbouring sequences of one length, from sequence `first_seq` on."""
-    seq, num_seqs = first_seq, len(host_query_starts) - 1
-    while seq < num_seqs:
-        start, length, count = host_query_starts[seq], host_query_starts[seq + 1] - host_query_starts[seq], 1
-        while seq + count < num_seqs and host_query_starts[seq + count + 1] - host_query_starts[seq + count] == length:
-            count += 1
-        yield start, count, length
-        seq += count
-
-
 class TritonBackend:
     """Steps that share a backend must run one after the other: they share its workspace."""
 
@@ -75,15 +60,21 @@ class TritonBackend:
         on_gpu = device.type == "cuda"
         # without a GPU (Triton's interpreter) any number will do; 8 lets small cases split
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        # cuDNN's fused attention: Hopper's kernels, half precision, head sizes it has
-        self.cudnn = (on_gpu and torch.cuda.get_device_capability(device) >= (9, 0) and dtype != torch.float32
-                      and head_dim <= 128 and head_dim % 8 == 0)
+        self.hopper = hopper.is_supported(device, dtype, head_dim, block_size)
+        self.group = num_heads // num_kv_heads
+        self.work: torch.Tensor | None = None    # of the step, if Hopper's kernel gets its prefills
+        self.taken = torch.zeros(1, dtype=torch.int32, device=device)
         partials = max(s * (max(splits(s, num_kv_heads, max_model_len, self.num_sms) for splits in (decode_splits, captured_splits))
                             + prefix_parts(s, num_kv_heads, self.num_sms)) for s in range(1, max_num_seqs + 1))
         self.workspace = DecodeWorkspace.allocate(partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device)
 
     def begin(self, step: StepInput) -> None:
-        """Nothing to plan: kernels read lengths and block tables on the device."""
+        """Orders the work of a large step's prefills. Otherwise there is nothing to plan: kernels read lengths and block tables on the
+        device."""
+        self.work = None
+        if self.hopper and step.host_query_starts and step.num_tokens - step.num_decodes >= HOPPER_FROM:
+            work = hopper.prefill_work(step.host_query_starts, step.host_kv_lens, step.num_decodes, self.group)
+            self.work = torch.from_numpy(work).to(step.rows_S.device, non_blocking=True)
 
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
                step: StepInput, window: int | None) -> torch.Tensor:
@@ -106,25 +97,10 @@ class TritonBackend:
     def prefill(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
                 step: StepInput, window: int | None, out_THN: torch.Tensor) -> None:
         """Writes out_THN of the step's prefill chunks, after the decodes': places for decodes that are empty wrote zeros there."""
-        use_cudnn = self.cudnn and step.fresh_prefills and window is None and step.max_query_len >= CUDNN_MIN_LEN
-        all_done = use_cudnn and self.prefill_cudnn(q_THN, k_TGN, v_TGN, step, out_THN)
-        if not all_done:
+        if self.work is not None and window is None:
+            hopper.hopper_prefill_attention(q_THN, kv_layer, out_THN, self.work, self.taken, step.rows_S, step.block_tables_RM, self.scale,
+                                            self.num_sms)
+        else:
             num_queries = step.num_tokens if step.captured_mixed else step.num_tokens - step.num_decodes
             prefill_attention(q_THN, k_TGN, v_TGN, kv_layer, out_THN, step.query_starts_S, step.kv_lens_S, step.rows_S,
-                              step.block_tables_RM, step.num_decodes, num_queries, self.scale, window,
-                              paged=not step.fresh_prefills, skip_from=CUDNN_MIN_LEN if use_cudnn else 0, skip_step=CUDNN_STEP)
-
-    def prefill_cudnn(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, step: StepInput,
-                      out_THN: torch.Tensor) -> bool:
-        """The first whole CUDNN_STEPs of every long sequence, whose later queries see these but not the reverse. True: that was all."""
-        all_done = True
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            for start, count, length in equal_runs(step.host_query_starts, step.num_decodes):
-                done = length // CUDNN_STEP * CUDNN_STEP if length >= CUDNN_MIN_LEN else 0
-                all_done &= done == length
-                if done:
-                    q, k, v = (x[start:start + count * length].unflatten(0, (count, length))[:, :done].transpose(1, 2)
-                               for x in (q_THN, k_TGN, v_TGN))
-                    result = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-                    out_THN[start:start + count * length].unflatten(0, (count, length))[:, :done] = result.transpose(1, 2)
-        return all_done
+                              step.block_tables_RM, step.num_decodes, num_queries, self.scale, window, paged=not step.fresh_prefills)

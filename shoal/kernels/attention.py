@@ -313,13 +313,11 @@ def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
 def prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, kv_lens_ptr, rows_ptr, table_ptr, scale_log2,
                    stride_q, stride_table, stride_k, stride_v, stride_head, first_seq, num_seqs, num_tiles,
                    G: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-                   PAGED: tl.constexpr, SKIP_FROM: tl.constexpr, SKIP_STEP: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, N_PAD: tl.constexpr):
+                   PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, N_PAD: tl.constexpr):
     """A tile of BLOCK_Q queries times the GROUP heads of one kv head; grid (G * num_tiles), the longest tiles of a sequence first.
 
     PAGED: keys from the cache through the block table, chunks may follow a cached prefix. Otherwise every chunk is a whole sequence
-    and k, v are rows of the step's own projection. SKIP_FROM > 0: of sequences that long, the queries in whole SKIP_STEPs are
-    somebody else's, and their tiles leave at once.
+    and k, v are rows of the step's own projection.
     """
     kv_head = tl.program_id(0) % G
     tile = num_tiles - 1 - tl.program_id(0) // G
@@ -328,9 +326,6 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, kv_lens_ptr, rows_p
     query_len = tl.load(starts_ptr + seq + 1) - query_start
     if first_query >= query_len:
         return
-    if SKIP_FROM > 0:    # noqa: SIM102 -- decided when compiling
-        if (query_len >= SKIP_FROM) & (first_query + BLOCK_Q <= query_len // SKIP_STEP * SKIP_STEP):
-            return
     kv_len = tl.load(kv_lens_ptr + seq)
 
     rows = tl.arange(0, BLOCK_M)
@@ -374,11 +369,10 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, kv_lens_ptr, rows_p
 def prefill_attention(q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor,
                       query_starts_S: torch.Tensor, kv_lens_S: torch.Tensor, rows_S: torch.Tensor, block_tables_RM: torch.Tensor,
                       first_seq: int, num_tokens: int, scale: float, window: int | None = None, *, paged: bool,
-                      skip_from: int = 0, skip_step: int = 1, tiles: Tiles | None = None) -> None:
+                      tiles: Tiles | None = None) -> None:
     """Writes out_THN for the sequences from `first_seq` on, which have `num_tokens` queries together (an upper bound will do).
 
-    `paged`: read keys and values from the cache; else from k_TGN and v_TGN, which must then be all that a query may see. Of sequences
-    with `skip_from` (> 0) queries or more, the queries in whole multiples of `skip_step` are left to the caller.
+    `paged`: read keys and values from the cache; else from k_TGN and v_TGN, which must then be all that a query may see.
     """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
@@ -395,6 +389,6 @@ def prefill_attention(q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Ten
         q_THN.stride(0), block_tables_RM.stride(0), k.stride(0), k.stride(1), kv_layer.stride(2) if paged else k.stride(1),
         first_seq, num_seqs, num_tiles,
         G=num_kv_heads, GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, PAGED=paged,
-        SKIP_FROM=skip_from, SKIP_STEP=skip_step, BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_Q=block_q,
+        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_Q=block_q,
         N_PAD=max(16, triton.next_power_of_2(head_dim)),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)

@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+import triton
 from triton_compile import Compiled, check_kernels, compile_launches
 
 from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.attention.triton import TritonBackend
+from shoal.kernels.hopper_attention import hopper_prefill_attention
 from shoal.kernels.state import StateLayout
 
 
@@ -40,6 +42,17 @@ def cascade(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     backend.attend(q, q, q, kv_layer, step, None)
 
 
+def hopper(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16) -> None:
+    """A large prefill, on the one target that the kernel is for."""
+    if triton.runtime.driver.active.get_current_target().arch != 90:
+        return
+    q = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[:, :num_heads * head_dim].unflatten(1, (-1, head_dim))
+    kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
+    ints = torch.zeros(64, dtype=torch.int32)
+    hopper_prefill_attention(q, kv_layer, torch.empty_like(q).contiguous(), ints[:8].view(2, 4), ints[:1], ints[:3],
+                             torch.zeros(4, 48, dtype=torch.int32)[:, 16:], 0.1, 132)
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAUNCHES: dict[str, Callable[[], None]] = {
     "qwen3-8b": partial(attend, 32, 8, 128, BF16),
@@ -55,6 +68,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "fp32 cascade": partial(cascade, 16, 8, 128, FP32, 16),
     "head size 80, cascade": partial(cascade, 9, 3, 80, FP16, 64, 256),
     "head size 256, cascade": partial(cascade, 8, 2, 256, BF16, 64),
+    "qwen3-8b on Hopper": partial(hopper, 32, 8, 128, BF16),
+    "head size 64 on Hopper, tiny blocks": partial(hopper, 9, 3, 64, FP16, 8),
     "71 heads on one, cascade": partial(cascade, 71, 1, 64, BF16, 16),
 }
 compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))

@@ -7,7 +7,6 @@ fp16 rounds the weights before the second product (2**-11 each) and the output o
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,10 +14,11 @@ import torch
 
 from shoal.attention import triton as backend_module
 from shoal.attention.step import StepInput
-from shoal.attention.triton import TritonBackend, decode_splits, equal_runs
+from shoal.attention.triton import TritonBackend, decode_splits
 from shoal.engine.batch import MixedShape
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
 from shoal.kernels.attention_reference import paged_attention
+from shoal.kernels.hopper_attention import heads_an_item, prefill_work
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")    # padded rows divide 0 by 0 and are not stored
 
@@ -201,16 +201,6 @@ def test_prefill_of_more_sequences_than_one_search_chunk() -> None:
     Case([(1 + i % 2, 1 + i % 2) for i in range(130)], 1, 1).prefill()
 
 
-def test_prefill_leaves_to_the_caller_what_it_must_skip() -> None:
-    case = Case([(40, 40), (20, 20)])
-    out, step = case.poisoned(), case.step
-    prefill_attention(case.q, case.k, case.v, case.kv_layer, out, step.query_starts_S, step.kv_lens_S, step.rows_S,
-                      case.block_tables_RM, 0, step.num_tokens, case.scale, paged=False, skip_from=32, skip_step=16,
-                      tiles=Tiles(16, 16, 4, 2))
-    assert out[:32].isnan().all()
-    torch.testing.assert_close(out[32:], case.expected()[32:], atol=case.tolerance, rtol=case.tolerance)
-
-
 @pytest.mark.parametrize("prefills", [[], [(9, 9), (30, 30)], [(9, 30), (12, 12)]])
 def test_the_backend_answers_mixed_steps(prefills: list[tuple[int, int]]) -> None:
     decodes = [(1, 1), (1, 130), (1, 0), (1, 17)]
@@ -219,17 +209,6 @@ def test_the_backend_answers_mixed_steps(prefills: list[tuple[int, int]]) -> Non
     backend.begin(case.step)
     for window in (None, 10):
         case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
-
-
-def test_queries_shared_out_between_cudnn_and_our_kernel_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "sdpa_kernel", lambda _: nullcontext())    # any of torch's own on the CPU
-    monkeypatch.setattr(backend_module, "CUDNN_MIN_LEN", 16)
-    monkeypatch.setattr(backend_module, "CUDNN_STEP", 8)
-    for prefills in ([(20, 20), (20, 20), (5, 5), (16, 16), (33, 33)], [(16, 16), (24, 24), (24, 24)]):
-        case = Case([(1, 30), (1, 0), *prefills], num_decodes=2)
-        backend = TritonBackend(4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
-        backend.cudnn = True
-        case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
 
 
 def test_random_steps_equal_the_reference() -> None:
@@ -260,7 +239,37 @@ def test_splits_fill_the_gpu_and_never_outrun_the_keys() -> None:
     assert decode_splits(512, 8, 131072, 132) == 1
 
 
-def test_runs_of_equal_length_are_found() -> None:
-    starts = (0, 1, 5, 9, 13, 15)
-    assert list(equal_runs(starts, 1)) == [(1, 3, 4), (13, 1, 2)]
-    assert list(equal_runs(starts, 5)) == []
+def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for group in (1, 2, 3, 4, 6, 64):
+        lens = [1, 1, *(rng.randint(1, 400) for _ in range(9))]    # two decodes, which are no work
+        kv_lens = [n + rng.choice([0, rng.randint(1, 400)]) for n in lens]
+        starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
+        work = prefill_work(tuple(starts), tuple(kv_lens), 2, group)
+        queries = [(token + i, position + i, seq) for token, count, position, seq in work.tolist() for i in range(count)]
+        expected = [(starts[seq] + i, kv_lens[seq] - n + i, seq) for seq, n in enumerate(lens) for i in range(n) if seq >= 2]
+        assert sorted(queries) == expected
+        assert work[:, 1].max() * heads_an_item(group) <= 128
+        ends = (work[:, 1] + work[:, 2]).tolist()
+        assert ends == sorted(ends, reverse=True)
+
+
+def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_plain_torch(q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms) -> None:
+        for token, count, position, seq in work.tolist():
+            tile = slice(token, token + count)
+            out_THN[tile] = paged_attention(q_THN[tile], kv_layer, torch.tensor([0, count]), torch.tensor([position + count]),
+                                            rows_S[seq:seq + 1], block_tables_RM, scale)
+
+    monkeypatch.setattr(backend_module.hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(backend_module.hopper, "hopper_prefill_attention", in_plain_torch)
+    monkeypatch.setattr(backend_module, "HOPPER_FROM", 100)
+    for prefills in ([(99, 120)], [(100, 100)], [(3, 3), (97, 200), (1, 9)]):
+        case = Case([(1, 30), (1, 0), *prefills], num_decodes=2)
+        backend = TritonBackend(4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+        backend.begin(case.step)
+        assert (backend.work is not None) == (prefills[0][0] != 99)
+        for window in (None, 10):
+            case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)

@@ -83,6 +83,7 @@ class Case:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     def attend(self, window: int | None = None) -> torch.Tensor:
+        self.backend.begin(self.step)
         return self.backend.attend(self.q, self.k, self.v, self.kv_layer, self.step, window)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
@@ -175,19 +176,32 @@ def test_prefills_fresh_and_after_a_prefix(heads: tuple[int, int, int], dtype: t
         case.check(case.attend())
 
 
-@pytest.mark.parametrize("lengths", [[4096] * 3, [2048], [5000, 2047, 2049, 3072, 3072, 10]])
-def test_long_fresh_prefills_whichever_kernel_takes_which_queries(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case([*decodes([300, 40]), *((n, n) for n in lengths)], num_decodes=2)
+@pytest.mark.parametrize("kernel", ["Hopper's", "any GPU's"])
+@pytest.mark.parametrize(("heads", "block_size", "dtype"), [
+    ((16, 8, 128), 16, BF16), ((32, 8, 128), 16, BF16), ((8, 8, 64), 16, BF16), ((9, 3, 64), 8, BF16), ((8, 1, 128), 32, FP16),
+    ((12, 2, 128), 256, BF16)])
+def test_large_prefills(kernel: str, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype,
+                        monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel == "any GPU's":
+        monkeypatch.setattr(backend_module, "HOPPER_FROM", 1 << 30)
+    prefills = [(4096, 4096), (1, 5), (129, 129), (63, 64), (64, 700), (700, 777), (31, 1031), (333, 2000), (128, 2176), (5, 5)]
+    case = Case([*decodes([300, 40]), *prefills], *heads, block_size=block_size, dtype=dtype, num_decodes=2)
     case.check(case.attend())
-    monkeypatch.setattr(backend_module, "CUDNN_MIN_LEN", 1 << 30)
-    case.check(case.attend())
-    case.step = replace(case.step, fresh_prefills=False)
-    case.check(case.attend())
+    assert (case.backend.work is None) == (kernel == "any GPU's" or not case.backend.hopper)
+
+
+def test_large_prefills_answer_the_same_bits_every_time() -> None:
+    case = Case([(n, n + 37 * n % 1000) for n in range(1, 900, 13)], 16)
+    first = case.attend()
+    for _ in range(100):
+        assert torch.equal(case.attend(), first)
+    assert not case.backend.taken.any()
 
 
 def test_a_chunk_of_a_very_long_prompt() -> None:
-    case = Case([(256, 131072), (33, 100_000)])
-    case.check(case.attend())
+    for sequences in ([(256, 131072), (33, 100_000)], [(600, 131072)]):
+        case = Case(sequences)
+        case.check(case.attend())
 
 
 def test_random_mixed_steps() -> None:
