@@ -403,6 +403,8 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         idle = self.scheduler.reset_prefix_cache()
+        if self.tiers is not None:
+            self.tiers.reset()
         self.flush_events()
         return idle
 

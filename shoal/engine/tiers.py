@@ -160,9 +160,13 @@ class KvTiers:
     def weights_changed(self) -> None:
         """What other weights computed is not found any more. There may be many changes before the next step, which opens what then fits."""
         self.offloader.forget_slots()
+        self._tell()
         if not self.stale:
             self.stale = True
             self.core.collective_rpc("kv_close_tiers")
+            if self.core.events is not None:
+                self.core.events.cleared(STORAGE)
+        self.core.flush_events()
 
     # The rest of an engine's life
 
@@ -172,6 +176,7 @@ class KvTiers:
         for name in self.persistent:
             if name != "store":
                 self.transfers.forget(name)
+        self._tell()
 
     def start_anew(self) -> None:
         """After an interrupt, nobody knows where. The requests are gone."""
@@ -180,6 +185,8 @@ class KvTiers:
         for fetch in list(self.core.scheduler.fetches):
             self.core.scheduler.fetched(fetch, 0)
         self.offloader = self._new_offloader()
+        if self.core.events is not None:
+            self.core.events.cleared(CPU)
 
     def flush(self) -> None:
         """As far as there is time."""

@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec, Event, in_pages
 from shoal.kv.block_folder import BlockFolder, delete
 from shoal.kv.io_threads import Breaker, IoThreads, done
-from shoal.kv.policy import make_order
+from shoal.kv.policy import EvictionOrder
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +61,9 @@ class DiskTier:
         if max_bytes < least:
             raise ConfigError(f"kv_disk_bytes {max_bytes} is less than the {least} bytes of one block's file; raise it")
         self._folder = BlockFolder(path, fingerprint, spec)
-        self._order = make_order(policy)
+        self._order = EvictionOrder(policy)
         self._bytes: dict[bytes, int] = {}           # findable blocks, and what their files take
-        self._announced: set[bytes] = set()          # of those, the ones whose event was recorded
+        self._verified: set[bytes] = set()           # of those, the ones that were written or read since the start
         self._doomed: dict[str, int] = {}            # files to delete before any other: forgotten blocks, abandoned models; their bytes
         self._stuck = 0                              # bytes of files that can't be deleted
         self._used = 0                               # bytes of all these, and of writes under way
@@ -99,13 +99,6 @@ class DiskTier:
             count += 1
         return count
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """These blocks of a sequence, in its order, are wanted again: they stay longer, the head longer than the tail."""
-        with self._lock:
-            for key in reversed(keys):
-                if key in self._bytes:
-                    self._order.use(key)
-
     # Blocks in and out
 
     def write(self, meta: BlockMeta, data: memoryview) -> Future[bool]:
@@ -126,11 +119,14 @@ class DiskTier:
             return future
 
     def read(self, meta: BlockMeta, into: memoryview) -> Future[bool]:
-        """Whether the block is in `into` now, every byte verified. If not, `into` holds anything, and the block is not there any more
-        unless the cause will pass."""
+        """Whether the block is in `into` now, every byte verified; a use of it. If not, `into` holds anything, and the block is not there
+        any more unless the cause will pass."""
         assert into.nbytes == self.spec.block_bytes and not into.readonly
-        future = self._reads.submit(partial(self._read, meta, into)) if meta.key in self._bytes else None
-        return future if future is not None else done(False)
+        with self._lock:
+            if meta.key not in self._bytes:
+                return done(False)
+            self._order.use(meta.key)
+        return self._reads.submit(partial(self._read, meta, into)) or done(False)
 
     def forget(self, keys: Iterable[bytes] | None = None) -> None:
         """These blocks (all, without `keys`) can't be found any more. Their files are deleted in the background."""
@@ -169,10 +165,11 @@ class DiskTier:
     def check(self) -> None:
         """Proves the books, when nothing is pending."""
         with self._lock:
-            assert sorted(self._order) == sorted(self._bytes), "the order has other keys than the index"
+            assert self._order.keys() == self._bytes.keys(), "the order has other keys than the index"
+            self._order.check()
             held = sum(self._bytes.values()) + sum(self._doomed.values()) + self._stuck
             assert held == self._used <= self.max_bytes, f"{held} bytes are held, {self._used} counted, {self.max_bytes} allowed"
-            assert self._announced <= self._bytes.keys() and not self._unwanted and not self._writing
+            assert self._verified <= self._bytes.keys() and not self._unwanted and not self._writing
 
     # Jobs
 
@@ -217,7 +214,7 @@ class DiskTier:
                 if unwanted:
                     self._doom(meta.key)
                 else:
-                    self._announce(meta)
+                    self._verify(meta)
             if unwanted:
                 self._delete_all([path])
 
@@ -245,7 +242,7 @@ class DiskTier:
         if problem is None:
             with self._lock:
                 self._counts["read"] += 1
-                self._announce(meta)
+                self._verify(meta)
             return True
         self._problem(problem, meta.key)
         with self._lock:
@@ -259,20 +256,21 @@ class DiskTier:
     def _make_room(self, num_bytes: int) -> bool:
         """Counts them as used, once enough files are deleted. False: there are not enough. Raises OSError if one can't be deleted."""
         while True:
-            with self._lock:
-                if self._used + num_bytes <= self.max_bytes:
-                    self._used += num_bytes
-                    return True
-            if not self._delete_one():
-                self._problem("no room", None)
-                return False
+            with self._names:
+                with self._lock:
+                    if self._used + num_bytes <= self.max_bytes:
+                        self._used += num_bytes
+                        return True
+                if not self._delete_one():
+                    self._problem("no room", None)
+                    return False
 
     def _delete_one(self) -> bool:
         """A doomed file, else the coldest block's. False: there is none. Raises OSError."""
         with self._names:
             with self._lock:
                 path = next(iter(self._doomed), None)
-                if path is None and (coldest := next(iter(self._order), None)) is not None:
+                if path is None and (coldest := self._order.coldest()) is not None:
                     path = self._doom(coldest)
                     self._counts["evicted"] += 1
             if path is not None:
@@ -333,16 +331,20 @@ class DiskTier:
         path = self._folder.file(key)
         self._doomed[path] = self._doomed.get(path, 0) + self._bytes.pop(key)
         self._order.discard(key)
-        if key in self._announced:
-            self._announced.remove(key)
+        if key in self._verified:
+            self._verified.remove(key)
             if self._events is not None:
                 self._events.append(key)
         return path
 
-    def _announce(self, meta: BlockMeta) -> None:
-        if self._events is not None and meta.key in self._bytes and meta.key not in self._announced:
-            self._announced.add(meta.key)
-            self._events.append(meta)
+    def _verify(self, meta: BlockMeta) -> None:
+        """From now on it is known what the file holds."""
+        if meta.key in self._bytes and meta.key not in self._verified:
+            self._verified.add(meta.key)
+            if meta.parent is not None:
+                self._order.follow(meta.key, meta.parent)
+            if self._events is not None:
+                self._events.append(meta)
 
     # Without it
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockMeta, Event
 from shoal.kv.blocks import BlockPool
-from shoal.kv.policy import MAX_USES
+from shoal.kv.policy import MAX_USES, check_policy
 
 
 class HostTier:
@@ -20,8 +19,7 @@ class HostTier:
     another policy."""
 
     def __init__(self, num_slots: int, policy: str = "lru", record_events: bool = False) -> None:
-        if policy not in ("lru", "lfu"):
-            raise ConfigError(f"eviction policy {policy!r} does not exist; choose lru or lfu")
+        check_policy(policy)
         self.num_slots = num_slots
         self._pool = BlockPool(num_slots, listener=self)
         self._metas: dict[bytes, BlockMeta] = {}

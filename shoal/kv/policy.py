@@ -3,89 +3,95 @@
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
 
 from shoal.errors import ConfigError
 
 MAX_USES = 15    # that are told apart: 4 bits, as in TinyLFU
 
 
-class Order(Protocol):
-    """The keys that are there, in the order in which they go."""
+def check_policy(policy: str) -> None:
+    """Raises ConfigError for a policy that does not exist."""
+    if policy not in ("lru", "lfu"):
+        raise ConfigError(f"eviction policy {policy!r} does not exist; choose lru or lfu")
+
+
+class EvictionOrder:
+    """Which key goes next. Of those that are not known to be followed by another (without its parent a block is of no use) the least
+    recently used ("lru"), or the least frequently used, of equals the least recently ("lfu": uses while it is here, up to MAX_USES,
+    halved after 10 uses a key, so that old fame fades). Raises ConfigError for another policy."""
+
+    def __init__(self, policy: str) -> None:
+        check_policy(policy)
+        self._counts = policy == "lfu"
+        self._ranks: dict[bytes, tuple[int, int]] = {}         # uses that count, time of the last
+        self._parents: dict[bytes, bytes] = {}                 # as far as known
+        self._num_children: Counter[bytes] = Counter()         # of any key, here or not
+        self._heap: list[tuple[tuple[int, int], bytes]] = []   # those without children, and some entries that don't hold any more
+        self._clock = self._since_halving = 0
 
     def use(self, key: bytes) -> None:
         """It came, or was wanted again."""
-    def discard(self, key: bytes) -> None: ...
-    def __iter__(self) -> Iterator[bytes]:
-        """Coldest first."""
-    def __len__(self) -> int: ...
-
-
-def make_order(policy: str) -> Order:
-    """Raises ConfigError for a policy that does not exist."""
-    orders: dict[str, type[Order]] = {"lru": LruOrder, "lfu": LfuOrder}
-    if policy not in orders:
-        raise ConfigError(f"eviction policy {policy!r} does not exist; choose lru or lfu")
-    return orders[policy]()
-
-
-class LruOrder(Order):
-    """The least recently used key goes first."""
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def use(self, key: bytes) -> None:
-        self._keys[key] = None
-        self._keys.move_to_end(key)
-
-    def discard(self, key: bytes) -> None:
-        self._keys.pop(key, None)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-class LfuOrder(Order):
-    """The key with the fewest uses goes first, of equals the least recently used. A list of keys for each count, so that every operation is
-    O(1) (Shah, Mitra and Matani 2010); counts end at MAX_USES and are halved after 10 uses a key, so that old fame fades."""
-
-    def __init__(self) -> None:
-        self._uses: dict[bytes, int] = {}
-        self._with: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(MAX_USES + 1)]    # by uses
-        self._since_halving = 0
-
-    def use(self, key: bytes) -> None:
-        uses = self._uses.get(key, 0)
-        self._with[uses].pop(key, None)
-        self._uses[key] = uses = min(uses + 1, MAX_USES)
-        self._with[uses][key] = None
+        self._clock += 1
+        uses, _ = self._ranks.get(key, (0, 0))
+        self._ranks[key] = (min(uses + 1, MAX_USES) if self._counts else 0, self._clock)
         self._since_halving += 1
-        if self._since_halving >= 10 * max(len(self._uses), MAX_USES):
-            self._halve()
+        if self._counts and self._since_halving >= 10 * max(len(self._ranks), MAX_USES):
+            self._since_halving = 0
+            self._ranks = {key: (uses // 2, time) for key, (uses, time) in self._ranks.items()}
+            self._rebuild()
+        self._push(key)
+
+    def follow(self, key: bytes, parent: bytes) -> None:
+        """`key`, which is here, follows `parent`, which may be."""
+        if key not in self._parents:
+            self._parents[key] = parent
+            self._num_children[parent] += 1
 
     def discard(self, key: bytes) -> None:
-        self._with[self._uses.pop(key, 0)].pop(key, None)
+        self._ranks.pop(key, None)
+        parent = self._parents.pop(key, None)
+        if parent is not None:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                del self._num_children[parent]
+                if parent in self._ranks:
+                    self._push(parent)
+        self._trim()
 
-    def __iter__(self) -> Iterator[bytes]:
-        return chain.from_iterable(self._with)
+    def coldest(self) -> bytes | None:
+        """Stays where it is; who takes it away discards it."""
+        while self._heap:
+            rank, key = self._heap[0]
+            if self._ranks.get(key) == rank and key not in self._num_children:
+                return key
+            heappop(self._heap)
+        return None
 
-    def __len__(self) -> int:
-        return len(self._uses)
+    def keys(self) -> set[bytes]:
+        return set(self._ranks)
 
-    def _halve(self) -> None:
-        self._since_halving = 0
-        halved: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in self._with]
-        for uses, keys in enumerate(self._with):
-            halved[max(1, uses // 2)].update(keys)
-        self._with = halved
-        self._uses = {key: uses for uses, keys in enumerate(halved) for key in keys}
+    def check(self) -> None:
+        """Proves the books."""
+        assert self._parents.keys() <= self._ranks.keys() and Counter(self._parents.values()) == self._num_children
+        entries = set(self._heap)
+        assert all((rank, key) in entries for key, rank in self._ranks.items() if key not in self._num_children), "a key can't be evicted"
+        assert len(self._heap) <= 2 * len(self._ranks) + 64
+
+    def _push(self, key: bytes) -> None:
+        if key not in self._num_children:
+            heappush(self._heap, (self._ranks[key], key))
+            self._trim()
+
+    def _trim(self) -> None:
+        if len(self._heap) > 2 * len(self._ranks) + 64:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [(rank, key) for key, rank in self._ranks.items() if key not in self._num_children]
+        heapify(self._heap)
 
 
 class FrequencySketch:

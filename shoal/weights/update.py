@@ -99,7 +99,7 @@ def checksums(model: nn.Module) -> dict[str, str]:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:

@@ -120,20 +120,38 @@ def test_short_writes_and_reads_are_completed(make, monkeypatch):
 # The bound
 
 def test_the_coldest_go_first_and_the_bound_holds(make, tmp_path):
-    tier, metas = make(max_blocks=4), chain(6)
+    tier, metas = make(max_blocks=4), [meta for s in range(6) for meta in chain(1, s)]
     write(tier, metas[:4])
-    tier.touch(keys_of(metas[:2]))
+    assert all_right(tier, metas[:2])
     write(tier, metas[4:])
     assert files(tmp_path).keys() == {meta.key.hex() for meta in (metas[0], metas[1], metas[4], metas[5])}
     assert tier.stats().evicted == 2 and tier.stats().num_bytes == 4 * FILE
-    write(tier, chain(1, 7))
-    assert not tier.contains(metas[1].key) and tier.contains(metas[0].key), "a head stays longer than its tail"
+
+
+def test_tails_go_before_the_heads_without_which_they_are_of_no_use(make):
+    tier, a, b = make(max_blocks=8), chain(4, "a"), chain(4, "b")
+    write(tier, [*a, *b])
+    assert all_right(tier, a)    # its head first, so that is the colder one
+    write(tier, chain(3, "c"))
+    assert tier.match(keys_of(b)) == 1 and tier.match(keys_of(a)) == 4
+    write(tier, chain(3, "d"))
+    assert tier.match(keys_of(a)) == 2 and tier.match(keys_of(chain(3, "c"))) == 3
+
+
+def test_a_restart_learns_what_follows_what_by_reading(make):
+    first, metas = make(), chain(4)
+    write(first, metas)
+    first.close()
+    tier = make(max_blocks=4)
+    assert all_right(tier, metas)
+    write(tier, chain(2, 1))
+    assert tier.match(keys_of(metas)) == 2
 
 
 def test_lfu_keeps_what_is_used_often(make):
-    tier, metas = make(max_blocks=3, policy="lfu"), chain(5)
+    tier, metas = make(max_blocks=3, policy="lfu"), [meta for s in range(5) for meta in chain(1, s)]
     write(tier, metas[:1])
-    tier.touch(keys_of(metas[:1]))
+    assert all_right(tier, metas[:1])
     write(tier, metas[1:])
     assert tier.contains(metas[0].key) and not tier.contains(metas[1].key) and tier.contains(metas[4].key)
 
@@ -375,13 +393,13 @@ def test_a_full_disk_is_a_bound(make, monkeypatch):
 
     monkeypatch.setattr(os, "writev", full_once)
     assert write(tier, metas[3:]) == [True, True] and tier.stats().evicted == 1 and not tier.stats().problems
-    assert not tier.contains(metas[0].key)
+    assert not tier.contains(metas[2].key)
 
 
 def test_a_file_that_cannot_be_deleted_counts_and_does_not_stop_the_tier(make, tmp_path, monkeypatch):
     tier, metas = make(max_blocks=3), chain(6)
     write(tier, metas[:3])
-    stuck = str(files(tmp_path)[metas[0].key.hex()])
+    stuck = str(files(tmp_path)[metas[2].key.hex()])
     now = [1000.0]
     monkeypatch.setattr(io_threads.time, "monotonic", lambda: now[0])
     fail(monkeypatch, "unlink", errno.EPERM, lambda path: path == stuck)
@@ -542,6 +560,7 @@ def test_events_tell_what_is_verified_and_what_goes(make, tmp_path):
     tier = make(max_blocks=3, record_events=True)
     assert tier.take_events() == [], "a start tells nothing"
     assert all_right(tier, metas[1:3]) and tier.take_events() == metas[1:3] and all_right(tier, metas[1:3])
+    tier.forget(keys_of(metas[:1]))
     write(tier, metas[3:])
     assert tier.take_events() == metas[3:], "what was never told stored is not told removed"
     flipped(-1)(files(tmp_path)[metas[2].key.hex()])
@@ -734,9 +753,7 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
                 if future.result(20):
                     assert bytes(into) == content(meta)
                     served += 1
-        elif action < 0.86:
-            tier.touch(keys_of(chain(5, r.randrange(6))))
-        elif action < 0.9:
+        elif action < 0.85:
             tier.forget(None if r.random() < 0.1 else keys_of(r.sample(metas, 3)))
         elif action < 0.96 and (paths := list(files(tmp_path).values())):
             vandalize(r, r.choice(paths))
@@ -756,7 +773,7 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
                 told.add(event.key)
         tier._reads.wait(20)
         tier.check()
-        assert told == tier._announced
+        assert told == tier._verified
         assert sum(in_pages(path.stat().st_size) for path in files(tmp_path).values()) <= max_blocks * FILE
     faults.rate = 0.0
     tier.close()

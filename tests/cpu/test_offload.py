@@ -1,0 +1,323 @@
+"""Engines with tiers below the device, on the CPU: the same tokens, found again, whatever happens in between."""
+
+import random
+import threading
+import time
+
+import pytest
+
+from shoal import LLM, SamplingParams
+from shoal.config import EngineConfig
+from shoal.errors import ConfigError
+from tests import tiny
+
+BLOCK = 16
+SMALL = dict(num_gpu_blocks_override=14, max_model_len=192, kv_load_policy="always")    # 224 tokens on the device
+HOST = dict(kv_host_bytes=16 << 20)
+
+
+def params(**options):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | options)
+
+
+def prompts(count=9, length=100, seed=5):
+    r = random.Random(seed)
+    return [[r.randrange(256) for _ in range(length)] for _ in range(count)]
+
+
+def one_by_one(llm, asked, **options):
+    """Tokens, and how many of each prompt came from a cache."""
+    outputs = [llm.generate([prompt], params(**options))[0] for prompt in asked]
+    return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs]
+
+
+def together(llm, asked, **options):
+    return [o.outputs[0].token_ids for o in llm.generate(asked, params(**options))]
+
+
+@pytest.fixture(scope="module")
+def expected(root):
+    folder = tiny.write_model(root, "qwen3")
+    return [tiny.greedy(folder, prompt, 8) for prompt in prompts()]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return dict(kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=64 << 20)
+
+
+def all_blocks(tmp_path):
+    return sorted(path for path in (tmp_path / "kv").rglob("*.kv"))
+
+
+@pytest.mark.parametrize("options", [{}, dict(kv_offload_policy="register"), dict(kv_eviction_policy="lfu"), dict(async_scheduling=True),
+                                     dict(max_num_batched_tokens=24)], ids=str)
+def test_a_cache_too_small_for_all_prompts_finds_them_in_host_memory(options, build, expected):
+    llm = build(**SMALL, **HOST, **options)
+    assert one_by_one(llm, prompts()) == (expected, [0] * 9)
+    tokens, cached = one_by_one(llm, prompts())
+    assert tokens == expected and cached == [96] * 9
+    assert together(llm, prompts()) == expected
+    llm.core.tiers.offloader.check()
+    stats = llm.stats()
+    assert stats.kv_dropped_blocks == 0 and stats.external_prefix_cache_hits >= 9 * 96 - 224
+    assert stats.kv_tiers["host"].stored_blocks >= 54 and stats.kv_tiers["host"].fetched_blocks >= 40
+    assert 0 < stats.kv_tiers["host"].used_bytes <= stats.kv_tiers["host"].capacity_bytes <= 16 << 20
+
+
+def test_conversations_give_the_same_tokens_with_and_without_tiers(build, disk):
+    """Eight conversations of four turns, three at a time, in a cache of a third of what they need."""
+    def talk(llm):
+        r = random.Random(2)
+        histories = [[r.randrange(256) for _ in range(40)] for _ in range(8)]
+        answers = []
+        for _ in range(4):
+            for at in range(0, 8, 3):
+                group = histories[at:at + 3]
+                for history in group:
+                    history += [r.randrange(256) for _ in range(6)]
+                for history, answer in zip(group, together(llm, group, max_tokens=10)):
+                    history += answer
+                    answers.append(answer)
+        return answers
+
+    options = dict(max_model_len=192, kv_load_policy="always")
+    alone = talk(build(max_model_len=192, enable_prefix_caching=False))
+    llm = build(num_gpu_blocks_override=18, **options, **HOST, **disk)
+    assert talk(llm) == alone
+    assert llm.stats().external_prefix_cache_hits > 300
+    small_host = build(num_gpu_blocks_override=18, **options, kv_host_bytes=12 * llm.core.runner.block_bytes, **disk)
+    assert talk(small_host) == alone
+    staged = build(num_gpu_blocks_override=18, **options, **disk)
+    assert talk(staged) == alone
+
+
+def test_what_one_request_fetches_another_does_not_fetch_again(build, expected):
+    llm = build(**SMALL, **HOST)
+    one_by_one(llm, prompts())
+    before = llm.stats().kv_tiers["host"].fetched_blocks
+    first = prompts()[0]
+    assert together(llm, [first + [7], first + [8], first + [9]]) == together(llm, [first + [7], first + [8], first + [9]])
+    assert llm.stats().kv_tiers["host"].fetched_blocks - before <= 6
+
+
+def test_a_second_engine_finds_on_disk_what_the_first_has_left(build, expected, disk, tmp_path):
+    first = build(**SMALL, **disk)
+    assert one_by_one(first, prompts())[0] == expected
+    first.exit()
+    assert len(all_blocks(tmp_path)) == 54
+    second = build(**SMALL, **disk)
+    assert one_by_one(second, prompts()) == (expected, [96] * 9)
+    assert second.stats().kv_tiers["disk"].fetched_blocks == 54
+
+
+def test_exit_writes_nothing_when_it_may_take_no_time(build, disk, tmp_path):
+    llm = build(**SMALL, **HOST, **disk, kv_flush_timeout=0.0)
+    llm.generate([prompts()[0]], params())
+    written = len(all_blocks(tmp_path))
+    llm.exit()
+    assert len(all_blocks(tmp_path)) <= max(written, 6)
+
+
+def test_damaged_files_cost_time_and_no_token(build, expected, disk, tmp_path):
+    first = build(**SMALL, **disk)
+    one_by_one(first, prompts())
+    first.exit()
+    r = random.Random(3)
+    for path in all_blocks(tmp_path)[::3]:
+        data = bytearray(path.read_bytes())
+        data[r.randrange(len(data))] ^= 0x10
+        path.write_bytes(data if r.random() < 0.5 else data[:r.randrange(len(data))])
+    second = build(**SMALL, **disk)
+    assert together(second, prompts()) == expected
+    tokens, cached = one_by_one(second, prompts())
+    assert tokens == expected and sum(cached) > 0
+    assert second.stats().kv_tiers["disk"].failed_blocks > 0
+
+
+def test_a_disk_that_vanishes_leaves_an_engine_that_works(build, expected, disk, tmp_path):
+    import shutil
+    llm = build(**SMALL, **disk)
+    one_by_one(llm, prompts()[:4])
+    while (tmp_path / "kv").exists():    # the engine may write meanwhile
+        shutil.rmtree(tmp_path / "kv", ignore_errors=True)
+    assert one_by_one(llm, prompts())[0] == expected
+    llm.core.tiers.offloader.check()
+
+
+@pytest.mark.parametrize("tiers", ["host", "disk"])
+def test_new_weights_find_nothing_of_the_old_ones(tiers, build, root, disk, tmp_path):
+    llm = build(**SMALL, **(HOST if tiers == "host" else disk))
+    old = one_by_one(llm, prompts())[0]
+    torch = pytest.importorskip("torch")
+    name = "model.layers.1.mlp.down_proj.weight"
+    shape = llm.core.runner.model.checkpoint_shapes()[name]
+    llm.update_weights_from_tensors({name: torch.zeros(shape)})
+    new, cached = one_by_one(llm, prompts())
+    assert new != old and cached == [0] * 9
+    assert one_by_one(llm, prompts()) == (new, [96] * 9)
+    llm.update_weights(str(tiny.write_model(root, "qwen3")))
+    tokens, cached = one_by_one(llm, prompts())
+    assert tokens == old
+    assert cached.count(96 if tiers == "disk" else 0) >= 7, "files are named after the weights' content; an update loses writes under way"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_host_memory_outlives_the_sleep_of_the_cache(level, build, root, expected):
+    llm = build(**SMALL, **HOST, enable_sleep_mode=True)
+    one_by_one(llm, prompts())
+    llm.sleep(level=level)
+    llm.wake_up()
+    if level == 2:
+        llm.update_weights(str(tiny.write_model(root, "qwen3")))
+    tokens, cached = one_by_one(llm, prompts()[:6])
+    assert tokens == expected[:6] and cached == [96 if level == 1 else 0] * 6
+    llm.core.tiers.offloader.check()
+
+
+def test_a_reset_forgets_every_tier_of_its_own(build, expected, disk, tmp_path):
+    llm = build(**SMALL, **HOST, **disk)
+    one_by_one(llm, prompts())
+    assert llm.reset_prefix_cache()
+    assert one_by_one(llm, prompts()) == (expected, [0] * 9)
+
+
+class SlowReads:
+    """A disk tier whose reads end when told."""
+
+    def __init__(self, tier):
+        self.tier, self.gate = tier, threading.Event()
+        inner = tier._reads.submit
+        tier._reads.submit = lambda job: inner(lambda: self.gate.wait(20) and job())
+
+
+def slow_second_engine(build, disk):
+    first = build(**SMALL, **disk)
+    one_by_one(first, prompts())
+    first.exit()
+    llm = build(**SMALL, **disk)
+    return llm, SlowReads(llm.core.runner.kv_tiers["disk"])
+
+
+def start(llm, prompt, request_id, **options):
+    from shoal.api import Request
+    llm.core.add(Request(request_id, prompt, params(**options)))
+
+
+def test_others_run_while_a_prefix_is_on_its_way(build, expected, disk):
+    llm, slow = slow_second_engine(build, disk)
+    start(llm, prompts()[0], "slow")
+    for _ in range(3):
+        assert llm.core.step() == []
+    assert [seq.request.request_id for seq in llm.core.scheduler.running] == ["slow"] and llm.core.scheduler.fetches
+    assert together(llm, [[1, 2, 3]]) == together(llm, [[1, 2, 3]])
+    assert llm.core.scheduler.fetches
+    slow.gate.set()
+    tokens = []
+    while llm.core.has_work:
+        for output in llm.core.step():
+            tokens += output.token_ids
+            assert output.num_cached_tokens == 96
+    assert tokens == expected[0]
+
+
+def test_a_request_may_leave_while_its_prefix_is_on_its_way(build, expected, disk):
+    llm, slow = slow_second_engine(build, disk)
+    start(llm, prompts()[0], "slow")
+    llm.core.step()
+    llm.core.abort("slow")
+    llm.core.scheduler.check()
+    llm.core.tiers.offloader.check()
+    assert llm.stats().num_free_blocks < 14
+    slow.gate.set()
+    while llm.core.tick():
+        time.sleep(0.001)
+    assert llm.stats().num_free_blocks == 14
+    assert one_by_one(llm, prompts()[:1]) == (expected[:1], [96])
+
+
+def test_an_engine_may_end_or_sleep_while_a_prefix_is_on_its_way(build, disk):
+    llm, slow = slow_second_engine(build, disk)
+    start(llm, prompts()[0], "slow")
+    llm.core.step()
+    threading.Timer(0.2, slow.gate.set).start()
+    llm.exit()
+    llm.core.scheduler.abort_all()
+
+
+def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, monkeypatch):
+    monkeypatch.setattr("shoal.engine.fetch.PATIENCE_S", 0.2)
+    llm, slow = slow_second_engine(build, disk)
+    assert one_by_one(llm, prompts()[:2]) == (expected[:2], [0, 0])
+    slow.gate.set()
+
+
+def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
+    llm = build(**SMALL, **HOST)
+    one_by_one(llm, prompts())
+    offloader = llm.core.tiers.offloader
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(offloader.fetcher, "_was_copied_in", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one_by_one(llm, prompts())
+    assert one_by_one(llm, prompts())[0] == expected
+    assert one_by_one(llm, prompts()) == (expected, [96] * 9)
+    llm.core.tiers.offloader.check()
+
+
+def test_a_prefix_is_fetched_only_where_that_is_quicker(build, expected):
+    llm = build(**SMALL | dict(kv_load_policy="cost"), **HOST)
+    one_by_one(llm, prompts())
+    offloader = llm.core.tiers.offloader
+    offloader.token.seconds, offloader.books.rates["host"].seconds = 1e-6, 1.0
+    assert one_by_one(llm, prompts()[:1]) == (expected[:1], [0])
+    offloader.token.seconds, offloader.books.rates["host"].seconds = 1.0, 1e-6
+    assert one_by_one(llm, prompts()[1:2]) == (expected[1:2], [96])
+
+
+def test_what_came_once_may_be_left_out(build):
+    llm = build(**SMALL, **HOST, kv_offload_min_uses=2)
+    one_by_one(llm, prompts())
+    assert llm.stats().kv_tiers["host"].stored_blocks == 0 and llm.stats().kv_dropped_blocks > 30
+    one_by_one(llm, prompts())
+    assert one_by_one(llm, prompts())[1] == [96] * 9
+
+
+def test_beyond_the_bandwidth_blocks_are_dropped_and_counted(build, expected):
+    llm = build(**SMALL, **HOST, kv_offload_bandwidth=1)
+    assert one_by_one(llm, prompts())[0] == expected
+    stats = llm.stats()
+    assert stats.kv_tiers["host"].stored_blocks <= 1 and stats.kv_dropped_blocks > 30
+
+
+def test_listeners_hear_of_every_tier(build, disk):
+    llm = build(**SMALL, **HOST, **disk, kv_offload_policy="register",
+                kv_events_config=dict(enable_kv_cache_events=True, publisher="null"))
+    one_by_one(llm, prompts()[:3])
+    while llm.core.tick():
+        time.sleep(0.001)
+    llm.core.tick()
+    media = {event.medium for batch in llm.drain_kv_events() for event in batch.events}
+    assert media == {"GPU", "CPU", "STORAGE"}
+
+
+@pytest.mark.parametrize("options", [
+    dict(kv_host_bytes=-1), dict(kv_host_bytes=True), dict(kv_host_bytes=1 << 60), dict(kv_host_bytes=100), dict(kv_disk_bytes=1 << 20),
+    dict(kv_disk_path="/tmp/kv"), dict(kv_disk_path="", kv_disk_bytes=1), dict(kv_disk_path="/proc/nowhere", kv_disk_bytes=1 << 30),
+    dict(kv_offload_policy="never"), dict(kv_load_policy="sometimes"), dict(kv_eviction_policy="mru"), dict(kv_offload_min_uses=0),
+    dict(kv_offload_bandwidth=0), dict(kv_flush_timeout=-1.0), dict(kv_flush_timeout=float("inf")),
+    dict(kv_host_bytes=1 << 20, enable_prefix_caching=False), dict(kv_store="nonsense://x")], ids=str)
+def test_impossible_options_are_refused_by_name(options, folder):
+    name = next(iter(options))
+    with pytest.raises(ConfigError, match=name):
+        LLM(str(folder), device="cpu", max_model_len=192, num_gpu_blocks_override=14, **options)
+
+
+def test_options_of_tiers_are_flags_of_the_command():
+    from shoal.cli import build_parser
+    given = build_parser().parse_args(["serve", "m", "--kv-host-bytes", "5", "--kv-disk-path", "/x", "--kv-disk-bytes", "7", "--kv-store",
+                                       "memory://", "--kv-offload-policy", "register", "--kv-load-policy", "always"])
+    assert (given.kv_host_bytes, given.kv_disk_path, given.kv_disk_bytes, given.kv_store) == (5, "/x", 7, "memory://")
+    assert not EngineConfig().has_kv_tiers
