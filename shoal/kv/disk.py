@@ -82,8 +82,7 @@ class DiskTier:
             self._scan()
         except OSError as error:
             self._folder.leave()
-            raise ConfigError(f"kv_disk_path {path} can't be used: {error.filename}: {error.strerror}; name a folder that can be created "
-                              "and written") from None
+            raise ConfigError(f"kv_disk_path {path} can't be used: {error}; name a folder that can be created and written") from None
 
     # What is there
 
