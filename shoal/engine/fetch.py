@@ -118,6 +118,11 @@ class Fetcher:
         for job in self.jobs:
             self._close(job)
 
+    @property
+    def num_blocks(self) -> int:
+        """That are still to come."""
+        return sum(len(job.metas) for job in self.jobs)
+
     def held_slots(self) -> Iterable[int]:
         return (slot for job in self.jobs for _, slot in job.host)
 

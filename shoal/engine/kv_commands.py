@@ -52,7 +52,7 @@ class KvCommands:
     def kv_open(self, num_slots: int) -> None:
         """The slab. Raises MemoryError."""
         on_gpu = self.device.type == "cuda"
-        self.slab = HostSlab(num_slots, self.block_bytes, pin=on_gpu)
+        self.slab = HostSlab(num_slots, self.block_bytes, self.device)
         self.kv_tiers: dict[str, Tier] = {}
         self.kv_out = torch.cuda.Stream(self.device) if on_gpu else None
         self.kv_in = torch.cuda.Stream(self.device) if on_gpu else None

@@ -62,6 +62,7 @@ class Offloader:
     def __init__(self, scheduler: Scheduler, slots: HostTier, transfers: Transfers, persistent: Mapping[str, LowerTier],
                  policy: OffloadPolicy, token_s: float = 0.0, block_s: Mapping[str, float] | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
+        self.scheduler = scheduler
         self.pool, self.slots, self.transfers, self.persistent, self.policy = scheduler.pool, slots, transfers, persistent, policy
         self.token = Rate(token_s)    # computed in a prefill
         names = (HOST, *persistent)
@@ -88,13 +89,14 @@ class Offloader:
     # What the scheduler asks and tells
 
     def lookup(self, keys: Sequence[bytes], start: int) -> int:
-        """The run's best end: what computing its blocks would take, less what fetching them takes, is the most there."""
+        """The run's best end: where computing its blocks, behind those computed now, would take longest compared to fetching them, behind
+        those fetched now."""
         if self._uses is not None:
             for key in keys[:start]:
                 self._uses.add(key)
         computing = self.token.seconds * self.policy.block_size
         fetching = {name: rate.seconds for name, rate in self.books.rates.items()}
-        gain = -FETCH_LATENCY_S - fetching[HOST] * sum(len(job.metas) for job in self.fetcher.jobs)
+        gain = self.token.seconds * self.scheduler.num_to_prefill - fetching[HOST] * self.fetcher.num_blocks - FETCH_LATENCY_S
         best, best_gain = start, 0.0
         end = start
         while end < len(keys) and (tier := self.where(keys[end])) is not None:

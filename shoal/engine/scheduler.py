@@ -222,6 +222,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens of prompts that are being computed."""
+        return sum(seq.num_tokens - seq.num_computed for seq in self.running if seq.status is PREFILL)
+
     def stats(self) -> Stats:
         return Stats(num_running=len(self.running), num_waiting=len(self.waiting), num_blocks=self.pool.num_blocks,
                      num_free_blocks=self.pool.num_free, num_preemptions=self._num_preemptions,
@@ -347,14 +352,15 @@ class Scheduler:
         """Whether a sequence that has just started waits for its next blocks to come from a lower tier."""
         if self.tiers is None or not self._looks_up(seq):
             return False
+        seq.status = FETCHING
         num_blocks = self.tiers.lookup(seq.keys[:(seq.num_tokens - 1) // self._block_size], start)
         if seq.num_admissions == 1:
             self._external_queries += seq.num_tokens - seq.num_computed
         if not num_blocks:
+            seq.status = PREFILL
             return False
         end = start + num_blocks
         seq.fetch = fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end])
-        seq.status = FETCHING
         self.pool.try_allocate(0, shared=fetch.held)
         self.fetches.append(fetch)
         self._arriving.update(fetch.keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
@@ -17,22 +18,24 @@ CHUNK_BYTES = 128 << 20
 THREADS = 8      # that pin: 5.6 GiB/s, where one reaches 2.2
 MADV_POPULATE_WRITE = 23
 MAP_NORESERVE = 0x4000
+PORTABLE_AND_MAPPED = 3
 
 
 class HostSlab:
-    """`rows` [num_rows, row_bytes], uint8. Only rows that `take_ready` has named may be touched. Without `pin` they all are ready at once,
-    and their memory is taken when it is written."""
+    """`rows` [num_rows, row_bytes], uint8. Only rows that `take_ready` has named may be touched. They are pinned for `device`; for the CPU
+    they all are ready at once, and their memory is taken when it is written."""
 
-    def __init__(self, num_rows: int, row_bytes: int, pin: bool) -> None:
+    def __init__(self, num_rows: int, row_bytes: int, device: torch.device) -> None:
+        self._device = device
         self._memory = mmap.mmap(-1, max(1, num_rows * row_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):    # of a kernel without them
             self._memory.madvise(mmap.MADV_HUGEPAGE)    # less to touch and to pin
         self.rows = torch.frombuffer(self._memory, dtype=torch.uint8)[:num_rows * row_bytes].view(num_rows, row_bytes)
         self._ready: deque[tuple[int, int]] = deque()
         self._pinned: list[int] = []                    # addresses
         self._lock, self._closing = threading.Lock(), False
         self._threads: list[threading.Thread] = []
-        if not pin:
+        if device.type != "cuda":
             self._ready.append((0, num_rows))
             return
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)    # rows that end with a page: chunks are pinned by themselves
@@ -63,6 +66,7 @@ class HostSlab:
         self.rows = torch.empty(0, 0, dtype=torch.uint8)
 
     def _pin_all(self) -> None:
+        torch.cuda.set_device(self._device)    # of this thread: else it would open a context on the first
         while not self._closing:
             try:
                 start, end = self._todo.popleft()
@@ -75,7 +79,7 @@ class HostSlab:
         rows = self.rows[start:end]
         address, size = rows.data_ptr(), rows.nbytes
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE)    # else pinning takes the pages
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, PORTABLE_AND_MAPPED))
         if code:
             logger.warning("host memory for KV blocks could not be pinned (CUDA error %d; a limit on locked memory? see ulimit -l): the "
                            "host tier stays smaller than asked for", code)

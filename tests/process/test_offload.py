@@ -70,9 +70,9 @@ def test_engines_share_a_store(folder, expected, tmp_path):
 
 def serve(folder, tmp_path, *flags):
     command = [sys.executable, "-m", "shoal.cli", "serve", str(folder), "--port", "0", "--dtype", "float32", "--device", "cpu",
-               "--max-model-len", "192", "--num-gpu-blocks-override", "14", "--kv-load-policy", "always", "--served-model-name", "m", *flags]
+              "--max-model-len", "192", "--num-gpu-blocks-override", "14", "--kv-load-policy", "always", "--served-model-name", "m", *flags]
     log = open(tmp_path / "log", "ab")    # noqa: SIM115
-    process = subprocess.Popen(command, stdout=log, stderr=log)
+    process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         text = (tmp_path / "log").read_text()
@@ -95,7 +95,8 @@ def test_a_server_writes_its_blocks_when_it_drains_and_finds_them_when_it_is_bac
     process, url = serve(folder, tmp_path, *flags)
     first = [complete(url, prompt)[0] for prompt in prompts()]
     metrics = urllib.request.urlopen(url + "/metrics").read().decode()
-    assert 'shoal:kv_tier_stored_blocks_total{' in metrics and 'tier="host"' in metrics and "vllm:external_prefix_cache_hits_total" in metrics
+    for name in ("shoal:kv_tier_stored_blocks_total{", 'tier="host"', "vllm:external_prefix_cache_hits_total"):
+        assert name in metrics
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert len(files(tmp_path)) == 48
