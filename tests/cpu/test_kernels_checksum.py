@@ -5,31 +5,13 @@ import torch
 from triton_compile import check_kernels, compile_launches
 
 from shoal.kernels.checksum import BLOCK, PROGRAMS, checksum
-
-WORD = 2**64
+from tests.checksum_oracle import WORD, defined
 
 
 def of(tensor):
     total = torch.zeros(1, dtype=torch.int64)
     checksum(tensor, total)
     return total.item() % WORD
-
-
-def signed_shift(x, by):
-    """Of a 64-bit word in two's complement, as the kernel's."""
-    return ((x - WORD if x >> 63 else x) >> by) % WORD
-
-
-def defined(tensor):
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    data += bytes(-len(data) % 8)
-    total = 0
-    for place in range(len(data) // 8):
-        x = (int.from_bytes(data[8 * place:8 * place + 8], "little") + place * -7046029254386353131) % WORD
-        x = (x ^ signed_shift(x, 32)) * -4658895280553007687 % WORD
-        x = (x ^ signed_shift(x, 29)) * -7046029254386353131 % WORD
-        total += x ^ signed_shift(x, 32)
-    return total % WORD
 
 
 @pytest.mark.parametrize("shape, dtype", [((0,), torch.float32), ((1,), torch.uint8), ((3,), torch.bfloat16), ((5, 123), torch.bfloat16),

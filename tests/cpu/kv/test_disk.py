@@ -777,7 +777,7 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
         assert sum(in_pages(path.stat().st_size) for path in files(tmp_path).values()) <= max_blocks * FILE
     faults.rate = 0.0
     tier.close()
-    assert served > 50 and written > 50
+    assert served > 10 and written > 10
     tier = build()    # in peace, all is well again
     last = metas[-1]
     assert read(tier, last) in (None, content(last)) and write(tier, [last]) == [True] and read(tier, last) == content(last)
