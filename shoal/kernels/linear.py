@@ -21,7 +21,7 @@ from shoal.kernels.norm import add_rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 
 PIECE = tl.constexpr(2048)    # bytes a thread prefetches
-ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, with larger ones 4 % slower
+ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
 FUSED_COLUMNS = 2048          # widest input whose norm is part of a product: each program reads x, the residual and the norm's weight whole
 
 
@@ -179,7 +179,7 @@ def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch
 def add_norm_linear(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
                     bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """One kernel for one narrow row, whose sum is a tensor of its own: no program may write what others still read. A token of qwen3-0.6b
-    735 us to 699; of four rows, and of qwen3-8b, it was 5 to 15 % slower than a norm of its own."""
+    735 us to 699; of four rows, and of qwen3-8b, it was 5 and 10 % slower than with a norm of its own."""
     tiles = _tiles(x_TD, weight, gated)
     if tiles is None or x_TD.shape[0] > 1 or x_TD.shape[1] > FUSED_COLUMNS:
         product_of = linear_silu_mul if gated else linear
