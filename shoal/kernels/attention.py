@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.pdl import pdl_options, start_next, wait_for_inputs, wait_for_neighbour
+from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 
 LOG2_E = 1.4426950408889634
 LOWEST: tl.constexpr = tl.constexpr(-1e30)    # start of a running maximum: finite, so that a wholly masked tile adds 0, not NaN
@@ -118,19 +118,18 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     needs one program writes its output directly. Otherwise each leaves a normalised result and its log-sum-exp in the workspace, and
     the last to arrive (a counter tells) weighs them together and puts the counter back to 0: no second launch.
 
-    SHARED: the kernel before, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in `parts_ptr[seq]` parts, while
+    Lengths and block tables are older than the layer (pdl.py): they are read before the wait for the kernel before.
+
+    SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in `parts_ptr[seq]` parts, while
     this one works on the other keys; they are weighed together with the splits.
     """
-    if SHARED:
-        start_next(PDL)
-    else:
-        wait_for_inputs(PDL)
+    start_next(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
-    kv_len = tl.load(kv_lens_ptr + seq)
-    row = tl.load(rows_ptr + seq)
+    kv_len = tl.load(kv_lens_ptr + seq, cache_modifier=".cg")
+    row = tl.load(rows_ptr + seq, cache_modifier=".cg").to(tl.int64)
 
     start = 0
     if WINDOW > 0:
@@ -139,9 +138,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
         start = tl.minimum(tl.load(prefix_lens_ptr + seq), kv_len)
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
     active = tl.cdiv(kv_len - start, split_len)
-    if split >= tl.maximum(active, 1):
-        if SHARED:
-            wait_for_neighbour(PDL)
+    if split >= tl.maximum(active, 1):    # without waiting, as the first split does: its registers are the next kernel's at once
         return
 
     heads = tl.arange(0, BLOCK_M)    # of this group; padded, as a matrix product wants 16 rows
@@ -151,13 +148,11 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     head_offsets = heads[:, None] * N + dims[None, :]
     out_ptr += (seq * num_kv_heads + kv_head).to(tl.int64) * GROUP * N
     if kv_len == 0:    # a padded row
-        if SHARED:
-            wait_for_neighbour(PDL)
+        wait_for_previous(PDL)
         tl.store(out_ptr + head_offsets, tl.zeros((BLOCK_M, N_PAD), out_ptr.dtype.element_ty), mask=head_mask)
         return
 
-    q = tl.load(q_ptr + seq.to(tl.int64) * stride_q + kv_head * GROUP * N + head_offsets, mask=head_mask, other=0.0)
-    table_ptr += row.to(tl.int64) * stride_table
+    table_ptr += row * stride_table
     kv_ptr += kv_head.to(tl.int64) * stride_head
     acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -165,7 +160,10 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     begin = start + split * split_len
     end = tl.minimum(begin + split_len, kv_len)
     columns = tl.arange(0, BLOCK_N)
-    blocks = _load_blocks(table_ptr, begin + columns, end, BLOCK_SIZE)
+    blocks = tl.load(table_ptr + (begin + columns) // BLOCK_SIZE, mask=begin + columns < end, other=0, cache_modifier=".cg")
+    if not SHARED:
+        wait_for_previous(PDL)
+    q = tl.load(q_ptr + seq.to(tl.int64) * stride_q + kv_head * GROUP * N + head_offsets, mask=head_mask, other=0.0)
     for first in range(begin, end, BLOCK_N):
         keys = first + columns
         there = keys < end
@@ -183,7 +181,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     lse_ptr += task.to(tl.int64) * room * GROUP
     parts = 0
     if SHARED:
-        wait_for_neighbour(PDL)
+        wait_for_previous(PDL)
         parts = tl.load(parts_ptr + seq, mask=start > 0, other=0, cache_modifier=".cg")
     if active == 1:
         if SHARED:    # who is alone weighs the parts of the prefix itself

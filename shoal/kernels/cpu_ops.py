@@ -9,8 +9,8 @@ import torch
 from shoal.kernels import cpu_build, reference
 from shoal.kernels.reference import apply_updates, embed, linear, linear_silu_mul, moe
 
-__all__ = ["add_rms_norm", "apply_updates", "begin_decode", "embed", "linear", "linear_silu_mul", "moe", "qk_norm_rope_store", "rms_norm",
-           "sample", "silu_mul"]
+__all__ = ["add_norm_linear", "add_rms_norm", "apply_updates", "begin_decode", "embed", "linear", "linear_silu_mul", "moe",
+           "qk_norm_rope_store", "rms_norm", "sample", "silu_mul"]
 
 LIBRARY = cpu_build.load()
 
@@ -33,6 +33,12 @@ def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.
     rows, size = x_TD.shape
     LIBRARY.shoal_rms_norm(x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), eps, rows, size, out_TD.data_ptr())
     return out_TD
+
+
+def add_norm_linear(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
+                    bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    product = linear_silu_mul if gated else linear
+    return product(add_rms_norm(x_TD, residual_TD, norm_weight_D, eps), weight, bias), residual_TD
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:

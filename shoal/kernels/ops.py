@@ -27,6 +27,9 @@ class Ops(Protocol):
 
     def linear_silu_mul(self, x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor: ...
 
+    def add_norm_linear(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
+                        bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     def qk_norm_rope_store(self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
                            cos_sin: torch.Tensor, positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor,
                            kv_layer: torch.Tensor, num_heads: int, num_kv_heads: int) -> None: ...

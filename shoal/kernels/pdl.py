@@ -2,8 +2,11 @@
 
 A decode step is a chain of small kernels, each of which waits for the last; so the launch of a kernel, and whatever it can do without
 its inputs (a product loads weights), hide behind its predecessor. The rules: before `wait_for_inputs` a kernel reads constants only
-(weights) and writes nothing; every program of the grid comes there before it leaves. Then "the kernel before is done" says so of all
-kernels before it, and a kernel that knows nothing of this (cuBLAS, NCCL, a copy) may stand anywhere in the chain.
+(weights) and writes nothing; one program of the grid at least comes there before it leaves. Then "the kernel before is done" says so of
+all kernels before it, and a kernel that knows nothing of this (cuBLAS, NCCL, a copy) may stand anywhere in the chain.
+
+Such an ordinary kernel starts when all before it are done, and none after it starts earlier. The embedding is one, so to a step's layers
+what earlier steps wrote, and what was prepared for this one (lengths, block tables), are constants too. They are read past the L1 cache.
 """
 
 from __future__ import annotations
@@ -34,15 +37,28 @@ def wait_then_start_next(PDL: tl.constexpr):
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """For such a successor, at its start; it comes to `wait_for_neighbour` before it leaves or reads what its predecessor writes."""
+    """The first half of `wait_for_inputs`, for a kernel that has much to do before the second, `wait_for_previous`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_neighbour(PDL: tl.constexpr):
+def wait_for_previous(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(ptr, num_bytes, PDL: tl.constexpr):
+    """Asks memory for `num_bytes` (multiples of 16) from each address on, which then come from the L2 cache: reading goes on while a
+    kernel waits, and takes no registers."""
+    if PDL:
+        tl.inline_asm_elementwise("""{
+            .reg .pred some;
+            setp.ne.u32 some, $2, 0;
+            @some cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""", "=r,l,r", [ptr.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1)
 
 
 def pdl_options() -> dict[str, bool]:

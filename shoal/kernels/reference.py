@@ -46,6 +46,13 @@ def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
 
 
+def add_norm_linear(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
+                    bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear`, or `linear_silu_mul` if gated, of the norm of residual + x; and that sum, which may take the residual's place."""
+    product = linear_silu_mul if gated else linear
+    return product(add_rms_norm(x_TD, residual_TD, norm_weight_D, eps), weight, bias), residual_TD
+
+
 def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
                        positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
                        num_heads: int, num_kv_heads: int) -> None:

@@ -1,4 +1,5 @@
-"""Self-attention of one layer: one product for q, k and v, one fused pass (norm, rope, cache write), the backend, the output product."""
+"""Self-attention of one layer: the norm of the sum with the residual and one product for q, k and v; one fused pass (q/k norm, rope, cache
+write); the backend; the output product."""
 
 from __future__ import annotations
 
@@ -32,13 +33,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
         self.k_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
 
-    def forward(self, x_TD: torch.Tensor, step: StepInput, kv_layer: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StepInput, kv_layer: torch.Tensor,
+                cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the norm of residual + x; returns what is to be added to the sum, and the sum."""
         h, g, n = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv_proj(x_TD)
+        qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
         q_norm = self.q_norm.weight if self.q_norm is not None else None
         k_norm = self.k_norm.weight if self.k_norm is not None else None
         self.ops.qk_norm_rope_store(qkv, q_norm, k_norm, self.eps, cos_sin, step.positions_T, step.rows_T, step.block_tables_RM,
                                     kv_layer, h, g)
         heads = qkv.view(-1, h + 2 * g, n)
         out_THN = self.backend.attend(heads[:, :h], heads[:, h:h + g], heads[:, h + g:], kv_layer, step, self.window)
-        return self.o_proj(out_THN.view(-1, h * n))
+        return self.o_proj(out_THN.view(-1, h * n)), residual_TD

@@ -1,4 +1,7 @@
-"""The feed-forward half of a layer: SwiGLU (Shazeer 2020), dense or as a mixture of experts."""
+"""The feed-forward half of a layer: the norm of the sum with the residual, then SwiGLU (Shazeer 2020), dense or as a mixture of experts.
+
+Both kinds take what is to be added to the residual, and return what the next layer has to add, and the residual.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from torch import nn
 from shoal.errors import CheckpointError
 from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear, Loaded, check_shape, copy_into, narrow
+from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.models.config import ModelConfig
 
@@ -21,8 +25,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(size, (config.hidden_size,), tp, ops, split="rows", bias=config.mlp_bias,
                                 keep_quantized=keep_quantized)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj.silu_mul(x_TD))
+    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_TF, residual_TD = norm.add_linear(x_TD, residual_TD, self.gate_up_proj, silu_mul=True)
+        return self.down_proj(hidden_TF), residual_TD
 
 
 class Experts(nn.Module):
@@ -60,6 +65,7 @@ class MoE(nn.Module):
         self.gate = Linear(config.hidden_size, (config.num_experts,), tp, ops, split=None)
         self.experts = Experts(config, tp)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TD = norm.add(x_TD, residual_TD)
         out_TD = self.ops.moe(x_TD, self.gate(x_TD), self.experts.w13, self.experts.w2, self.top_k, self.norm_topk_prob)
-        return self.tp.all_reduce(out_TD)
+        return self.tp.all_reduce(out_TD), residual_TD

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shoal.kernels.ops import Ops
-from shoal.layers.linear import Loaded, copy_into
+from shoal.layers.linear import Linear, Loaded, copy_into
 
 
 class RMSNorm(nn.Module):
@@ -26,3 +26,15 @@ class RMSNorm(nn.Module):
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """residual += x in place; returns the norm of the sum."""
         return self.ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+
+    def add_linear(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, linear: Linear,
+                   silu_mul: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """`linear` (not split over its inputs), or its `silu_mul`, of the norm of residual + x; and that sum, the new residual.
+
+        One kernel if there is one row. x None: nothing to add.
+        """
+        if x_TD is not None and linear.packed is None:
+            return self.ops.add_norm_linear(x_TD, residual_TD, self.weight, self.eps, linear.weight,    # type: ignore[arg-type]
+                                            linear.bias, silu_mul)
+        normed_TD = self(residual_TD) if x_TD is None else self.add(x_TD, residual_TD)
+        return (linear.silu_mul if silu_mul else linear)(normed_TD), residual_TD

@@ -32,7 +32,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gate
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-@pytest.mark.parametrize(("outs", "columns"), [(1, 1), (7, 13), (130, 70), (48, 1024), (33, 1100), (5, 2049)])
+@pytest.mark.parametrize(("outs", "columns"), [(1, 1), (7, 13), (130, 70), (48, 1024), (33, 1100), (5, 2049), (3, 3600)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
 def test_products_equal_exact_ones(rows: int, outs: int, columns: int, bias: bool, gated: bool) -> None:
     x, weight, b = operands(rows, outs, columns, bias, gated)
@@ -40,6 +40,19 @@ def test_products_equal_exact_ones(rows: int, outs: int, columns: int, bias: boo
     ours = (linear.linear_silu_mul if gated else linear.linear)(x, weight, b)
     assert ours.shape == (rows, outs) and ours.dtype == FP16
     torch.testing.assert_close(ours.float(), exact(x, weight, b, gated), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("outs", "columns"), [(7, 13), (48, 1024), (33, 1100), (5, 2049)])
+@pytest.mark.parametrize("rows", [1, 3, 5, 70])
+def test_sum_norm_and_product_equal_exact_ones(rows: int, outs: int, columns: int, gated: bool) -> None:
+    x, weight, bias = operands(rows, outs, columns, True, gated)
+    residual, norm_weight = torch.randn(rows, columns).to(FP16), torch.rand(columns).to(FP16)
+    total = x + residual
+    normed = reference.rms_norm(total.float(), norm_weight.float(), 1e-6)
+    ours, ours_total = linear.add_norm_linear(x, residual, norm_weight, 1e-6, weight, bias, gated)
+    assert torch.equal(ours_total, total)
+    torch.testing.assert_close(ours.float(), exact(normed, weight, bias, gated), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("tiles", [linear.Tiles(2, 64, 1), linear.Tiles(16, 16, 4, 2), linear.Tiles(32, 64, 4, 3)], ids=str)
@@ -69,6 +82,7 @@ def _launch(rows: int, outs: int, columns: int, gated: bool, dtype: torch.dtype)
         weight, x = torch.empty(outs * (1 + gated), columns, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
         product = linear.linear_silu_mul if gated else linear.linear
         product(x, weight, torch.empty(len(weight), dtype=dtype) if outs == 3072 else None)
+        linear.add_norm_linear(x, x, x[0], 1e-6, weight, None, gated)
 
 
 for shape in ((4096, 1024, False), (3072, 1024, True), (1024, 3072, False), (1024, 2048, False), (12288, 4096, True), (4096, 12288, False),

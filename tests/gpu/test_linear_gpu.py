@@ -39,6 +39,40 @@ def test_gated_products(rows: int, size: int, columns: int) -> None:
     assert error(triton_ops.linear_silu_mul(x, weight, bias), F.silu(gate) * up) < 8e-3
 
 
+@pytest.mark.parametrize(("outs", "columns", "gated"), [(4096, 1024, False), (6144, 1024, True), (6144, 4096, False), (74, 2056, True)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 65])
+def test_sum_norm_and_product(rows: int, outs: int, columns: int, gated: bool) -> None:
+    x, weight, bias = operands(rows, outs, columns, torch.bfloat16)
+    residual, norm_weight = torch.randn_like(x), torch.rand_like(x[0])
+    total = x + residual
+    y = F.linear(F.rms_norm(total.float(), (columns,), norm_weight.float(), 1e-6), weight.float(), bias.float())
+    ours, ours_total = triton_ops.add_norm_linear(x, residual, norm_weight, 1e-6, weight, bias, gated)
+    assert torch.equal(ours_total, total)
+    assert error(ours, F.silu(y.chunk(2, dim=1)[0]) * y.chunk(2, dim=1)[1] if gated else y) < 8e-3
+
+
+def test_a_chain_of_sums_norms_and_products_is_in_order_and_equal_each_time() -> None:
+    x, weight, _ = operands(1, 2048, 2048, torch.bfloat16)
+    norm_weight = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain(wait: bool) -> torch.Tensor:
+        y, residual = x, torch.zeros_like(x)
+        for _ in range(60):
+            y, residual = triton_ops.add_norm_linear(y, residual, norm_weight, 1e-6, weight, None, False)
+            y = triton_ops.linear(y, weight, None)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    expected = chain(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(wait=False)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
 def test_a_chain_of_dependent_launches_is_in_order_and_equal_each_time() -> None:
     """Each kernel overwrites what the one before the last read (the allocator reuses memory); cuBLAS stands in between in places."""
     x, weight, _ = operands(1, 2048, 2048, torch.bfloat16)
