@@ -182,7 +182,7 @@ class Offloader:
             self.before_step()
             self.offload(idle=True)
             ended = self.poll()
-        return bool(self.books.tickets or self.fetcher.jobs or self._unready or self._cut_short)
+        return bool(self.books.tickets or self.fetcher.jobs or self._cut_short)
 
     # Everything else
 
@@ -327,7 +327,7 @@ class Offloader:
                     self._kept.append(meta.key)
             else:
                 self._staged.append((slot, meta))
-        self.slots.release(free[::-1])    # the coldest on the device is the coldest here
+        self.slots.release(free if self.policy.on_registration else free[::-1])    # the coldest on the device is the coldest here
 
     def _look_at_host(self) -> None:
         """What is the coldest there is to be written ahead of its eviction."""
@@ -343,21 +343,25 @@ class Offloader:
             while self._kept and len(batch) < WRITE_BLOCKS:
                 slot = self.slots.find(key := self._kept.popleft())
                 if slot is not None and (meta := self.slots.meta(key)) is not None:
-                    self.slots.hold([slot])
+                    self.slots.hold([slot], use=False)
                     batch.append((slot, meta))
             for name, tier in self.persistent.items():
                 new = [(slot, meta) for slot, meta in batch if not tier.contains(meta.key)]
                 if new:
                     slots, metas = [slot for slot, _ in new], [meta for _, meta in new]
-                    self.slots.hold(slots)
+                    self.slots.hold(slots, use=False)
                     self._num_writing += len(new)
                     ticket = self.transfers.write(name, metas, slots)
                     self.books.track(ticket, slots, partial(self._was_written, name, metas, slots))
-            self.slots.release([slot for slot, _ in batch][::-1])
+            self._release_written([slot for slot, _ in batch])
+
+    def _release_written(self, slots: list[int]) -> None:
+        """Those that were written ahead of their eviction were the coldest, and are again."""
+        self.slots.release(slots, coldest=not self.policy.on_registration)
 
     def _was_written(self, name: str, metas: list[BlockMeta], slots: list[int], done: Done) -> None:
         self._num_writing -= len(metas)
-        self.slots.release(slots[::-1])
+        self._release_written(slots)
         bad = [meta.key for meta, intact in zip(metas, done.intact) if not intact]
         self.stats[name].stored_blocks += len(metas) - len(bad)
         self.stats[name].failed_blocks += len(bad)

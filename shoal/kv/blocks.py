@@ -144,8 +144,9 @@ class BlockPool:
                                     "fewer, or again when others have released some")
         return Prefill(blocks[:num_in_flight], blocks[num_in_flight:len(hits)], blocks[len(hits):])
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Gives back a reference on each. They come in sequence order and are freed tail first: a shared prefix outlives its suffixes."""
+    def release(self, blocks: Sequence[int], coldest: bool = False) -> None:
+        """Gives back a reference on each. They come in sequence order and are freed tail first: a shared prefix outlives its suffixes.
+        `coldest`: they go to the front, the first of them the very first, as the coldest do whose holding was no use of their content."""
         ref_counts = self._ref_counts
         for block in reversed(blocks):
             assert ref_counts[block] > 0
@@ -156,6 +157,9 @@ class BlockPool:
                 end = self._end_of[block]
                 if end == self.num_blocks:
                     self._link(block, before=self._next[end])
+                elif coldest and (first := self._next[end]) != end:
+                    self._freed_at[block] = self._freed_at[first] - 1
+                    self._link(block, before=first)
                 else:
                     self._num_freed += 1
                     self._freed_at[block] = self._num_freed
@@ -235,7 +239,7 @@ class BlockPool:
             ring = self._ring_from(end, self.num_blocks)
             assert all(self._prev[self._next[block]] == block for block in [*ring, end]), "the free list is torn"
             assert all(self._end_of[block] == end for block in ring), "a block in another's ring"
-            assert end == self.num_blocks or all(self._freed_at[a] < self._freed_at[b] for a, b in pairwise(ring)), "a ring out of age"
+            assert end == self.num_blocks or all(self._freed_at[a] <= self._freed_at[b] for a, b in pairwise(ring)), "a ring out of age"
         assert self._key_to_block == {key: block for block, key in enumerate(self._keys) if key is not None}, "keys and index differ"
         assert all((key is None) == (self._end_of[block] == self.num_blocks) for block, key in enumerate(self._keys)), "ring and key differ"
         assert self._copy_to_key == {block: key for key, copies in self._copies.items() for block in copies}, "copies miscounted"

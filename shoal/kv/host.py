@@ -62,15 +62,17 @@ class HostTier:
         self._used([meta.key])
         return found
 
-    def hold(self, slots: Sequence[int]) -> None:
-        """One more reference on each; a use of its block."""
+    def hold(self, slots: Sequence[int], use: bool = True) -> None:
+        """One more reference on each; unless `use` is False, a use of its block."""
         taken = self._pool.try_allocate(0, shared=slots)
         assert taken is not None
-        self._used([key for slot in slots if (key := self._pool.key_of(slot)) is not None])
+        if use:
+            self._used([key for slot in slots if (key := self._pool.key_of(slot)) is not None])
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Gives back a reference on each. In the order of a sequence: the tail goes before the head."""
-        self._pool.release(slots)
+    def release(self, slots: Sequence[int], coldest: bool = False) -> None:
+        """Gives back a reference on each. In the order of a sequence: the tail goes before the head. `coldest`: in the order of `coldest`,
+        to where they were."""
+        self._pool.release(slots, coldest)
 
     def forget(self, keys: Iterable[bytes] | None = None) -> None:
         """These blocks (all, without `keys`) can't be found any more; held slots stay held."""

@@ -29,6 +29,21 @@ def test_what_was_put_is_found_with_its_metadata():
     tier.check([])
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_cold_blocks_that_are_written_to_a_file_stay_cold(policy):
+    tier, a, b = HostTier(6, policy), chain(3, "a"), chain(3, "b")
+    store(tier, a)
+    store(tier, b)
+    before = tier.coldest(9)
+    written = [slot for slot, _ in before[:4]]
+    tier.hold(written, use=False)
+    tier.hold(written[:2], use=False)
+    tier.release(written, coldest=True)
+    tier.release(written[:2], coldest=True)
+    assert tier.coldest(9) == before
+    tier.check([])
+
+
 def test_the_least_recently_used_goes_first_and_tails_before_heads():
     tier, a, b = HostTier(6), chain(3, "a"), chain(3, "b")
     store(tier, a)
