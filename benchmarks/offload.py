@@ -175,7 +175,7 @@ def restart(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
         options = dict(num_gpu_blocks_override=num_blocks + 64, kv_host_bytes=num_blocks * args.block_bytes, kv_disk_path=folder,
-                       kv_disk_bytes=2 * num_blocks * args.block_bytes, kv_flush_timeout=60.0)
+                       kv_disk_bytes=2 * num_blocks * args.block_bytes, kv_flush_timeout=60.0, kv_load_policy="always")
         for name in ("first", "second"):
             llm = build(model, **options)
             wait_for_slots(llm.core)

@@ -65,7 +65,7 @@ class Offloader:
         self.scheduler = scheduler
         self.pool, self.slots, self.transfers, self.persistent, self.policy = scheduler.pool, slots, transfers, persistent, policy
         self.token = Rate(token_s)    # computed in a prefill
-        names = (HOST, *persistent)
+        names = dict.fromkeys((HOST, *persistent, *(block_s or ())))
         self.stats = {name: KvTierStats() for name in names}
         self.num_dropped = 0          # evicted from the device, and nowhere else
         rates = {name: Rate((block_s or {}).get(name, 0.0)) for name in names}

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 STAGING_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}    # of a rank without host tier
 LEAVING_BYTES = {"cuda": 4 << 30, "cpu": 32 << 20}      # of a rank, copied out at once: 0.1 s over PCIe
 COPY_BYTES = 128 << 20                                  # of one copy out
-FIRST_BYTE_S = {"disk": 1e-9, "store": 1e-8}            # seconds a byte, until one was read
+FIRST_BYTE_S = {"disk": 1 / 8e9, "store": 1 / 1e9}      # seconds a byte, until one was read: so high that the tier is tried
 LEAST_SLOTS = 16
 WATERMARK = 2048                                        # blocks, or half of a small cache
 
@@ -58,7 +58,7 @@ class KvTiers:
         self.asking: list[tuple[Sequence, Future[int]]] = []
         self.completed_at = 0.0              # when a step last was, seconds
         self.open_persistent()
-        token_s, block_s = 0.0, {}
+        token_s, block_s = 0.0, dict.fromkeys((HOST, *self.persistent), 0.0)
         if config.kv_load_policy == "cost":
             measured = core.collective_rpc("kv_measure")
             token_s, host_s = (max(figures) for figures in zip(*measured))
