@@ -80,8 +80,7 @@ class KvTiers:
     def _new_offloader(self) -> Offloader:
         scheduler, policy = self.core.scheduler, self.core.config.kv_eviction_policy
         slots = HostTier(self.num_slots, policy, record_events=self.core.events is not None)
-        offloader = Offloader(scheduler, slots, self.transfers, self.persistent, self.policy, self.token_s,
-                              self.block_s)
+        offloader = Offloader(scheduler, slots, self.transfers, self.persistent, self.policy, self.token_s, self.block_s)
         scheduler.tiers = offloader
         scheduler.pool.listeners.append(offloader)
         return offloader
@@ -90,7 +89,7 @@ class KvTiers:
 
     def before_schedule(self) -> None:
         if self.stale:
-            self.open_persistent()
+            self._reopen_persistent()
         for entry in [entry for entry in self.asking if entry[1].done()]:
             self.asking.remove(entry)
             entry[0].asking = False
@@ -156,6 +155,13 @@ class KvTiers:
         if self.core.config.kv_disk_path is not None or self.core.config.kv_store is not None:
             checksums = self.core.collective_rpc("checksums")
             self.core.collective_rpc("kv_open_tiers", weights_fingerprint(checksums, self.core.model_config), self.core.events is not None)
+
+    def _reopen_persistent(self) -> None:
+        try:
+            self.open_persistent()
+        except ConfigError as error:
+            self.core.collective_rpc("kv_close_tiers")
+            logger.warning("KV blocks are no longer kept on disk or in a store: %s", error)
 
     def weights_changed(self) -> None:
         """What other weights computed is not found any more. There may be many changes before the next step, which opens what then fits."""

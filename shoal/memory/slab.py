@@ -9,6 +9,7 @@ import math
 import mmap
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -60,9 +61,10 @@ class HostSlab:
         self._closing = True
         for thread in self._threads:
             thread.join()
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._pinned.clear()
+        if self._pinned:
+            with ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_device, initargs=(self._device,)) as threads:
+                list(threads.map(torch.cuda.cudart().cudaHostUnregister, self._pinned))
+            self._pinned.clear()
         self.rows = torch.empty(0, 0, dtype=torch.uint8)
 
     def _pin_all(self) -> None:

@@ -162,6 +162,19 @@ def test_new_weights_find_nothing_of_the_old_ones(tiers, build, root, disk, tmp_
     assert cached.count(96 if tiers == "disk" else 0) >= 7, "files are named after the weights' content; an update loses writes under way"
 
 
+def test_new_weights_without_their_folder_leave_an_engine_that_works(build, expected, disk, tmp_path, root, caplog):
+    import shutil
+    llm = build(**SMALL, **disk)
+    one_by_one(llm, prompts()[:2])
+    llm.update_weights(str(tiny.write_model(root, "qwen3")))
+    while (tmp_path / "kv").exists():
+        shutil.rmtree(tmp_path / "kv", ignore_errors=True)
+    (tmp_path / "kv").write_text("a file")
+    assert one_by_one(llm, prompts()[:3]) == (expected[:3], [0] * 3)
+    assert "no longer kept" in caplog.text
+    assert one_by_one(llm, prompts()[:3])[0] == expected[:3]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_host_memory_outlives_the_sleep_of_the_cache(level, build, root, expected):
     llm = build(**SMALL, **HOST, enable_sleep_mode=True)
