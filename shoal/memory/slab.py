@@ -34,7 +34,7 @@ class HostSlab:
         self.rows = torch.frombuffer(self._memory, dtype=torch.uint8)[:num_rows * row_bytes].view(num_rows, row_bytes)
         self._ready: deque[tuple[int, int]] = deque()
         self._pinned: list[int] = []                    # addresses
-        self._lock, self._closing = threading.Lock(), False
+        self._closing = False
         self._threads: list[threading.Thread] = []
         if device.type != "cuda":
             self._ready.append((0, num_rows))
