@@ -198,7 +198,7 @@ class EngineCore:
             with span("schedule"):
                 plan = self.scheduler.schedule() if self.standstill is None else None
             if tiers is not None:
-                tiers.before_step()
+                tiers.before_step(launches=plan is not None)
             if plan is not None:
                 with span("launch"):
                     self.in_flight.append(self._launch(plan))

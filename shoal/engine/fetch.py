@@ -49,9 +49,16 @@ class Books:
     clock: Callable[[], float]
     epoch: int = 0                    # resets so far: what was begun before the last is not kept
     tickets: dict[int, tuple[list[int], Callable[[Done], None]]] = field(default_factory=dict)    # slots in use, and what follows
+    num_launched: int = 0             # steps ...
+    num_completed: int = 0            # ... whose end the host knows of: in order
+    used_until: dict[int, int] = field(default_factory=dict)    # block -> steps launched when a sequence let it go
 
     def track(self, ticket: int, slots: list[int], then: Callable[[Done], None]) -> None:
         self.tickets[ticket] = slots, then
+
+    def in_use(self, blocks: Iterable[int]) -> bool:
+        """Whether a step in flight may read or write one of these blocks, which no sequence had when they were taken."""
+        return any(self.used_until.get(block, 0) > self.num_completed for block in blocks)
 
     def settle(self, done: Done) -> None:
         self.tickets.pop(done.ticket)[1](done)
@@ -175,8 +182,9 @@ class Fetcher:
 
     def _copy_in(self, job: Job, tier: str, blocks: list[int], slots: list[int]) -> None:
         job.num_copying += 1
-        into = job.fetch.blocks
-        ticket = self.books.transfers.copy_in(slots, [into[i] for i in blocks])
+        of_fetch = job.fetch.blocks
+        into = [of_fetch[i] for i in blocks]
+        ticket = self.books.transfers.copy_in(slots, into, self.books.in_use(into))
         self.books.track(ticket, slots, partial(self._was_copied_in, job, tier, blocks, slots))
 
     def _was_copied_in(self, job: Job, tier: str, blocks: list[int], slots: list[int], done: Done) -> None:

@@ -1,7 +1,7 @@
 """What each rank does for the tiers below the device, on its own shard: a part of ModelRunner, commanded by transfers.py.
 
-Copies out and copies in have a stream each, which waits for the steps launched before. Files are read and written by the tiers' threads.
-What has ended is told when rank 0 polls.
+Copies out and copies in have a stream each, which waits for steps in flight where these may use the same blocks. Files are read and
+written by the tiers' threads. What has ended is told when rank 0 polls.
 """
 
 from __future__ import annotations
@@ -100,23 +100,24 @@ class KvCommands:
     # Transfers: engine/transfers.py says what each is
 
     @torch.inference_mode()
-    def kv_copy_out(self, ticket: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+    def kv_copy_out(self, ticket: int, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> None:
         assert self.slab is not None
-        self._copy(ticket, self.kv_out, gather_blocks, self.kv, blocks, self.slab.rows, slots)
+        self._copy(ticket, self.kv_out, wait, gather_blocks, self.kv, blocks, self.slab.rows, slots)
 
     @torch.inference_mode()
-    def kv_copy_in(self, ticket: int, slots: Sequence[int], blocks: Sequence[int]) -> None:
+    def kv_copy_in(self, ticket: int, slots: Sequence[int], blocks: Sequence[int], wait: bool) -> None:
         assert self.slab is not None
-        self._copy(ticket, self.kv_in, scatter_blocks, self.slab.rows, slots, self.kv, blocks)
+        self._copy(ticket, self.kv_in, wait, scatter_blocks, self.slab.rows, slots, self.kv, blocks)
 
-    def _copy(self, ticket: int, stream: torch.cuda.Stream | None, copy: Callable[..., Any], src: torch.Tensor, src_ids: Sequence[int],
-              dst: torch.Tensor, dst_ids: Sequence[int]) -> None:
+    def _copy(self, ticket: int, stream: torch.cuda.Stream | None, wait: bool, copy: Callable[..., Any], src: torch.Tensor,
+              src_ids: Sequence[int], dst: torch.Tensor, dst_ids: Sequence[int]) -> None:
         if stream is None:
             start = time.perf_counter()
             copy(src, src_ids, dst, dst_ids)
             self.kv_done.append((ticket, [True] * len(src_ids), time.perf_counter() - start))
             return
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if wait:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record(stream)
         copy(src, src_ids, dst, dst_ids, stream)
@@ -125,8 +126,9 @@ class KvCommands:
 
     def kv_order_behind(self, ticket: int) -> None:
         for other, _, _, end in self.kv_copies:
-            if other == ticket:
+            if other == ticket and self.kv_in is not None:
                 torch.cuda.current_stream(self.device).wait_event(end)
+                self.kv_in.wait_event(end)
 
     def kv_write(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
         into = self.kv_tiers[tier]

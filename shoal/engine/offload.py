@@ -132,6 +132,9 @@ class Offloader:
                 self._overtaken = max(self._overtaken, self._leaving[key])
         self._num_registered += end - start
 
+    def released(self, blocks: list[int]) -> None:
+        self.books.used_until.update(dict.fromkeys(blocks, self.books.num_launched))
+
     def removed(self, key: bytes) -> None:
         self._num_evicted += 1
         meta, ticket = self._metas.pop(key, None), self._leaving.get(key)
@@ -159,12 +162,13 @@ class Offloader:
         self._write()
         return bool(ended)
 
-    def before_step(self) -> None:
-        """When the plan is made: blocks have changed hands."""
+    def before_step(self, launches: bool = False) -> None:
+        """When the plan is made, and blocks have changed hands. `launches`: a step follows; `books.num_completed` is to tell of its end."""
         if self._overtaken:    # copies out end in the order of their tickets
             self.transfers.order_behind(self._overtaken)
             self._overtaken = 0
         self.fetcher.advance()
+        self.books.num_launched += launches
 
     def offload(self, idle: bool = False) -> None:
         """Begins to copy out what should leave, as far as slots and bandwidth allow. `idle`: no step will follow soon."""
@@ -306,7 +310,8 @@ class Offloader:
             some = slice(at, at + self.policy.copy_blocks)
             slots = self.slots.take(len(blocks[some]))
             assert slots is not None
-            ticket = self.transfers.copy_out(blocks[some], slots)
+            wait = self.policy.on_registration or self.books.in_use(blocks[some])    # else all of them are free
+            ticket = self.transfers.copy_out(blocks[some], slots, wait)
             self._leaving.update((meta.key, ticket) for meta in metas[some])
             self.books.track(ticket, slots, partial(self._was_copied_out, metas[some], slots, self.books.epoch))
 

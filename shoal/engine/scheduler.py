@@ -445,6 +445,8 @@ class Scheduler:
 
     def _let_go(self, seq: Sequence) -> None:
         """Gives back row and blocks. Steps in flight may still write there; whoever gets them next writes later."""
+        if self.tiers is not None:
+            self.tiers.released(seq.block_ids)
         self.pool.release(seq.block_ids)
         heapq.heappush(self._free_rows, seq.row)
         seq.block_ids, seq.row, seq.fetch = [], -1, None

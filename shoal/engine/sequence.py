@@ -123,3 +123,7 @@ class Tiers(Protocol):
     def registered(self, seq: Sequence, start: int, end: int) -> None:
         """These of the sequence's blocks are findable now."""
         ...
+
+    def released(self, blocks: list[int]) -> None:
+        """A sequence has let them go; steps in flight may still use them."""
+        ...

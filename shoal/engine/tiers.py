@@ -96,8 +96,8 @@ class KvTiers:
         self.offloader.poll()
         self._tell()
 
-    def before_step(self) -> None:
-        self.offloader.before_step()
+    def before_step(self, launches: bool) -> None:
+        self.offloader.before_step(launches)
 
     def after_step(self, waits: bool) -> None:
         """`waits`: the step had nothing to do."""
@@ -110,6 +110,7 @@ class KvTiers:
 
     def completed(self, plan: StepPlan, launched_at: float) -> None:
         """A step has run. Those with long prompts tell how quickly prompts are computed."""
+        self.offloader.books.num_completed += 1
         now, config = time.monotonic(), self.core.config
         num_tokens = plan.num_tokens - plan.num_decodes
         if num_tokens >= max(1, (config.max_num_batched_tokens or 0) // 16):

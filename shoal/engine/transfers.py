@@ -28,10 +28,10 @@ class Done:
 
 
 class Transfers(Protocol):
-    """The first four begin something and return its ticket. A copy begins when all steps launched so far have run."""
+    """The first four begin something and return its ticket. `wait`: a copy begins when all steps launched so far have run."""
 
-    def copy_out(self, blocks: Sequence[int], slots: Sequence[int]) -> int: ...
-    def copy_in(self, slots: Sequence[int], blocks: Sequence[int]) -> int: ...
+    def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int: ...
+    def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool) -> int: ...
     def write(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int: ...
     def read(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int: ...
 
@@ -69,11 +69,11 @@ class RankTransfers:
         self._usable: list[int] = []                # not announced yet
         self._announced: list[int] = []
 
-    def copy_out(self, blocks: Sequence[int], slots: Sequence[int]) -> int:
-        return self._begin("kv_copy_out", list(blocks), list(slots))
+    def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int:
+        return self._begin("kv_copy_out", list(blocks), list(slots), wait)
 
-    def copy_in(self, slots: Sequence[int], blocks: Sequence[int]) -> int:
-        return self._begin("kv_copy_in", list(slots), list(blocks))
+    def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool) -> int:
+        return self._begin("kv_copy_in", list(slots), list(blocks), wait)
 
     def write(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int:
         return self._begin("kv_write", tier, [pack_meta(meta) for meta in metas], list(slots))

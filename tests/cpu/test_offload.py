@@ -7,8 +7,13 @@ import time
 import pytest
 
 from shoal import LLM, SamplingParams
+from shoal.api import Request
 from shoal.config import EngineConfig
+from shoal.engine.offload import Offloader, OffloadPolicy
+from shoal.engine.scheduler import Scheduler
+from shoal.engine.transfers import Done
 from shoal.errors import ConfigError
+from shoal.kv.host import HostTier
 from tests import tiny
 
 BLOCK = 16
@@ -213,7 +218,6 @@ def slow_second_engine(build, disk):
 
 
 def start(llm, prompt, request_id, **options):
-    from shoal.api import Request
     llm.core.add(Request(request_id, prompt, params(**options)))
 
 
@@ -278,6 +282,55 @@ def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
     assert one_by_one(llm, prompts())[0] == expected
     assert one_by_one(llm, prompts()) == (expected, [96] * 9)
     llm.core.tiers.offloader.check()
+
+
+class Recorded:
+    """Transfers that end at the next poll, and whether they were to wait for steps in flight."""
+
+    def __init__(self, num_slots):
+        self.ready, self.begun, self.waits = list(range(num_slots)), [], []
+
+    def copy(self, ids, _, wait):
+        self.waits.append(wait)
+        self.begun.append(Done(len(self.waits), [True] * len(ids)))
+        return len(self.waits)
+
+    copy_out = copy_in = copy
+
+    def poll(self):
+        ended, self.begun = self.begun, []
+        return ended
+
+    def take_ready_slots(self):
+        ready, self.ready = self.ready, []
+        return ready
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(completed):
+    scheduler = Scheduler(num_blocks=3, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6)
+    policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=3, max_leaving=9, copy_blocks=9, always_fetch=True)
+    offloader = Offloader(scheduler, HostTier(8), Recorded(8), {}, policy)
+    scheduler.tiers = offloader
+    scheduler.pool.listeners.append(offloader)
+
+    def begin(request_id, prompt):
+        scheduler.add(Request(request_id, prompt, params()))
+        offloader.poll()
+        plan = scheduler.schedule()
+        offloader.before_step(launches=plan is not None)
+        return plan
+
+    assert begin("a", [1, 2, 3, 4, 5]) is not None
+    scheduler.abort("a")
+    offloader.offload(idle=True)
+    assert offloader.transfers.waits == [True], "the step that writes these blocks is in flight"
+    assert begin("b", [6, 7, 8, 9, 6]) is not None
+    scheduler.abort("b")
+    offloader.books.num_completed = 2 if completed else 1
+    assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.fetches) == 1
+    assert offloader.transfers.waits[1:] == [not completed]
+    offloader.check()
 
 
 def test_a_prefix_is_fetched_only_where_that_is_quicker(build, expected):

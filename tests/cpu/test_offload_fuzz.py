@@ -1,19 +1,22 @@
 """Random traces with tiers below the device, on the simulated device of test_scheduler_fuzz.py: whatever copies, files and disks do, every
 KV slot that is read holds the history it should.
 
-Copies move half a block at a time, at any moment between their beginning and the poll that tells of their end, and see what lies there
-then: a slot or a block given away too early is read, or written, by somebody else. `trace(seed)` repeats a failing seed.
+Steps run at any moment between their launch and the moment when their tokens are seen, in order. Copies move half a block at a time, at
+any moment between their beginning (those that wait: behind the steps launched before) and the poll that tells of their end, and see what
+lies there then: a slot or a block given away too early is read, or written, by somebody else. `trace(seed)` repeats a failing seed.
 """
 
 import dataclasses
 import random
 from collections import Counter, deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from test_scheduler_fuzz import Device, History, Row, Trace
 
 from shoal.engine.offload import Offloader, OffloadPolicy
+from shoal.engine.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.transfers import Done
 from shoal.kv.host import HostTier
 
@@ -47,14 +50,18 @@ class FakeTransfers:
         self.out, self.into, self.files = deque(), deque(), []
         self.last = 0
 
-    def copy_out(self, blocks, slots):
+    def copy_out(self, blocks, slots, wait):
+        self._wait(wait)
+
         def move(i, half):
             block, slot = blocks[i], slots[i]
             for p in half:
                 self.slots[slot][p] = self.device.slots[block * self.size + p]
         return self._begin(self.out, "copy out", move, len(blocks))
 
-    def copy_in(self, slots, blocks):
+    def copy_in(self, slots, blocks, wait):
+        self._wait(wait)
+
         def move(i, half):
             block, slot = blocks[i], slots[i]
             for p in half:
@@ -123,6 +130,13 @@ class FakeTransfers:
         ready, self.unready = self.unready[:count], self.unready[count:]
         return ready
 
+    def _wait(self, wait):
+        """Steps that run now, rather than copies that run later, are one of the orders there can be."""
+        if wait:
+            self.device.run_pending()
+        else:
+            self.seen["beside a step"] += bool(self.device.pending)
+
     def _begin(self, queue, kind, move, count, finish=None):
         self.last += 1
         size = self.size
@@ -141,16 +155,36 @@ class FakeTransfers:
 
 
 class TieredDevice(Device):
-    """Remembers when an admission began: a fetch may bring what was valid then."""
+    """Runs steps some time after their launch. Remembers when an admission began: a fetch may bring what was valid then."""
 
-    def __init__(self, *args):
+    def __init__(self, r, *args):
         super().__init__(*args)
-        self.began = {}
+        self.r, self.began, self.pending = r, {}, deque()
+
+    def launch(self, plan):
+        """The list that will have the step's tokens once it has run."""
+        entries = []
+        for entry in plan.scheduled:
+            seq = entry.seq
+            key = (seq, seq.num_admissions)
+            frozen = SimpleNamespace(key=key, epoch=self.began.get(key, self.epoch), token_ids=list(seq.token_ids),
+                                     block_ids=list(seq.block_ids), lockstep=seq.lockstep, grammar=None, held=False, request=seq.request)
+            entries.append(ScheduledSeq(frozen, entry.row, entry.start, entry.num_tokens, entry.samples))
+        tokens = []
+        self.pending.append((StepPlan(tuple(entries), plan.num_decodes, plan.num_tokens), tokens))
+        return tokens
+
+    def run_pending(self, until=None):
+        while self.pending:
+            plan, tokens = self.pending.popleft()
+            tokens += self.run(plan)
+            if tokens is until:
+                return
 
     def _row(self, entry):
-        owner = (entry.seq, entry.seq.num_admissions)
+        owner = entry.seq.key
         if entry.row not in self.rows or self.rows[entry.row].owner != owner:
-            epoch = self.began.get((id(entry.seq), entry.seq.num_admissions), self.epoch)
+            epoch = entry.seq.epoch
             self.rows[entry.row] = Row(owner, History(entry.seq.request, entry.seq.token_ids[:entry.start]), epoch)
         return self.rows[entry.row]
 
@@ -167,7 +201,7 @@ class TieredTrace(Trace):
         if not scheduler.pool.enable_caching:
             scheduler.pool.enable_caching = True
         num_blocks = scheduler.pool.num_blocks
-        self.device = TieredDevice(num_blocks, self.block_size)
+        self.device = TieredDevice(r, num_blocks, self.block_size)
         self.disks = {} if disks is None else disks
         keeps = not self.disks or r.random() < 0.4
         num_slots = r.randint(2, r.choice((8, 2 * num_blocks + 2)))
@@ -203,28 +237,40 @@ class TieredTrace(Trace):
 
     def begin(self, fetch):
         self.seen["fetches"] += 1
-        self.device.began[id(fetch.seq), fetch.seq.num_admissions] = self.device.epoch
-        self.keep_alive = [*getattr(self, "keep_alive", []), fetch.seq]    # ids stay unique
+        self.device.began[fetch.seq, fetch.seq.num_admissions] = self.device.epoch
         self.offloader.begin(fetch)
 
     def registered(self, seq, start, end):
         self.offloader.registered(seq, start, end)
 
+    def released(self, blocks):
+        self.offloader.released(blocks)
+
     # Around steps
 
     def step(self):
-        offloader, run = self.offloader, self.device.run
+        offloader = self.offloader
         offloader.poll()
-        self.device.run = lambda plan: (offloader.before_step(), run(plan))[1]
         super().step()
-        self.device.run = run
         offloader.before_step()
+        if self.r.random() < 0.3:
+            self.device.run_pending()
         if self.r.random() < 0.8:
             offloader.offload(idle=self.r.random() < 0.5)
         if self.r.random() < 0.2:
             offloader.tick()
         if self.r.random() < 0.3:
             offloader.check()
+
+    def launch(self, plan):
+        self.offloader.before_step(launches=True)
+        return self.device.launch(plan)
+
+    def see(self, plan, tokens):
+        if any(tokens is of_step for _, of_step in self.device.pending):
+            self.device.run_pending(until=tokens)
+        self.offloader.books.num_completed += 1
+        super().see(plan, tokens)
 
     def disturb(self):
         epoch = self.device.epoch
@@ -298,5 +344,5 @@ def test_whatever_transfers_do_each_request_gets_the_tokens_of_an_undisturbed_ru
     print(f"seeds {first_seed}..{first_seed + TRACES_A_TEST - 1}")
     seen = sum((trace(seed) for seed in range(first_seed, first_seed + TRACES_A_TEST)), Counter())
     for name in ("fetches", "fetched tokens", "copy out", "copy in", "read", "write", "failed", "ordered", "preemptions", "sleeps",
-                 "dropped"):
+                 "dropped", "beside a step"):
         assert seen[name] > 5, f"the traces are too tame: {name} {seen[name]}"

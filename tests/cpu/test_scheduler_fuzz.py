@@ -208,11 +208,14 @@ class Trace:
             assert plan.num_tokens == sum(e.num_tokens for e in plan.scheduled) <= self.scheduler._max_num_batched_tokens
             self.seen["mixed"] += 0 < plan.num_decodes < len(plan.scheduled)
             self.seen["chunked"] += not all(e.samples for e in plan.scheduled)
-            self.in_flight.append((plan, self.device.run(plan)))
+            self.in_flight.append((plan, self.launch(plan)))
             self.scheduler.check()
         depth = self.r.randint(0, self.max_depth)
         while len(self.in_flight) > (depth if plan is not None else 0):
             self.see(*self.in_flight.popleft())
+
+    def launch(self, plan: StepPlan) -> list[int]:
+        return self.device.run(plan)
 
     def compile(self) -> None:
         for seq in list(self.held):
