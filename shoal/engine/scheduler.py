@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import sys
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -72,6 +73,7 @@ class Scheduler:
         self.tiers: Tiers | None = None
         self.fetches: list[Fetch] = []     # under way, also for sequences that have left meanwhile
         self._arriving: set[bytes] = set()    # keys of those that will be findable
+        self._promised: dict[bytes, int] = {}    # keys -> prefills that will make them findable
         self.ended: list[Sequence] = []    # from outside, and not yet told (take_ended)
         self._free_rows = list(range(max_num_seqs))    # a heap: the lowest is given first, so that the rows in use stay dense
         self._block_size = block_size
@@ -236,6 +238,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks; False if some are in use. What runs now goes on, but none of its KV will be found by others."""
         for seq in self.running:
+            self._keep_promises(seq)
             seq.register_at = NEVER
         for fetch in self.fetches:
             fetch.findable = False
@@ -250,6 +253,7 @@ class Scheduler:
         size = self._block_size
         self.pool.check([block for blocks in (*(seq.block_ids for seq in self.running), *(fetch.held for fetch in self.fetches))
                          for block in blocks])
+        assert self._promised == Counter(key for seq in self.running for key in seq.promised), "promises of nobody"
         rows = [seq.row for seq in self.running]
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows lost or given twice"
         for queue in (self.waiting, self.running):
@@ -260,6 +264,7 @@ class Scheduler:
         for seq in self.running:
             assert len(seq.token_ids) <= seq.num_tokens <= seq.max_num_tokens and seq.num_computed < seq.num_tokens, "tokens miscounted"
             assert (seq.status is FETCHING) == (seq.fetch in self.fetches), "fetches and those who wait for them differ"
+            assert not seq.promised or (seq.status in (FETCHING, PREFILL) and seq.register_at != NEVER), "a promise that is not kept"
             if seq.status in (FETCHING, PREFILL):
                 assert seq.num_pending == 0 and len(seq.block_ids) == -(-seq.num_tokens // size), "a prefill without all its blocks"
             else:
@@ -315,6 +320,7 @@ class Scheduler:
         if seq.num_computed >= seq.register_at:
             self._register(seq)    # already: no later step, nor a later sequence of this one, can read the block before it is written
         if samples:
+            self._keep_promises(seq)
             seq.status = DECODE
             seq.num_tokens += 1
         scheduled.append(ScheduledSeq(seq, seq.row, start, num_tokens, samples))
@@ -374,6 +380,11 @@ class Scheduler:
         seq.num_computed = num_hits * self._block_size
         seq.register_at = seq.num_computed + self._block_size if self.pool.enable_caching else NEVER
         seq.num_admissions += 1
+        if seq.register_at != NEVER:
+            extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
+            seq.promised = seq.keys[num_hits:]
+            for key in seq.promised:
+                self._promised[key] = self._promised.get(key, 0) + 1
         insort(self.running, seq, key=_turn)
         if seq.num_admissions == 1 and self._looks_up(seq):    # what a preempted one finds is mostly its own
             seq.num_cached_tokens = seq.num_computed
@@ -398,9 +409,15 @@ class Scheduler:
         if not self._looks_up(seq) or index >= (seq.num_tokens - 1) // self._block_size:
             return False
         key = seq.keys[index]
-        return key in self._arriving or any(
-            other.status in (FETCHING, PREFILL) and other.register_at != NEVER and index < len(other.keys) and other.keys[index] == key
-            for other in self.running)
+        return key in self._arriving or key in self._promised
+
+    def _keep_promises(self, seq: Sequence) -> None:
+        """Or not: its prefill has ended, one way or another."""
+        for key in seq.promised:
+            self._promised[key] -= 1
+            if not self._promised[key]:
+                del self._promised[key]
+        seq.promised = []
 
     def _prefill_cap(self) -> int:
         """The most tokens one prompt may take from a step: others are to have a share while they wait."""
@@ -447,6 +464,7 @@ class Scheduler:
         """Gives back row and blocks. Steps in flight may still write there; whoever gets them next writes later."""
         if self.tiers is not None:
             self.tiers.released(seq.block_ids)
+        self._keep_promises(seq)
         self.pool.release(seq.block_ids)
         heapq.heappush(self._free_rows, seq.row)
         seq.block_ids, seq.row, seq.fetch = [], -1, None

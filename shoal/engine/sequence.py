@@ -60,6 +60,7 @@ class Sequence:
     asking: bool = False                    # not to be admitted yet: a store is asked what it has of the prompt
     grammar: Grammar | None = None
     fetch: Fetch | None = None              # what a FETCHING one waits for
+    promised: list[bytes] = field(default_factory=list)    # keys of blocks that its prefill will make findable
     prompt_logprobs: list[TokenLogprobs | None] | None = None    # gathered by the core
     added_at: float = 0.0                   # seconds, as the core's clock: when it came,
     started_at: float | None = None         # and when a step first held it
