@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -283,8 +284,10 @@ class LLM:
         number = next(self._ids)
         answers = []
         for i in range(params.n):
-            request = Request(f"{number}-{i}", ids, replace(params, n=1, seed=(seed + i) % 2**64), priority=priority, arrival=float(number),
-                              cache_salt=salt, eos_token_ids=self.eos_token_ids, bad_word_ids=bad_words)
+            own = copy(params)    # not `replace`, which would check all of it again
+            own.n, own.seed = 1, (seed + i) % 2**64
+            request = Request(f"{number}-{i}", ids, own, priority=priority, arrival=float(number), cache_salt=salt,
+                              eos_token_ids=self.eos_token_ids, bad_word_ids=bad_words)
             answers.append(_Answer(i, request, self.tokenizer if needs_text else None))
         return _Group(str(number), text, ids, answers)
 
