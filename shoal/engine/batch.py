@@ -182,7 +182,8 @@ class Extras:
         return bool(self.bias or self.banned or self.allowed or self.penalties or self.grammars)
 
     def __bool__(self) -> bool:
-        return self.shapes_logits or bool(self.embeds) or self.num_logprobs is not None or self.num_prompt_logprobs is not None
+        return (self.shapes_logits or bool(self.new_penalty_rows or self.embeds) or self.num_logprobs is not None
+                or self.num_prompt_logprobs is not None)
 
 
 class BatchBuilder:

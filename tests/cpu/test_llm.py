@@ -101,6 +101,13 @@ def test_penalties_survive_preemption(mode, build):
     assert ids_of(tight.generate(PROMPTS, params)) == roomy and tight.stats().num_preemptions > 0
 
 
+def test_penalties_count_a_prompt_that_came_in_chunks(build):
+    params = greedy(repetition_penalty=1.7, presence_penalty=0.5)
+    whole = ids_of(build("qwen3").generate([PROMPTS[7]], params))
+    assert whole != ids_of(build("qwen3").generate([PROMPTS[7]], greedy()))
+    assert ids_of(build("qwen3", max_num_batched_tokens=16).generate([PROMPTS[7]], params)) == whole
+
+
 @pytest.mark.parametrize("mode", [dict(), dict(async_scheduling=True)], ids=str)
 def test_bad_words_of_several_tokens_never_appear(mode, build):
     engine = build("qwen3", **mode)
