@@ -75,7 +75,7 @@ def check_ids(src_ids: Ids, num_src: int, dst_ids: Ids, num_dst: int) -> tuple[n
     """Both as int64. A source may come twice, a destination may not. Raises BlockCopyError."""
     if len(src_ids) != len(dst_ids):
         raise BlockCopyError(f"{len(src_ids)} source blocks and {len(dst_ids)} destination blocks: the lists go pairwise")
-    from_ids, to_ids = np.asarray(src_ids, np.int64), np.asarray(dst_ids, np.int64)
+    from_ids, to_ids = _integers("source", src_ids), _integers("destination", dst_ids)
     for what, ids, count in (("source", from_ids, num_src), ("destination", to_ids, num_dst)):
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             wrong = ids[(ids < 0) | (ids >= count)][0]
@@ -84,6 +84,13 @@ def check_ids(src_ids: Ids, num_src: int, dst_ids: Ids, num_dst: int) -> tuple[n
         twice = np.flatnonzero(np.bincount(to_ids) > 1)[0]
         raise BlockCopyError(f"destination block {twice} is named more than once: which copy would stay?")
     return from_ids, to_ids
+
+
+def _integers(what: str, ids: Ids) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        raise BlockCopyError(f"{what} blocks {str(ids):.100} are no list of integers")
+    return array.astype(np.int64, copy=False)
 
 
 def copy_blocks(src: BlockView, src_ids: Sequence[int], dst: BlockView, dst_ids: Sequence[int],
@@ -254,6 +261,8 @@ class CopyStream:
         self.stream = stream or (torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
         self._views: tuple[BlockView, BlockView] | None = None
         self._ids: tuple[np.ndarray, np.ndarray] | None = None
+        self._maps: list[Pieces] = []    # a layer each; the last: all of them
+        self._clear()
 
     def prepare_block_map(self, src: BlockView, dst: BlockView) -> None:
         """Which caches. Raises BlockCopyError if others are staged (`reset` first) or plain memory meets a device, and LayoutError."""
@@ -266,7 +275,7 @@ class CopyStream:
             raise BlockCopyError(f"a copy stream of {self.device} does not reach from {src.storage.kind} to {dst.storage.kind} storage: "
                                  "copy_blocks goes through memory in between")
         layers = range(src.spec.num_layers)
-        self._maps = [pieces_between([src], [dst], which)[0] for which in (*([i] for i in layers), layers)]    # the last: all of them
+        self._maps = [pieces_between([src], [dst], which)[0] for which in (*([i] for i in layers), layers)]
         self._over_pcie = len(kinds) == 2
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
@@ -290,13 +299,14 @@ class CopyStream:
 
     def trigger_layer(self, layer: int, after: torch.cuda.Event | None = None) -> None:
         """Sets off a layer, behind an event if one is given. Again for the same ids does nothing, until `rearm`."""
-        if not self._triggered[self._check(layer)]:
+        self._check(layer)
+        if not self._triggered[layer]:
             self._start(layer, [layer], after)
 
     def trigger_all_layers(self, after: torch.cuda.Event | None = None) -> None:
         """Those that have not been; as one copy if none has."""
+        self._check(0)
         if not any(self._triggered):
-            self._check(0)
             self._start(-1, range(len(self._triggered)), after)
         for layer in range(len(self._triggered)):
             self.trigger_layer(layer, after)
@@ -322,14 +332,16 @@ class CopyStream:
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Has a stream (default: the current one) wait for a layer, which has been triggered. Nothing to wait for on the CPU."""
-        if not self._triggered[self._check(layer)]:
+        self._check(layer)
+        if not self._triggered[layer]:
             raise BlockCopyError(f"layer {layer} has not been triggered: waiting for it would wait for nothing")
         if (event := self._events[layer]) is not None:
             (stream or torch.cuda.current_stream(self.device)).wait_event(event)
 
     def event(self, layer: int) -> torch.cuda.Event | None:
         """Of a layer's end; None before it is triggered, and on the CPU."""
-        return self._events[self._check(layer)]
+        self._check(layer)
+        return self._events[layer]
 
     def synchronize(self) -> None:
         """Returns when what was triggered is done."""
@@ -347,15 +359,15 @@ class CopyStream:
         self._views = self._ids = None
 
     def _clear(self) -> None:
-        self._triggered = [False] * (len(self._maps) - 1)
-        self._events: list[torch.cuda.Event | None] = [None] * (len(self._maps) - 1)
+        num_layers = max(0, len(self._maps) - 1)
+        self._triggered = [False] * num_layers
+        self._events: list[torch.cuda.Event | None] = [None] * num_layers
 
-    def _check(self, layer: int) -> int:
+    def _check(self, layer: int) -> None:
         if self._ids is None:
             raise BlockCopyError("nothing is staged: prepare_block_map() and prepare_block_ids() first")
         if not 0 <= layer < len(self._triggered):
             raise BlockCopyError(f"layer {layer} does not exist: layers go from 0 to {len(self._triggered) - 1}")
-        return layer
 
 
 class CopyStreams:

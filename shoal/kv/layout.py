@@ -46,6 +46,8 @@ class CacheSpec:
         for name in ("num_layers", "num_heads", "head_dim", "block_size", "tp_size"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}, but must be 1 or more")
+        if not isinstance(self.layout, Layout):
+            raise LayoutError(f"layout {self.layout!r} is none of {', '.join(f'Layout.{layout.name}' for layout in Layout)}")
         if self.dtype not in ITEM_BYTES:
             raise LayoutError(f"dtype {self.dtype!r} is none of {', '.join(ITEM_BYTES)}")
         if not 0 <= self.tp_rank < self.tp_size:

@@ -168,9 +168,9 @@ class DirectFile(Storage):
         self._move(offset, data, True)
 
     def _move(self, offset: int, data: np.ndarray, write: bool) -> None:
-        self.check(offset, data.nbytes)
         end = offset + data.nbytes
         with self._lock:
+            self.check(offset, data.nbytes)    # in here: a closed descriptor may be another file's
             for low in range(offset // ALIGNMENT * ALIGNMENT, end, BOUNCE_BYTES):
                 high = min(-(-end // ALIGNMENT) * ALIGNMENT, low + BOUNCE_BYTES)
                 start, stop = max(offset, low), min(end, high)
@@ -193,7 +193,8 @@ class DirectFile(Storage):
             raise StorageError(f"{self.path}: {moved} of {page.nbytes} bytes at byte {offset} were moved: was the file cut off?")
 
     def _let_go(self) -> None:
-        self._close_fd()
+        with self._lock:
+            self._close_fd()
 
 
 def device_memory(num_bytes: int, device: torch.device | str = "cuda") -> Memory:

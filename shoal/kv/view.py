@@ -101,7 +101,7 @@ class TensorView:
         """Done when it returns. Both may lie in the same memory. Raises ViewError for another shape or dtype."""
         self._check_like(dst)
         with self._opened(False) as source, dst._opened(True) as target:
-            target.copy_(source.clone() if self.storage is dst.storage else source)
+            target.copy_(source.clone() if self._meets(dst) else source)
             for tensor in (source, target):
                 if tensor.is_cuda:
                     torch.cuda.current_stream(tensor.device).synchronize()
@@ -169,6 +169,11 @@ class TensorView:
         if write:
             self.storage.write(self.offset, span)
 
+    def _meets(self, other: TensorView) -> bool:
+        """Whether their spans share an address, be it by two storages over the same memory."""
+        start, other_start = self.storage.address + self.offset, other.storage.address + other.offset
+        return start < other_start + other.span and other_start < start + self.span
+
     def _check_like(self, dst: TensorView) -> None:
         if (self.shape, self.dtype) != (dst.shape, dst.dtype):
             raise ViewError(f"shape {self.shape} of {self.dtype} cannot be copied to shape {dst.shape} of {dst.dtype}")
@@ -210,8 +215,8 @@ class BlockView:
     @classmethod
     def of(cls, spec: CacheSpec, kv: torch.Tensor) -> BlockView:
         """Over an engine's cache, [blocks, layers, 2, heads, block_size, head_dim]."""
-        if spec.layout is not Layout.WHOLE_BLOCKS:
-            raise LayoutError(f"the layout of an engine's cache is {Layout.WHOLE_BLOCKS}, not {spec.layout}")
+        if spec.layout is not Layout.WHOLE_BLOCKS or kv.dim() != 6:
+            raise LayoutError(f"an engine's cache has 6 dimensions and layout {Layout.WHOLE_BLOCKS}, not {kv.dim()} and {spec.layout}")
         storage = memory_of(kv)
         return cls(spec, kv.shape[0], [TensorView(storage, layer.shape, kv.dtype, layer.stride(), i * kv.stride(1) * kv.itemsize)
                                        for i, layer in enumerate(kv.unbind(1))])
@@ -229,7 +234,7 @@ class BlockView:
         return TensorView(layer.storage, layer.shape, layer.dtype, layer.strides, layer.offset, mutable and layer.mutable)
 
     def overlaps(self, other: BlockView) -> bool:
-        """Whether a byte belongs to both."""
+        """Whether what their layers span shares a byte, one between two items too."""
         if self.storage.kind is Kind.DIRECT or other.storage.kind is Kind.DIRECT:
             mine, theirs = ({layer.storage for layer in view._layers} for view in (self, other))
             if not mine & theirs:

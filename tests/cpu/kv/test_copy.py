@@ -96,6 +96,7 @@ def test_layers_in_storages_of_their_own(tmp_path):
 
 @pytest.mark.parametrize(("src_ids", "dst_ids", "said"), [
     ([0, 1], [0], "2 source blocks and 1 destination"), ([3], [0], "source block 3 does not exist: ids go from 0 to 2"),
+    ([0.7], [0], "source blocks .0.7. are no list of integers"), ([0], [[1]], "destination blocks"), ([2**64], [0], "source blocks"),
     ([0], [-1], "destination block -1"), ([0], [4], "ids go from 0 to 3"), ([0, 1, 2], [1, 3, 1], "block 1 is named more than once")])
 def test_ids_that_are_refused(src_ids, dst_ids, said):
     src, dst = (BlockView.over(SPEC, n, host_memory(n * SPEC.block_bytes)) for n in (3, 4))
@@ -183,12 +184,15 @@ def test_a_round_trip_layer_by_layer(way):
 def test_copy_streams_say_what_is_missing():
     caches = [BlockView.over(SPEC, 3, host_memory(3 * SPEC.block_bytes)) for _ in range(2)]
     stream = CopyStream("cpu")
-    with pytest.raises(BlockCopyError, match="no block map"):
-        stream.prepare_block_ids([0], [0])
-    stream.prepare_block_map(*caches)
-    for early in (lambda: stream.trigger_layer(0), stream.trigger_all_layers, stream.rearm, lambda: stream.event(0)):
-        with pytest.raises(BlockCopyError, match="nothing is staged"):
-            early()
+    for staged in (False, True):
+        with pytest.raises(BlockCopyError, match="no block map"):
+            stream.prepare_block_ids([0], [0])
+        if staged:
+            stream.prepare_block_map(*caches)
+        for early in (lambda: stream.trigger_layer(0), stream.trigger_all_layers, stream.rearm, lambda: stream.event(0),
+                      lambda: stream.wait_layer(0)):
+            with pytest.raises(BlockCopyError, match="nothing is staged"):
+                early()
     stream.prepare_block_ids([0], [0])
     for wrong in (-1, 2):
         with pytest.raises(BlockCopyError, match="layers go from 0 to 1"):

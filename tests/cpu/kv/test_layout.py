@@ -34,7 +34,7 @@ def test_contiguous_strides():
     (dict(num_layers=0), "num_layers is 0"), (dict(head_dim=-1), "head_dim is -1"), (dict(block_size=0), "block_size is 0"),
     (dict(dtype="float12"), "float12"), (dict(tp_size=3), "8 KV heads cannot be shared evenly by tp_size 3"),
     (dict(tp_size=2, tp_rank=2), "ranks go from 0 to 1"), (dict(tp_rank=-1), "tp_rank is -1"), (dict(tp_size=16), "only 8 KV heads"),
-    (dict(tp_size=0), "tp_size is 0")], ids=str)
+    (dict(tp_size=0), "tp_size is 0"), (dict(layout="kv_first"), "'kv_first' is none of Layout.KV_FIRST")], ids=str)
 def test_caches_that_cannot_be(change, said):
     with pytest.raises(LayoutError, match=said):
         replace(QWEN, **change)

@@ -127,6 +127,12 @@ def test_copies_within_one_storage_do_not_run_into_themselves(make):
     assert [view[i] for i in range(10)] == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
+def test_copies_between_two_storages_over_one_memory_do_not_run_into_themselves():
+    numbers = torch.arange(10.0)
+    TensorView.of(numbers[:8]).copy_to(TensorView.of(numbers[2:]))
+    assert numbers.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]
+
+
 def test_views_that_do_not_match_are_not_copied():
     memory = host_memory(100)
     view = TensorView(memory, (2, 3), F32)
@@ -209,6 +215,8 @@ def test_an_engines_cache_as_blocks():
         BlockView.of(spec, kv[:, :, :, :2])
     with pytest.raises(LayoutError, match="1 layers"):
         BlockView.of(spec, kv[:, :1])
+    with pytest.raises(LayoutError, match="6 dimensions .* not 1"):
+        BlockView.of(spec, kv.view(-1))
 
 
 def test_layers_that_make_no_cache():
