@@ -54,8 +54,10 @@ def draw_roofline(rows: list[dict[str, Any]], path: Path) -> None:
     """Work a byte against work a second: what a workload could reach at most lies on the line above it."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    xs = [2.0**i for i in range(-2, 16)]
+    xs = [1.0, ARITHMETIC / BANDWIDTH, 1e4]
     axes.plot(xs, [min(x * BANDWIDTH, ARITHMETIC) / 1e12 for x in xs], color="black", linewidth=1)
+    for model, colour in COLOURS.items():
+        axes.scatter([], [], color=colour, label=model)
     for row in rows:
         if row.get("floor"):
             x, y = row["operations"] / row["bytes_moved"], row["operations"] / row["seconds"] / 1e12
@@ -65,7 +67,7 @@ def draw_roofline(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("operations a byte that must be moved")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(", ".join(COLOURS) + ": blue, red", fontsize=9)
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=110)
 
 
