@@ -95,7 +95,8 @@ class BlockFormat:
         tokens = array("I", meta.token_ids)
         if sys.byteorder == "big":
             tokens.byteswap()
-        header = msgspec.msgpack.encode([*self._identity, meta.key, meta.parent, tokens.tobytes(), *meta.extra])
+        extra = [part and part.encode("utf-8", "surrogatepass") for part in meta.extra]    # as in the keys
+        header = msgspec.msgpack.encode([*self._identity, meta.key, meta.parent, tokens.tobytes(), *extra])
         header = len(header).to_bytes(4, "little") + header
         return header + bytes(-(HEADER_AT + len(header)) % PAGE)
 

@@ -25,6 +25,7 @@ SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 RANK = re.compile(r"rank(\d+)")
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 WRITING = "writing-"
+NOT_OURS = (FileNotFoundError, NotADirectoryError, PermissionError)    # folders that others took away, never made, or keep to themselves
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -168,9 +169,13 @@ class BlockFolder:
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
             elif SUBFOLDER.fullmatch(name):
-                with os.scandir(folder) as entries:
+                with contextlib.suppress(*NOT_OURS), os.scandir(folder) as entries:
                     for entry in entries:
-                        yield entry.path, entry.stat(follow_symlinks=False)
+                        try:
+                            status = entry.stat(follow_symlinks=False)
+                        except FileNotFoundError:    # others delete what we look at
+                            continue
+                        yield entry.path, status
 
     def _lock(self, folder: str, kind: int) -> None:
         fd = os.open(folder, DIRECTORY)
@@ -200,10 +205,10 @@ def delete(path: str) -> None:
 
 
 def names(folder: str, pattern: re.Pattern[str] | None = None) -> list[str]:
-    """Empty if it is no folder."""
+    """Empty if it is no folder, or not for us."""
     try:
         return [name for name in os.listdir(folder) if pattern is None or pattern.fullmatch(name)]
-    except (FileNotFoundError, NotADirectoryError):
+    except NOT_OURS:
         return []
 
 

@@ -146,7 +146,9 @@ class DiskTier:
         deadline = time.monotonic() + timeout_s
         self._writes.close(timeout_s)
         self._reads.close(max(0.0, deadline - time.monotonic()))
-        self._delete_all([path for path in self._doomed if path.startswith(self._folder.root)], deadline)
+        with self._lock:
+            forgotten = [path for path in self._doomed if path.startswith(self._folder.root)]
+        self._delete_all(forgotten, deadline)
         self._folder.leave()
 
     def take_events(self) -> list[Event]:
@@ -173,10 +175,10 @@ class DiskTier:
     # Jobs
 
     def _write(self, meta: BlockMeta, data: memoryview) -> bool:
-        front = self._format.seal(meta, data)
-        num_bytes = in_pages(len(front) + data.nbytes)
-        reserved = written = False
+        num_bytes, reserved, written = 0, False, False
         try:
+            front = self._format.seal(meta, data)
+            num_bytes = in_pages(len(front) + data.nbytes)
             reserved = self._make_room(num_bytes)
             if reserved:
                 try:
@@ -191,13 +193,14 @@ class DiskTier:
             if error.errno not in OF_ONE_FILE + OF_OURSELVES:
                 with self._lock:
                     self._breaker.failed()
-        with self._lock:
-            if written:
-                self._breaker.succeeded()
-            elif reserved:
-                self._used -= num_bytes
-            self._writing.pop(meta.key, None)
-            self._unwanted.discard(meta.key)
+        finally:
+            with self._lock:
+                if written:
+                    self._breaker.succeeded()
+                elif reserved:
+                    self._used -= num_bytes
+                self._writing.pop(meta.key, None)
+                self._unwanted.discard(meta.key)
         return written
 
     def _store(self, meta: BlockMeta, front: bytes, data: memoryview, num_bytes: int) -> None:

@@ -74,7 +74,7 @@ def fail(monkeypatch, name, code, when=lambda *args: True):
 # Blocks in, out, and after a restart
 
 def test_what_was_written_is_read(make):
-    tier, metas = make(), [*chain(5), *chain(3, 1, ("adapter", None)), *chain(3, 1, (None, "salt" * 2000))]
+    tier, metas = make(), [*chain(5), *chain(3, 1, ("adapter", "\ud800")), *chain(3, 1, (None, "salt" * 2000))]
     assert all(write(tier, metas)) and all_right(tier, metas)
     assert tier.match(keys_of(metas)) == 11 and tier.match([metas[0].key, b"?" * 16]) == 1 and not tier.contains(b"?" * 16)
     assert tier.flush(10) == tier._reads.wait(10) == 0
@@ -467,7 +467,35 @@ def test_a_real_limit_on_file_sizes(tmp_path):
     assert not files(tmp_path) and not list((tmp_path / "kv").rglob("writing-*/*"))
 
 
+def test_a_write_that_breaks_off_leaves_the_books_right(make, monkeypatch):
+    tier, metas = make(), chain(2)
+    with monkeypatch.context() as broken:
+        broken.setattr(tier._folder, "prepare", lambda *args: [][1])    # a bug
+        assert write(tier, metas[:1]) == [False]
+    assert tier.flush(10) == 0
+    tier.check()
+    assert write(tier, metas) == [True, True]
+
+
 # A bad start
+
+def test_files_that_others_delete_during_a_start_are_passed_over(make, tmp_path):
+    tier, keys = make(), [bytes([7]) + bytes([i]) * 15 for i in range(3)]
+    write(tier, [replace(meta, key=key) for meta, key in zip(chain(3), keys)])
+    found = tier._folder.blocks()
+    next(found)
+    shutil.rmtree(files(tmp_path)[keys[0].hex()].parent)
+    assert list(found) == []
+
+
+def test_folders_of_other_users_are_theirs(make, monkeypatch, tmp_path):
+    other = make(fingerprint=OTHER_MODEL)
+    write(other, chain(1))
+    other.close()
+    fail(monkeypatch, "listdir", errno.EACCES, lambda path: OTHER_MODEL.hex() in path)
+    tier = make()
+    assert all(write(tier, chain(2))) and tier.stats().num_bytes == 2 * FILE
+
 
 def test_impossible_paths_are_refused_with_a_reason(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
