@@ -253,8 +253,9 @@ class StoreTier:
             if call.answer(call.no):
                 self._failed(type(error).__name__, error)
             return False
-        with self._lock:
-            self._breaker.succeeded()
+        if time.monotonic() < call.deadline:    # an answer that comes too late is no sign of health
+            with self._lock:
+                self._breaker.succeeded()
         return True
 
     def _watch(self) -> None:

@@ -247,6 +247,21 @@ def test_a_store_that_hangs_costs_no_more_than_the_timeout(make, shaky):
     assert all(buffer == b"\xaa" * BYTES for buffer in into), "late answers leave the buffers alone"
 
 
+def test_answers_that_come_too_late_are_no_sign_of_health(make, shaky, monkeypatch):
+    monkeypatch.setattr(io_threads, "time", type("clock", (), {"monotonic": staticmethod(lambda: 1000.0)}))    # rests don't end
+    release, metas = threading.Event(), chain(3)
+    tier = make("shaky://bucket/kv", threads=3, timeout_s=0.3)
+    write(tier, metas)
+    shaky.trouble = staticmethod(lambda: release.wait(20))
+    assert [future.result(10) for future in [tier.read(meta, memoryview(bytearray(BYTES))) for meta in metas]] == [False] * 3
+    while tier.stats().problems["timeout"] < 3:
+        time.sleep(0.01)
+    release.set()
+    assert tier._reads.wait(10) == 0
+    shaky.requests.clear()
+    assert read(tier, metas[0]) is None and not shaky.requests
+
+
 def test_a_write_that_is_too_late_takes_nothing_from_a_buffer_that_has_been_given_away(make, shaky):
     release = threading.Event()
     tier, (meta,) = make("shaky://bucket/kv", threads=1, timeout_s=0.2), chain(1)
