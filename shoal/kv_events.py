@@ -79,7 +79,7 @@ def decode(payload: bytes) -> EventBatch:
         ts, events, rank = (*batch, None)[:3]
         known = [fields for event in events if (fields := _fields_of(event)) is not None]
         return msgspec.convert([ts, known, rank], EventBatch)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{payload[:40]!r}... is no batch of KV events: {error}") from error
 
 

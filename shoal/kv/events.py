@@ -108,12 +108,12 @@ class Book:
         data, size = tokens.tobytes(), self.block_size * tokens.itemsize
         blocks = self.tiers.setdefault(stored.tier, {})
         parent = None if stored.parent is None else block_name(stored.parent)
-        salt = stored.cache_salt if parent is None else None
+        adapter, salt = _text(stored.adapter), _text(stored.cache_salt) if parent is None else None
         run: list[tuple[int, _Block]] = []
         for i, key in enumerate(stored.keys):
             name = block_name(key)
             if name not in blocks:
-                blocks[name] = block = _Block(key, parent, data[i * size:(i + 1) * size], stored.adapter, salt)
+                blocks[name] = block = _Block(key, parent, data[i * size:(i + 1) * size], adapter, salt)
                 run.append((name, block))
             elif run:
                 yield self._event(run, stored.tier)
@@ -136,6 +136,11 @@ class Book:
         salt = [{"type": "cache_salt", "salt": first.cache_salt}] if first.cache_salt else []
         extra = [lora + salt or None, *[lora or None] * (len(run) - 1)] if lora or salt else None
         return BlockStored([name for name, _ in run], first.parent, tokens.tolist(), self.block_size, None, tier, first.adapter, extra)
+
+
+def _text(value: str | None) -> str | None:
+    """As UTF-8 can say it: what users send may hold halves of surrogate pairs."""
+    return value and value.encode("utf-8", "replace").decode()
 
 
 def _remove(events: list[KVEvent], name: int, tier: str) -> None:
@@ -209,7 +214,8 @@ class KvEvents:
         changes, self._changes = self._changes, []
         while self._queue.qsize() >= self.config.max_queue_size and self._thread.is_alive():
             time.sleep(0.001)
-        self._queue.put((time.time(), changes))
+        if self._thread.is_alive():    # else nobody would take them away
+            self._queue.put((time.time(), changes))
 
     def close(self) -> None:
         """Publishes what is left. Safe to call twice."""
@@ -265,7 +271,8 @@ class KvEvents:
                         item()
                 except Empty:
                     pass
-                while self._router is not None and self._router.poll(0):
+                # What is to be published goes first, however many ask.
+                while self._router is not None and self._queue.empty() and self._router.poll(0):
                     self._answer(self._router, self._router.recv_multipart())
         except Exception:
             logger.exception("KV events end here: what listeners know grows old")

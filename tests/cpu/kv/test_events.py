@@ -94,6 +94,7 @@ def test_adapter_and_salt_are_told():
     lora = {"type": "lora", "name": "a"}
     assert event.extra_keys == [[lora, {"type": "cache_salt", "salt": "s"}], [lora]]
     assert kv_events.decode(payload(book.snapshot())).events[1:] == [event]
+    payload(book.apply([Stored([b"\1" * 16], None, [1, 2, 3, 4], None, "half a pair: \ud800", "GPU")]))
     keys, tokens = chain(*range(8), cache_salt="s")
     assert book.apply([Stored(keys, None, tokens, None, "s", "GPU")])[0].extra_keys == [[{"type": "cache_salt", "salt": "s"}], None]
 
@@ -302,6 +303,33 @@ def test_without_listeners_nothing_waits_and_the_queue_is_bounded(tmp_path):
     events.close()
 
 
+def test_what_is_to_be_published_goes_before_answers(publish):
+    events, listener = publish()
+    queued = threading.Event()
+    events._queue.put(lambda: events._router.poll(10_000) and queued.wait(10))    # the thread is busy until it has been asked
+    start = events._next
+    listener.ask.send_multipart([b"", start.to_bytes(8, "big")])
+    for i in range(3):
+        store(events, i, i, i, i)
+    queued.set()
+    numbers = []
+    while (frames := listener.ask.recv_multipart())[2] != kv_events.END:
+        numbers.append(int.from_bytes(frames[2], "big"))
+    assert numbers == [start, start + 1, start + 2]
+
+
+def test_when_the_thread_has_broken_off_nothing_is_kept_for_it(caplog):
+    events = KvEvents(QUIET, SIZE)
+    events._queue.put(lambda: 1 / 0)
+    events._thread.join(10)
+    for i in range(5):
+        store(events, i, i, i, i)
+    assert events._queue.empty() and "KV events end here" in caplog.text
+    with pytest.raises(UnavailableError):
+        events.drain()
+    events.close()
+
+
 def test_an_endpoint_that_cannot_be_had_is_a_config_error(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -385,7 +413,7 @@ def test_events_of_other_engines_are_read(events, expected):
     msgpack.packb(["now", []]), msgpack.packb([1.5, [{}]]), msgpack.packb([1.5, [[]]]), msgpack.packb([1.5, [["BlockStored"]]]),
     msgpack.packb([1.5, [["BlockRemoved", 5, "GPU"]]]), msgpack.packb([1.5, [["BlockRemoved", ["a"], "GPU"]]]),
     msgpack.packb([1.5, [{"type": "BlockStored", "block_hashes": [1]}]]), msgpack.packb([1.5, [["BlockRemoved", [1], 5]]]),
-    msgpack.packb([1.5, [["BlockStored", [1], None, ["a"], 2, None]]]), msgpack.packb([1.5, [[["BlockStored"]]]]),
+    msgpack.packb([1.5, [["BlockStored", [1], None, ["a"], 2, None]]]), msgpack.packb([1.5, [[["BlockStored"]]]]), b"\x91" * 10**5,
 ])
 def test_what_is_no_batch_is_refused(data):
     with pytest.raises(ValueError, match="is no batch of KV events"):
