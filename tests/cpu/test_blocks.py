@@ -381,7 +381,7 @@ class NaivePool:
         k = self.contents.pop(block)
         self.findable[k], self.priorities[heir] = heir, self.priorities.pop(block, 0)
 
-    def release(self, blocks):
+    def release(self, blocks, coldest=False):
         for block in reversed(blocks):
             self.refs[block] -= 1
             if self.refs[block]:
@@ -393,7 +393,7 @@ class NaivePool:
             elif k is not None and heirs:
                 self.hand_over(block, heirs[0])
             if block in self.contents:
-                self.cached.append(block)
+                self.cached.insert(0 if coldest else len(self.cached), block)
             else:
                 self.without.insert(0, block)
 
@@ -452,10 +452,10 @@ def test_random_operations_agree_with_a_naive_pool(seed):
                 for i in range(len(hits), r.randint(len(hits), len(blocks))):
                     assert pool.register(blocks[i], key(f"{name}{i}")) == naive.register(blocks[i], key(f"{name}{i}"))
         elif action < 0.9 and held:
-            blocks = held.pop(r.randrange(len(held)))
-            pool.release(blocks)
-            naive.release(blocks)
-        elif 0.9 <= action < 0.96:
+            blocks, coldest = held.pop(r.randrange(len(held))), seed % 2 and r.random() < 0.3
+            pool.release(blocks, coldest)
+            naive.release(blocks, coldest)
+        elif 0.9 <= action < 0.96 and not seed % 2:    # `coldest` and ages of other priorities have no common order
             wanted, priority = keys(r.randint(0, 8), r.choice("ab")), r.randint(-1, 1)
             pool.set_priority([pool.find(k) if pool.find(k) is not None and r.random() < 0.5 else k for k in wanted], priority)
             naive.set_priority(wanted, priority)
