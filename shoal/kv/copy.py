@@ -89,7 +89,7 @@ def check_ids(src_ids: Ids, num_src: int, dst_ids: Ids, num_dst: int) -> tuple[n
 def _integers(what: str, ids: Ids) -> np.ndarray:
     array = np.asarray(ids)
     if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-        raise BlockCopyError(f"{what} blocks {str(ids):.100} are no list of integers")
+        raise BlockCopyError(f"{what} blocks {ids!s:.100} are no list of integers")
     return array.astype(np.int64, copy=False)
 
 

@@ -215,7 +215,7 @@ def test_an_engines_cache_as_blocks():
         BlockView.of(spec, kv[:, :, :, :2])
     with pytest.raises(LayoutError, match="1 layers"):
         BlockView.of(spec, kv[:, :1])
-    with pytest.raises(LayoutError, match="6 dimensions .* not 1"):
+    with pytest.raises(LayoutError, match=r"6 dimensions .* not 1"):
         BlockView.of(spec, kv.view(-1))
 
 
