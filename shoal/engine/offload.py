@@ -134,6 +134,10 @@ class Offloader:
 
     def released(self, blocks: list[int]) -> None:
         self.books.used_until.update(dict.fromkeys(blocks, self.books.num_launched))
+        if self._leaving:
+            for key in map(self.pool.key_of, blocks):
+                if key in self._leaving and self.pool.has_copies(key):    # which have the content from now on: the block may be rewritten
+                    self._overtaken = max(self._overtaken, self._leaving[key])
 
     def removed(self, key: bytes) -> None:
         self._num_evicted += 1

@@ -216,6 +216,8 @@ class Scheduler:
             if seq.num_admissions == 1:
                 seq.num_cached_tokens += num_tokens
                 self._external_hits += num_tokens
+        if self.tiers is not None:
+            self.tiers.released(fetch.held)
         self.pool.release(fetch.held)
 
     # Everything else

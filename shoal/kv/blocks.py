@@ -93,6 +93,10 @@ class BlockPool:
         """By which it can be found."""
         return self._keys[block]
 
+    def has_copies(self, key: bytes) -> bool:
+        """Whether other held blocks have its content: one of them inherits the key when its block is free, of which no listener is told."""
+        return key in self._copies
+
     def is_held(self, block: int) -> bool:
         return self._ref_counts[block] > 0
 

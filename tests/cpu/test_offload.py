@@ -288,7 +288,7 @@ class Recorded:
     """Transfers that end at the next poll, and whether they were to wait for steps in flight."""
 
     def __init__(self, num_slots):
-        self.ready, self.begun, self.waits = list(range(num_slots)), [], []
+        self.ready, self.begun, self.waits, self.ordered = list(range(num_slots)), [], [], []
 
     def copy(self, ids, _, wait):
         self.waits.append(wait)
@@ -296,6 +296,9 @@ class Recorded:
         return len(self.waits)
 
     copy_out = copy_in = copy
+
+    def order_behind(self, ticket):
+        self.ordered.append(ticket)
 
     def poll(self):
         ended, self.begun = self.begun, []
@@ -331,6 +334,30 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
     assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.fetches) == 1
     assert offloader.transfers.waits[1:] == [not completed]
     offloader.check()
+
+
+def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_copied_out():
+    """Two sequences compute the same; the block of the first is on its way out when that sequence leaves and its block is taken."""
+    scheduler = Scheduler(num_blocks=4, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6)
+    policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=4, max_leaving=9, copy_blocks=9, on_registration=True)
+    transfers = Recorded(8)
+    offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy)
+    scheduler.tiers = offloader
+    scheduler.pool.listeners.append(offloader)
+    for request_id, prompt in (("a", [1, 2, 3]), ("b", [1, 2, 3])):
+        scheduler.add(Request(request_id, prompt, params(skip_reading_prefix_cache=True)))
+    offloader.poll()
+    plan = scheduler.schedule()
+    offloader.before_step(launches=True)
+    copied = plan.scheduled[0].seq.block_ids[0]
+    offloader.offload()
+    assert offloader.transfers.begun and transfers.ordered == []
+    scheduler.abort("a")
+    scheduler.add(Request("c", [4, 5, 6], params()))
+    plan = scheduler.schedule()
+    assert copied in plan.scheduled[-1].seq.block_ids
+    offloader.before_step(launches=True)
+    assert transfers.ordered == [1]
 
 
 def test_a_prefix_is_fetched_only_where_that_is_quicker(build, expected):
