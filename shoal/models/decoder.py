@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         """Meanwhile a step runs these alone, after the first layer, which has no sum before its norm: for a rehearsal, all its kernels in a
         fraction of the time, for results that mean nothing."""
         layers = self.layers
-        kinds = {(type(layer.mlp), layer.self_attn.window): layer for layer in layers}    # type: ignore[union-attr]
+        kinds = {(type(layer.mlp), layer.self_attn.window): layer for layer in layers[1:]}    # type: ignore[union-attr]
         self.layers = nn.ModuleList([layers[0], *kinds.values()])
         try:
             yield

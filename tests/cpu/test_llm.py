@@ -57,6 +57,19 @@ def test_a_cache_that_small_does_preempt(build, expected):
     assert engine.stats().num_preemptions > 0
 
 
+def test_a_rehearsal_runs_the_first_layer_and_each_kind_behind_it(build):
+    model = build("qwen3-moe").core.runner.model
+    every = model.layers
+    dense, sparse, other = every    # kinds in turn
+    for layers, rehearsed in (((dense,), [dense]), ((dense, sparse), [dense, sparse]), ((dense, sparse, other), [dense, sparse, other]),
+                              ((dense, dense, other), [dense, other])):
+        model.layers = every[:0].extend(layers)
+        with model.one_layer_of_each_kind():
+            assert list(model.layers) == rehearsed    # never more than the cache has layers
+        assert list(model.layers) == list(layers)
+    model.layers = every
+
+
 def test_logprobs_are_the_oracles(build, root):
     engine = build("qwen3", max_num_batched_tokens=32, max_num_seqs=4)
     prompt = PROMPTS[5]
