@@ -98,11 +98,13 @@ class Fetcher:
             if slot is not None and meta is not None:
                 host.append((i, slot))
                 metas.append(meta)
+            elif (tier := where(key)) is None:
+                break    # evicted since the look-up: it and those behind are computed
             else:
-                unread.append((i, where(key) or ""))
+                unread.append((i, tier))
                 metas.append(make_meta(seq.keys, fetch.start + i, seq.token_ids, block_size, request.adapter, request.cache_salt))
         slots.hold([slot for _, slot in host])
-        count = len(metas)
+        count = len(fetch.keys)
         self.jobs.append(Job(fetch, metas, host, unread, count, books.clock() + PATIENCE_S, [False] * count))
 
     def advance(self) -> None:

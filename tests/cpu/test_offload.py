@@ -262,6 +262,24 @@ def test_an_engine_may_end_or_sleep_while_a_prefix_is_on_its_way(build, disk):
     llm.core.scheduler.abort_all()
 
 
+@pytest.mark.parametrize("kept", [0, 2])
+def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(kept, build, expected, disk, monkeypatch):
+    first = build(**SMALL, **disk)
+    one_by_one(first, prompts())
+    first.exit()
+    llm = build(**SMALL, **disk)
+    offloader, tier = llm.core.tiers.offloader, llm.core.runner.kv_tiers["disk"]
+    lookup = offloader.lookup
+
+    def evicted(keys, start):
+        found = lookup(keys, start)
+        tier.forget(keys[start + kept:])    # by the tier's own threads, to make room
+        return found
+    monkeypatch.setattr(offloader, "lookup", evicted)
+    assert one_by_one(llm, prompts()[:2]) == (expected[:2], [16 * kept] * 2)
+    offloader.check()
+
+
 def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, monkeypatch):
     monkeypatch.setattr("shoal.engine.fetch.PATIENCE_S", 0.2)
     llm, slow = slow_second_engine(build, disk)
