@@ -21,12 +21,12 @@ import torch
 
 from shoal.errors import UserError
 from shoal.memory.available import available_bytes
+from shoal.memory.slab import PORTABLE_AND_MAPPED, forget_last_error
 
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096             # of direct I/O: offsets, sizes and addresses
 BOUNCE_BYTES = 4 << 20
-PORTABLE_AND_MAPPED = 3      # cudaHostRegister: for every device, and for kernels
 
 
 class StorageError(UserError):
@@ -218,6 +218,7 @@ def pinned_memory(num_bytes: int) -> Memory:
     torch.cuda.init()
     code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, PORTABLE_AND_MAPPED)
     if int(code):
+        forget_last_error()
         raise StorageError(f"{num_bytes} bytes of host memory cannot be pinned ({code}): is there a limit on locked memory (ulimit -l)?")
     weakref.finalize(pages, _unpin, tensor.data_ptr()).atexit = False
     return Memory(Kind.PINNED, tensor)

@@ -19,7 +19,13 @@ CHUNK_BYTES = 128 << 20
 THREADS = 8      # that pin: 5.6 GiB/s, where one reaches 2.2
 MADV_POPULATE_WRITE = 23
 MAP_NORESERVE = 0x4000
-PORTABLE_AND_MAPPED = 3
+PORTABLE_AND_MAPPED = 3    # cudaHostRegister: for every device, and for kernels
+
+
+def forget_last_error() -> None:
+    """After a call of the CUDA runtime that failed: it stays this thread's last error, for the next launch, whatever it is, to raise."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device="cuda").add_(1)
 
 
 class HostSlab:
@@ -42,8 +48,9 @@ class HostSlab:
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)    # rows that end with a page: chunks are pinned by themselves
         step *= max(1, CHUNK_BYTES // (step * row_bytes))
         self._todo = deque((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-        if self._todo:
-            self._pin(*self._todo.popleft())    # torch looks at the first byte to tell whether all is pinned
+        if self._todo and not self._pin(*self._todo.popleft()):    # torch looks at the first byte to tell whether all is pinned
+            self._todo.clear()
+            forget_last_error()
         for i in range(min(THREADS, len(self._todo))):
             thread = threading.Thread(target=self._pin_all, name=f"kv-pin-{i}", daemon=True)
             self._threads.append(thread)

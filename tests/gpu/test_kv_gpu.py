@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shoal.kv import copy
+from shoal.kv import storage as storage_module
 from shoal.kv.copy import BlockCopyError, CopyStream, CopyStreams, copy_blocks, gather_blocks, scatter_blocks
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import (
@@ -28,6 +29,7 @@ from shoal.kv.storage import (
     pinned_memory,
 )
 from shoal.kv.view import BlockView, TensorView
+from shoal.memory import slab
 from tests import kv_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -211,6 +213,18 @@ def test_pinned_memory_goes_back():
     for _ in range(4):
         pinned_memory(256 << 20).close()
     assert resident() < before + (128 << 20)
+
+
+def test_memory_that_cannot_be_pinned_costs_no_later_launch_its_life(monkeypatch):
+    for module in (storage_module, slab):
+        monkeypatch.setattr(module, "PORTABLE_AND_MAPPED", 1 << 20)    # CUDA knows no such flag
+    with pytest.raises(StorageError, match="cannot be pinned"):
+        pinned_memory(1 << 20)
+    torch.ones(1, device=DEVICE).add_(1)
+    host = slab.HostSlab(40, 8 << 20, torch.device("cuda", 0))
+    torch.ones(1, device=DEVICE).add_(1)
+    assert host.take_ready() == []
+    host.close()
 
 
 def test_pinned_memory_outlives_its_storage_in_a_tensor():
