@@ -27,7 +27,7 @@ from shoal.engine.kv_commands import KvCommands
 from shoal.engine.profile import NOTHING, Profiler, StepClock, span
 from shoal.engine.rank_commands import RankCommands
 from shoal.engine.regions import CpuRegions, GpuRegions
-from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, row_pieces, start_copy, unit_rows
+from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, row_pieces, start_copy, unit_rows, upload
 from shoal.errors import ConfigError
 from shoal.kernels.ops import select_ops
 from shoal.kernels.state import Field, StateLayout
@@ -356,7 +356,7 @@ class ModelRunner(RankCommands, KvCommands):
         for piece in row_pieces(hidden_PD.shape[0], self.model_config.vocab_size):
             logits_PV = self.model.logits(hidden_PD[piece])
             if extras is not None:
-                targets = torch.tensor(extras.prompt_targets[piece], device=self.device)
+                targets = upload(torch.tensor(extras.prompt_targets[piece]), self.device)
                 pieces.append(logprobs(logits_PV, targets, extras.num_prompt_logprobs or 0))
         return concatenate(pieces) if pieces else None
 

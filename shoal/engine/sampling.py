@@ -75,10 +75,10 @@ class LogitShaper:
         if extras.masks is not None:
             self._mask(logits_SV, [row.sample for row in extras.grammars], extras.masks)
         if extras.allowed:
-            shaping.keep_only(logits_SV, extras.allowed)
+            shaping.keep_only(logits_SV, [(sample, self._ids(ids)) for sample, ids in extras.allowed])
         if extras.bias:
             samples, ids, values = zip(*extras.bias)
-            shaping.add_bias(logits_SV, self._ids(samples), self._ids(ids), torch.tensor(values, device=self.device))
+            shaping.add_bias(logits_SV, self._ids(samples), self._ids(ids), upload(torch.tensor(values), self.device))
         if extras.penalties:
             self._penalize(logits_SV, extras)
         if extras.banned:
@@ -116,7 +116,7 @@ class LogitShaper:
         assert self.output_counts is not None and self.prompt_mask is not None
         samples, rows, repetition, presence, frequency = zip(*extras.penalties)
         at, rows_P = self._ids(samples), self._ids(rows)
-        strengths = torch.tensor([repetition, presence, frequency], device=self.device)
+        strengths = upload(torch.tensor([repetition, presence, frequency]), self.device)
         logits_SV[at] = shaping.penalize(logits_SV[at], self.prompt_mask[rows_P], self.output_counts[rows_P], *strengths)
 
     def _ids(self, values: object) -> torch.Tensor:

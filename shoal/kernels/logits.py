@@ -7,18 +7,17 @@ Meanings and order are vLLM's. P: rows with penalties · S: sampled sequences ·
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 
-def keep_only(logits_SV: torch.Tensor, allowed: Iterable[tuple[int, Sequence[int]]]) -> None:
-    """For each (row, token ids): every other token of that row becomes impossible."""
+def keep_only(logits_SV: torch.Tensor, allowed: Iterable[tuple[int, torch.Tensor]]) -> None:
+    """For each (row, int64 token ids): every other token of that row becomes impossible."""
     for row, ids in allowed:
-        at = torch.tensor(ids, dtype=torch.long, device=logits_SV.device)
-        kept = logits_SV[row, at]
+        kept = logits_SV[row, ids]
         logits_SV[row] = -math.inf
-        logits_SV[row, at] = kept
+        logits_SV[row, ids] = kept
 
 
 def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ def test_bias_adds_up_and_bans_are_final() -> None:
 
 def test_keep_only_leaves_the_allowed_ids_of_its_rows() -> None:
     logits = torch.arange(8.0).view(2, 4)
-    shaping.keep_only(logits, [(1, [0, 2])])
+    shaping.keep_only(logits, [(1, torch.tensor([0, 2]))])
     assert logits.tolist() == [[0.0, 1.0, 2.0, 3.0], [4.0, -math.inf, 6.0, -math.inf]]
 
 
