@@ -329,7 +329,9 @@ def open_url(url: str) -> tuple[Any, str]:
     except ImportError:
         raise ConfigError(f"kv_store {shown(url)} needs fsspec; install it with: pip install 'shoal[store]'") from None
     try:
-        return fsspec.core.url_to_fs(url)
+        # What their clients remember of folders would hide what others write.
+        options = {"use_listings_cache": False} if url.partition("://")[0] in OBJECT_STORES else {}
+        return fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError(f"kv_store {shown(url)} can't be opened: {error} (each kind of store has a package of its own)") from None
 

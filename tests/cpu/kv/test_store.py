@@ -144,6 +144,28 @@ def test_answers_are_believed_for_a_while(make, shaky, monkeypatch):
     assert tier.match(keys_of(metas)) == 0 and look_up(tier, metas) == 4 and shaky.requests
 
 
+def test_folders_that_a_client_remembers_hide_nothing(make, monkeypatch):
+    """S3's and Google's clients answer from the listings that they have."""
+    class Remembering(Shaky):
+        protocol = "remembering"
+
+        def info(self, path, **options):
+            folder = self._parent(path)
+            if folder in self.dircache:
+                raise FileNotFoundError(path)
+            try:
+                return super().info(path, **options)
+            except FileNotFoundError:
+                self.dircache[folder] = []
+                raise
+
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    monkeypatch.setattr(store, "OBJECT_STORES", {"remembering"})
+    monkeypatch.setattr(store, "ABSENT_S", 0.0)
+    one, other, metas = make("remembering://bucket/kv"), make("remembering://bucket/kv"), chain(3)
+    assert look_up(other, metas) == 0 and all(write(one, metas)) and look_up(other, metas) == 3
+
+
 def test_what_is_remembered_is_bounded(make, monkeypatch):
     monkeypatch.setattr(store, "MAX_KNOWN", 10)
     tier = make("shaky://bucket/kv")
