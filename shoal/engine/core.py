@@ -208,7 +208,7 @@ class EngineCore:
             elif self.compiling and not outputs:
                 wait([future for _, future in self.compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
             if tiers is not None:
-                tiers.after_step(waits=not (self.in_flight or outputs))
+                tiers.after_step(waits=plan is None and not (self.in_flight or outputs))
         self.flush_events()
         return outputs
 
@@ -250,15 +250,20 @@ class EngineCore:
             self.error = EngineDeadError("interrupted in the middle of a tensor-parallel step; build a new engine")
             return
         assert self.runner is not None
+        self.error = EngineDeadError("interrupted in the middle of a step, and what was under way did not end; build a new engine")
         self.scheduler.abort_all()
         self.scheduler.reset_prefix_cache()
         if self.tiers is not None:
-            self.tiers.start_anew()
+            try:
+                self.tiers.start_anew()
+            except TimeoutError:    # a disk that hangs
+                return
         self.flush_events()
         self.in_flight.clear()
         self.late.clear()
         self.builder = self._new_builder(self.runner)
         self.runner.reset_state()
+        self.error = None
 
     def _new_builder(self, runner: ModelRunner) -> BatchBuilder:
         return BatchBuilder(runner.layout, self.config.block_size, runner.share_from, runner.mixed_shapes)
@@ -428,9 +433,16 @@ class EngineCore:
     def exit(self) -> None:
         """Ends the other ranks and frees the device. KV blocks are written to disk or store first, as far as kv_flush_timeout allows. Safe
         to call twice."""
-        if self.tiers is not None and self.error is None:
-            self.tiers.flush()
-        self.tiers = None
+        try:
+            if self.tiers is not None and self.error is None:
+                self.tiers.flush()
+        except (RuntimeError, ShoalError) as error:
+            logger.warning("KV blocks were not written: %s", error)
+        finally:    # also of an interrupt
+            self.tiers = None
+            self._end()
+
+    def _end(self) -> None:
         runner, group, tp = self.runner, self.group, self.tp
         self.runner = self.group = self.tp = None
         if self.events is not None:

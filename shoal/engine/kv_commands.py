@@ -146,8 +146,8 @@ class KvCommands:
         return self.slab.rows[slot].numpy().data
 
     def kv_forget(self, tier: str, keys: Sequence[bytes] | None) -> None:
-        found = self.kv_tiers[tier]
-        if keys is not None:
+        found = self.kv_tiers.get(tier)    # None: closed since
+        if found is not None and keys is not None:
             found.forget(keys)
         elif isinstance(found, DiskTier):
             found.forget()

@@ -1,5 +1,6 @@
 """Engines with tiers below the device, on the CPU: the same tokens, found again, whatever happens in between."""
 
+import contextlib
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ from shoal.config import EngineConfig
 from shoal.engine.offload import Offloader, OffloadPolicy
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.transfers import Done
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, EngineDeadError
 from shoal.kv.host import HostTier
 from tests import tiny
 
@@ -376,6 +377,38 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     assert copied in plan.scheduled[-1].seq.block_ids
     offloader.before_step(launches=True)
     assert transfers.ordered == [1]
+
+
+def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, monkeypatch):
+    llm = build(**SMALL, **HOST)
+
+    def never():
+        raise TimeoutError
+    monkeypatch.setattr(llm.core.runner, "kv_abandon", never)
+    monkeypatch.setattr(llm.core.tiers.offloader, "offload", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        one_by_one(llm, prompts())
+    with pytest.raises(EngineDeadError, match="did not end"):
+        one_by_one(llm, prompts())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, EngineDeadError, KeyboardInterrupt])
+def test_an_engine_that_cannot_write_its_blocks_at_the_end_ends_all_the_same(error, build, disk, monkeypatch):
+    llm = build(**SMALL, **disk)
+
+    def broken(_):
+        raise error("no")
+    monkeypatch.setattr(llm.core.tiers.offloader, "flush", broken)
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
+        llm.exit()
+    assert llm.core.runner is None and llm.core.tiers is None
+
+
+def test_what_a_closed_tier_lacks_is_forgotten_by_nobody(build, disk):
+    """Reads that new weights cut off have failed; that is told when the tier is gone already."""
+    llm = build(**SMALL, **disk)
+    llm.core.collective_rpc("kv_close_tiers")
+    llm.core.collective_rpc("kv_forget", "disk", [bytes(16)])
 
 
 def test_a_prefix_is_fetched_only_where_that_is_quicker(build, expected):
