@@ -122,7 +122,7 @@ def test_an_idle_server_offloads_what_its_last_request_left(folder, tmp_path):
 KILLED = """
 import sys
 from shoal import LLM
-from tests.process.test_offload import SMALL, params, prompts
+from tests.process.test_kv_tiers import SMALL, params, prompts
 llm = LLM(sys.argv[1], **SMALL, kv_disk_path=sys.argv[2], kv_disk_bytes=64 << 20, kv_offload_policy="register")
 while True:
     for prompt in prompts(200, seed=int(sys.argv[3])):
