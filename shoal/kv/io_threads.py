@@ -30,16 +30,20 @@ class IoThreads:
         self._changed = threading.Condition()
 
     def submit(self, job: Callable[[], bool]) -> Future[bool] | None:
-        """None: too many wait already, or the threads are closed."""
+        """None: too many wait already, the threads are closed, or there are none to be had."""
         future: Future[bool] = Future()
         with self._changed:
             if self._closed or len(self._jobs) >= self.max_waiting:
                 return None
-            self._jobs.append((job, future))
-            if len(self._threads) < self._max_threads and self._running + len(self._jobs) > len(self._threads):
+            if len(self._threads) < self._max_threads and self._running + len(self._jobs) >= len(self._threads):
                 thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                    self._threads.append(thread)
+                except RuntimeError:    # the system's limit
+                    if not self._threads:
+                        return None
+            self._jobs.append((job, future))
             self._changed.notify_all()
         return future
 

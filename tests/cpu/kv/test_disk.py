@@ -545,6 +545,25 @@ def test_writes_beyond_the_bound_are_refused_at_once_and_reads_do_not_queue_behi
     assert tier.flush(10) == 0 and all(future.result() for future in (first, *others[:2]))
 
 
+def test_threads_that_cannot_be_had_cost_a_block_or_some_speed(make, monkeypatch):
+    tier, metas, real = make(), chain(8), threading.Thread.start
+
+    def start(thread):
+        if thread.name != "kv-disk-read-0":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    assert write(tier, metas[:1]) == [True]
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        assert all(future.result(10) for future in [tier.write(meta, memoryview(content(meta))) for meta in metas])
+        into = [bytearray(BYTES) for _ in metas]
+        assert all(future.result(10) for future in [tier.read(meta, memoryview(one)) for meta, one in zip(metas, into)])
+        other = make(fingerprint=OTHER_MODEL)
+        assert write(other, metas[:1]) == [False] and other.stats().refused == 1
+    assert write(other, metas[:1]) == [True]
+
+
 def test_close_drops_what_waits(make, monkeypatch):
     tier, metas = make(threads=1), chain(3)
     gate = Gate(monkeypatch)

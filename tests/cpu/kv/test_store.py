@@ -269,6 +269,18 @@ def test_a_store_that_hangs_costs_no_more_than_the_timeout(make, shaky):
     assert all(buffer == b"\xaa" * BYTES for buffer in into), "late answers leave the buffers alone"
 
 
+def test_a_job_that_hangs_is_answered_when_the_tier_is_closed(make, shaky):
+    release, reached = threading.Event(), threading.Event()
+    tier, metas = make("shaky://bucket/kv"), chain(1)
+    write(tier, metas)
+    shaky.trouble = staticmethod(lambda: (reached.set(), release.wait(20)))
+    future = tier.read(metas[0], memoryview(bytearray(BYTES)))
+    assert reached.wait(10)
+    tier.close(0.05)
+    assert future.result(0) is False
+    release.set()
+
+
 def test_answers_that_come_too_late_are_no_sign_of_health(make, shaky, monkeypatch):
     monkeypatch.setattr(io_threads, "time", type("clock", (), {"monotonic": staticmethod(lambda: 1000.0)}))    # rests don't end
     release, metas = threading.Event(), chain(3)
