@@ -138,7 +138,9 @@ class BlockPool:
 
     def prepare_prefill(self, keys: Sequence[bytes], num_blocks: int) -> Prefill:
         """Holds `num_blocks` blocks for a prompt: what can be found of `keys` (of its full blocks), and new ones for the rest and its tail.
-        One transaction: raises NoFreeBlocksError, and nothing is taken, if too few are free."""
+        One transaction: raises NoFreeBlocksError, and nothing is taken, if too few are free. Raises ValueError for less than 0 blocks."""
+        if num_blocks < 0:
+            raise ValueError(f"{num_blocks} blocks can't be held; ask for 0 or more")
         hits = self.match(keys[:num_blocks])
         num_in_flight = next((i for i, block in enumerate(hits) if self._ref_counts[block] == 0), len(hits))
         num_free = self.num_free - sum(self._ref_counts[block] == 0 for block in hits)

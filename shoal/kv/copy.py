@@ -61,6 +61,8 @@ def _copy_rows(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst
         raise BlockCopyError(f"blocks of {src[0].nbytes} bytes do not fit those of {dst[0].nbytes} bytes: the shapes are "
                              f"{tuple(src.shape)} of {src.dtype} and {tuple(dst.shape)} of {dst.dtype}")
     devices = [rows.device for rows in (src, dst) if rows.is_cuda]
+    if len(set(devices)) == 2:
+        raise BlockCopyError(f"a copy from {src.device} to {dst.device} has to go through host memory")
     if devices and not all(rows.is_cuda or rows.is_pinned() for rows in (src, dst)):
         raise BlockCopyError("the host's side of a copy to or from a GPU is not pinned: allocate it with pin_memory=True")
     pieces = join(np.array([src.data_ptr()]), np.array([dst.data_ptr()]), src.stride(0) * src.element_size(),

@@ -269,6 +269,9 @@ def test_a_prefill_is_prepared_in_one_transaction():
     pool.check(held)
     assert pool.prepare_prefill(keys(4), 1).blocks == held[:1], "no more than was asked for"
     assert pool.prepare_prefill([], 0).blocks == []
+    with pytest.raises(ValueError, match="-1 blocks"):
+        pool.prepare_prefill(keys(4), -1)
+    pool.check([*held, *held[:1]])
 
 
 def test_what_is_where():

@@ -215,7 +215,8 @@ def publish(tmp_path):
             events.cleared()
             events.flush()
         events.drain()
-        while listener.sub.poll(200):
+        listener.last = -1
+        while listener.last < events._next - 1:
             listener.last = listener.hear()[0]
         return events, listener
 
