@@ -247,8 +247,9 @@ class Offloader:
         """Whether to look for blocks to copy out: not after every step where that takes long."""
         counts = (self._num_registered, self._num_evicted, self.pool.num_free)
         at, *then = self._scanned
-        if self._cut_short:
-            return len(self._leaving) < self.policy.max_leaving
+        if self._cut_short:    # a look costs more than a few blocks are worth
+            room, one_copy = self._room(), min(self.policy.copy_blocks, self.policy.max_leaving)
+            return room >= one_copy or (room > 0 and (idle or self.books.clock() - at >= SCAN_S))
         if counts == tuple(then):
             return False
         pressed = self._num_evicted - then[1] >= self.policy.watermark // 4

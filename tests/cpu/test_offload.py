@@ -411,6 +411,27 @@ def test_what_a_closed_tier_lacks_is_forgotten_by_nobody(build, disk):
     llm.core.collective_rpc("kv_forget", "disk", [bytes(16)])
 
 
+def test_while_nothing_may_leave_nobody_looks_for_what_might():
+    now, looks = [100.0], []
+    scheduler = Scheduler(num_blocks=16, block_size=2, max_num_seqs=4, max_num_batched_tokens=99, max_model_len=32)
+    policy = OffloadPolicy(block_size=2, block_bytes=10, keeps=True, watermark=16, max_leaving=9, copy_blocks=9, bytes_per_s=40.0)
+    offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, clock=lambda: now[0])
+    scheduler.tiers = offloader
+    scheduler.pool.listeners.append(offloader)
+    coldest = scheduler.pool.coldest
+    scheduler.pool.coldest = lambda count: looks.append(now[0]) or coldest(count)
+    scheduler.add(Request("a", list(range(21)), params()))
+    offloader.poll()
+    scheduler.schedule()
+    scheduler.abort("a")
+    while offloader.slots.num_blocks < 10:
+        offloader.poll()
+        offloader.offload()
+        now[0] += 0.01
+        assert now[0] < 110
+    assert now[0] > 102 and len(looks) <= 26
+
+
 def test_a_prefix_is_fetched_only_where_that_is_quicker(build, expected):
     llm = build(**SMALL | dict(kv_load_policy="cost"), **HOST)
     one_by_one(llm, prompts())
