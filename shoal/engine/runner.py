@@ -20,7 +20,7 @@ import torch
 from shoal.attention.select import select_backend
 from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.config import EngineConfig
-from shoal.engine.batch import HEADER_SIZE, Extras, Header, MixedShape, padded_size, section_spans, token_spans
+from shoal.engine.batch import ALIGNMENT, HEADER_SIZE, Extras, Header, MixedShape, padded_size, section_spans, token_spans
 from shoal.engine.device import DeviceMemory, PinnedRing
 from shoal.engine.graphs import DecodeGraphs, StepGraphs, mixed_shapes
 from shoal.engine.kv_commands import KvCommands
@@ -207,8 +207,9 @@ class ModelRunner(RankCommands, KvCommands):
                 pool = self.regions.graph_pool("kv_cache") or torch.cuda.graph_pool_handle()
                 self.mixed_graphs.capture(pool)    # the larger ones
                 self.graphs.capture(pool)
-            for fresh in (True, False):    # compiles, or loads, the kernels of mixed steps before a request waits for them
+            for fresh in (True, False):    # compiles, or loads, the kernels of eager steps before a request waits for them
                 self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
+            self.ops.apply_updates(self.state, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=self.device))
             self.reset_state()
             torch.cuda.synchronize(self.device)
         if self.config.sleep_offload == "host":

@@ -11,7 +11,7 @@ from shoal.kernels.state import Field
 TOKEN, POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_updates"])
 def _apply_updates_kernel(state_ptr, addresses_ptr, values_ptr, num_updates, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_updates
