@@ -246,6 +246,8 @@ class DiskTier:
                 self._counts["read"] += 1
                 self._verify(meta)
             return True
+        if problem == "missing" and not self.contains(meta.key):    # we have deleted it since it was asked for
+            return False
         self._problem(problem, meta.key)
         with self._lock:
             doomed = list(self._bytes) if problem == "missing" and not self._folder.is_there else [meta.key]

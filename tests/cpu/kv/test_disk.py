@@ -587,6 +587,18 @@ def test_a_block_forgotten_while_it_is_written_does_not_come_back(make, tmp_path
     assert [tier.contains(meta.key) for meta in metas] == [False, True] and files(tmp_path).keys() == {metas[1].key.hex()}
 
 
+def test_a_block_forgotten_while_its_read_waits_is_a_miss_and_no_problem(make, monkeypatch):
+    tier, metas, go, reached, real = make(threads=1), chain(2), threading.Event(), threading.Event(), os.preadv
+    write(tier, metas)
+    monkeypatch.setattr(os, "preadv", lambda *args: (reached.set(), go.wait(20), real(*args))[2])
+    futures = [tier.read(meta, memoryview(bytearray(BYTES))) for meta in metas]
+    assert reached.wait(10)
+    tier.forget(keys_of(metas[1:]))
+    assert tier.flush(10) == 0
+    go.set()
+    assert [future.result(10) for future in futures] == [True, False] and not tier.stats().problems
+
+
 def test_forgotten_blocks_are_not_found_and_their_files_go(make, tmp_path):
     tier, metas = make(), chain(4)
     write(tier, metas)
