@@ -36,11 +36,6 @@ class Pieces:
     run: int
 
     @property
-    def block_bytes(self) -> int:
-        """That one pair of blocks moves."""
-        return len(self.src) * math.prod(self.sizes) * self.run
-
-    @property
     def word(self) -> int:
         """The largest power of two, up to 16 bytes, that every address is a multiple of."""
         bits = int(np.bitwise_or.reduce(self.src) | np.bitwise_or.reduce(self.dst))

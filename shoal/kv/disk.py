@@ -42,7 +42,7 @@ class TierStats:
     written: int
     read: int
     evicted: int
-    refused: int                 # writes that were not tried: too many waited, or the tier rests after an error
+    refused: int                 # writes (of a store, any calls) that were not tried: too many waited, or the tier rests after an error
     problems: dict[str, int]     # by kind; each cost a block, none a wrong answer
 
 
