@@ -16,6 +16,7 @@ import torch
 
 from shoal.config import EngineConfig
 from shoal.engine.transfers import unpack_meta
+from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockSpec
 from shoal.kv.copy import gather_blocks, scatter_blocks
 from shoal.kv.disk import DiskTier
@@ -50,9 +51,14 @@ class KvCommands:
     slab: HostSlab | None = None
 
     def kv_open(self, num_slots: int) -> None:
-        """The slab. Raises MemoryError."""
-        on_gpu = self.device.type == "cuda"
-        self.slab = HostSlab(num_slots, self.block_bytes, self.device)
+        """The slab. Raises ConfigError."""
+        on_gpu, config = self.device.type == "cuda", self.config
+        try:
+            self.slab = HostSlab(num_slots, self.block_bytes, self.device)
+        except (MemoryError, OSError) as error:
+            given = config.kv_host_bytes
+            what = f"kv_host_bytes {given}" if given else "the host memory on the way to kv_disk_path or kv_store"
+            raise ConfigError(f"{what} can't be had, {num_slots * self.block_bytes} bytes a rank: {error}; lower or drop it") from None
         self.kv_tiers: dict[str, Tier] = {}
         self.kv_out = torch.cuda.Stream(self.device) if on_gpu else None
         self.kv_in = torch.cuda.Stream(self.device) if on_gpu else None

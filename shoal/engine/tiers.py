@@ -48,10 +48,7 @@ class KvTiers:
         if not num_slots:
             raise ConfigError(f"kv_host_bytes {config.kv_host_bytes} is less than one KV block of {block_bytes} bytes; raise it or leave "
                               "it out")
-        try:
-            core.collective_rpc("kv_open", num_slots)
-        except (MemoryError, OSError) as error:
-            raise ConfigError(f"kv_host_bytes {config.kv_host_bytes} can't be had: {error}; lower it") from None
+        core.collective_rpc("kv_open", num_slots)
         self.num_slots = num_slots
         self.persistent = runner.kv_tiers    # of rank 0, as they are opened and closed
         self.stale = False                   # they are closed, as the weights have changed

@@ -30,7 +30,7 @@ def forget_last_error() -> None:
 
 class HostSlab:
     """`rows` [num_rows, row_bytes], uint8. Only rows that `take_ready` has named may be touched. They are pinned for `device`; for the CPU
-    they all are ready at once, and their memory is taken when it is written."""
+    they all are ready at once, and their memory is taken when it is written. Raises MemoryError or OSError if there is none to be had."""
 
     def __init__(self, num_rows: int, row_bytes: int, device: torch.device) -> None:
         self._device = device
@@ -49,8 +49,8 @@ class HostSlab:
         step *= max(1, CHUNK_BYTES // (step * row_bytes))
         self._todo = deque((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
         if self._todo and not self._pin(*self._todo.popleft()):    # torch looks at the first byte to tell whether all is pinned
-            self._todo.clear()
             forget_last_error()
+            raise MemoryError("none of it could be pinned (a limit on locked memory? see ulimit -l)")
         for i in range(min(THREADS, len(self._todo))):
             thread = threading.Thread(target=self._pin_all, name=f"kv-pin-{i}", daemon=True)
             self._threads.append(thread)

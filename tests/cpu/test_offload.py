@@ -4,8 +4,10 @@ import contextlib
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shoal import LLM, SamplingParams
 from shoal.api import Request
@@ -15,6 +17,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.engine.transfers import Done
 from shoal.errors import ConfigError, EngineDeadError
 from shoal.kv.host import HostTier
+from shoal.memory.slab import HostSlab
 from tests import tiny
 
 BLOCK = 16
@@ -155,7 +158,6 @@ def test_a_disk_that_vanishes_leaves_an_engine_that_works(build, expected, disk,
 def test_new_weights_find_nothing_of_the_old_ones(tiers, build, root, disk, tmp_path):
     llm = build(**SMALL, **(HOST if tiers == "host" else disk))
     old = one_by_one(llm, prompts())[0]
-    torch = pytest.importorskip("torch")
     name = "model.layers.1.mlp.down_proj.weight"
     shape = llm.core.runner.model.checkpoint_shapes()[name]
     llm.update_weights_from_tensors({name: torch.zeros(shape)})
@@ -478,6 +480,26 @@ def test_impossible_options_are_refused_by_name(options, folder):
     name = next(iter(options))
     with pytest.raises(ConfigError, match=name):
         LLM(str(folder), device="cpu", max_model_len=192, num_gpu_blocks_override=14, **options)
+
+
+@pytest.mark.parametrize("option", ["kv_host_bytes", "kv_disk_path"])
+def test_host_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(option, build, disk, monkeypatch):
+    def nothing(*_):
+        raise MemoryError("no memory")
+    monkeypatch.setattr("shoal.engine.kv_commands.HostSlab", nothing)
+    with pytest.raises(ConfigError, match=f"{option}.*no memory"):
+        build(**SMALL, **(HOST if option == "kv_host_bytes" else disk))
+
+
+def test_a_slab_of_which_nothing_can_be_pinned_is_refused(monkeypatch):
+    """Else every request would wait for slots that never come."""
+    asked = []
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: asked.append(_) or 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr("shoal.memory.slab.forget_last_error", lambda: None)
+    with pytest.raises(MemoryError, match="pinned"):
+        HostSlab(64, 4 << 20, torch.device("cuda"))
+    assert len(asked) == 1
 
 
 def test_options_of_tiers_are_flags_of_the_command():
