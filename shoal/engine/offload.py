@@ -222,9 +222,12 @@ class Offloader:
         self._kept.extend(meta.key for _, meta in reversed(self.slots.coldest(self.slots.num_slots)) if not self._is_saved(meta.key))
         blocks, metas = self._candidates(reversed(self.pool.coldest(self.pool.num_blocks)), self.pool.num_blocks)
         while (blocks or self.books.tickets or self._staged or self._kept) and self.books.clock() < deadline:
-            if blocks and not self._leaving and (room := self._safe_room()):
-                self._copy_out(blocks[:room], metas[:room])
-                del blocks[:room], metas[:room]
+            if blocks and not self._leaving:
+                if room := self._safe_room():
+                    self._copy_out(blocks[:room], metas[:room])
+                    del blocks[:room], metas[:room]
+                elif not (self.books.tickets or self._staged or self._kept):
+                    break    # what lies in the slots can't be written
             self._write()
             if not self.poll():
                 time.sleep(POLL_S)

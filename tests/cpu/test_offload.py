@@ -128,6 +128,20 @@ def test_exit_writes_nothing_when_it_may_take_no_time(build, disk, tmp_path):
     assert len(all_blocks(tmp_path)) <= max(written, 6)
 
 
+def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeypatch):
+    llm = build(**SMALL, **disk, kv_host_bytes=12 * 12288)
+    monkeypatch.setattr(llm.core.runner.kv_tiers["disk"]._breaker, "allows", lambda: False)
+    one_by_one(llm, prompts()[:3])
+    offloader, now = llm.core.tiers.offloader, [0.0]
+
+    def clock():
+        now[0] += 0.001
+        return now[0]
+    monkeypatch.setattr(offloader.books, "clock", clock)
+    assert offloader.flush(1000.0) > 0 and now[0] < 500
+    offloader.check()
+
+
 def test_damaged_files_cost_time_and_no_token(build, expected, disk, tmp_path):
     first = build(**SMALL, **disk)
     one_by_one(first, prompts())
