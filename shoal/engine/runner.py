@@ -201,19 +201,23 @@ class ModelRunner(RankCommands, KvCommands):
             self.kv = self._new_cache(num_blocks)
         self.reset_state()
         if self.device.type == "cuda":
-            if not self.config.enforce_eager:
-                gc.collect()    # nothing dead is to hold memory meanwhile
-                self.graphs, self.mixed_graphs = self._new_graphs()
-                pool = self.regions.graph_pool("kv_cache") or torch.cuda.graph_pool_handle()
-                self.mixed_graphs.capture(pool)    # the larger ones
-                self.graphs.capture(pool)
-            for fresh in (True, False):    # compiles, or loads, the kernels of eager steps before a request waits for them
-                self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
-            self.ops.apply_updates(self.state, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=self.device))
-            self.reset_state()
+            self._prepare_steps()
             torch.cuda.synchronize(self.device)
         if self.config.sleep_offload == "host":
             self.regions.prepare_host()
+
+    def _prepare_steps(self) -> None:
+        """Captures the graphs; compiles, or loads, the kernels of eager steps before a request waits for them."""
+        if not self.config.enforce_eager:
+            gc.collect()    # nothing dead is to hold memory meanwhile
+            self.graphs, self.mixed_graphs = self._new_graphs()
+            pool = self.regions.graph_pool("kv_cache") or torch.cuda.graph_pool_handle()
+            self.mixed_graphs.capture(pool)    # the larger ones
+            self.graphs.capture(pool)
+        for fresh in (True, False):
+            self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
+        self.ops.apply_updates(self.state, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=self.device))
+        self.reset_state()
 
     def _new_graphs(self) -> tuple[DecodeGraphs, StepGraphs[MixedShape]]:
         short = self.model.one_layer_of_each_kind

@@ -47,7 +47,7 @@ def _route(router_logits_ptr, weights_ptr, experts_ptr, ranks_ptr, counts_ptr, E
     tl.store(ranks_ptr + token * K + choice, ranks, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
 def _arrange(experts_ptr, ranks_ptr, counts_ptr, slots_ptr, tiles_ptr, num_slots, num_tiles, E: tl.constexpr, BLOCK_E: tl.constexpr,
              BLOCK_M: tl.constexpr):
     """slots: all slots, expert by expert. tiles: for each, its expert (-1: not used) and where its slots start and end in that list."""
@@ -186,7 +186,7 @@ def moe_with(blocks: Blocks, x_TD: torch.Tensor, router_logits_TE: torch.Tensor,
     num_tiles = min(num_slots, triton.cdiv(num_slots, blocks.m) + num_experts)    # an expert fills all its tiles but one
     block_e = triton.next_power_of_2(num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
-    experts, ranks, slots = torch.empty((3, num_slots), dtype=torch.int32, device=x_TD.device)
+    experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))    # each aligned
     tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=x_TD.device)
     weights = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
     hidden_states, slots_out, out_TD = x_TD.new_empty((num_slots, size)), x_TD.new_empty((num_slots, hidden)), torch.empty_like(x_TD)

@@ -1,0 +1,105 @@
+"""A rehearsal launches every variant of a kernel that captures launch after it: what is first compiled or loaded in a capture breaks it.
+
+In a process of its own, in which Triton does not interpret; nothing is compiled or runs: a launch only tells its variant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAYER = dict(vocab_size=999, hidden_size=256, intermediate_size=384, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+MODELS = {
+    "dense": ("Qwen3Config", dict(num_hidden_layers=3), {}),
+    "one layer": ("Qwen3Config", dict(num_hidden_layers=1), dict(max_num_seqs=1)),
+    "odd heads, float16": ("Qwen3Config", dict(num_hidden_layers=2, head_dim=80, num_attention_heads=7, num_key_value_heads=1),
+                           dict(dtype="float16", block_size=64)),
+    "windows": ("MistralConfig", dict(num_hidden_layers=2, sliding_window=100), {}),
+    "every other layer of experts": ("Qwen3MoeConfig", dict(num_hidden_layers=3, num_experts=6, num_experts_per_tok=2,
+                                                            decoder_sparse_step=2, moe_intermediate_size=64), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join((str(root), str(Path(__file__).parent)))}
+    done = subprocess.run([sys.executable, __file__, tmp_path_factory.mktemp("models")], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captures_launch_what_was_rehearsed(name, variants):
+    for rehearsed, captured in variants[name]["graphs"]:
+        assert captured and set(captured) <= set(rehearsed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_launch_what_the_start_has_launched(name, variants):
+    started, launched = variants[name]["steps"]
+    assert launched and set(launched) <= set(started)
+
+
+def launched_variants(folder: Path, name: str) -> dict:
+    import torch
+    import transformers
+    import triton
+    from triton_compile import _NoDriver
+
+    from shoal import LLM, SamplingParams
+    from shoal.attention.triton import TritonBackend
+    from shoal.engine import runner as runner_module
+    from shoal.engine.graphs import StepGraphs
+    from shoal.kernels import triton_ops
+    from tests import tiny
+
+    seen: list[str] = []
+    graphs = []
+    triton.runtime.driver.set_active(_NoDriver())
+    triton.knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: seen.append(f"{fn.name} {key}") or True    # True: no need to compile
+
+    def take() -> list[str]:
+        taken = sorted(set(seen))
+        seen.clear()
+        return taken
+
+    def capture(self, pool) -> None:
+        take()
+        with self.rehearsal():
+            for key in self.keys:
+                self.launch(key)
+        rehearsed = take()
+        for key in self.keys:
+            self.launch(key)
+        graphs.append((rehearsed, take()))
+
+    StepGraphs.capture = capture
+    torch.cuda.graph_pool_handle = lambda: None
+    runner_module.select_ops = lambda _: triton_ops
+    runner_module.select_backend = lambda config, device, dtype, **heads: TritonBackend(
+        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype)
+    kind, changes, options = MODELS[name]
+    model = getattr(transformers, kind)(**LAYER | changes, architectures=[kind.replace("Config", "ForCausalLM")])
+    model.save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+    llm = LLM(str(folder), **dict(dtype="bfloat16", max_num_seqs=48) | options, load_format="dummy", device="cpu", max_model_len=1024,
+              num_gpu_blocks_override=200, max_num_batched_tokens=320, skip_tokenizer_init=True)
+    runner = llm.core.runner
+    with torch.inference_mode():
+        runner._prepare_steps()
+    started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
+    runner.graphs = runner.mixed_graphs = None    # eager steps, but none of fewer tokens than are ever captured
+    llm.core.builder.mixed_shapes = ()
+    prompts = [[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))]
+    llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    return {"graphs": graphs, "steps": (started, take())}
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: launched_variants(Path(sys.argv[1]) / str(i), name) for i, name in enumerate(MODELS)}))
