@@ -135,7 +135,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     if WINDOW > 0:
         start = tl.maximum(kv_len - WINDOW, 0)
     if SHARED:
-        start = tl.minimum(tl.load(prefix_lens_ptr + seq), kv_len)
+        start = tl.minimum(tl.load(prefix_lens_ptr + seq, cache_modifier=".cg"), kv_len)
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
     active = tl.cdiv(kv_len - start, split_len)
     if split >= tl.maximum(active, 1):    # without waiting, as the first split does: its registers are the next kernel's at once
