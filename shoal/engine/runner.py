@@ -152,7 +152,7 @@ class ModelRunner(RankCommands, KvCommands):
 
     @torch.inference_mode()
     def measure(self) -> int:
-        """Runs the largest step there can be and returns how many KV blocks this rank's share then holds. Writes no cache slot."""
+        """Runs the largest step there can be, on a cache of one block, and returns how many KV blocks this rank's share then holds."""
         config = self.config
         if self.device.type == "cpu":
             return (config.kv_cache_memory_bytes or 0) // self.block_bytes
