@@ -7,6 +7,7 @@ copy that still reads it. The way up: engine/fetch.py. Which slot goes next: kv/
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from shoal.kv.policy import FrequencySketch
 SCAN_S = 0.1               # between looks at the coldest blocks while nothing presses
 WRITE_BLOCKS = 16          # of one write
 MAX_WRITING = 48           # blocks: fewer than a tier lets wait
+WRITE_REST_S = 1.0         # after a write that failed, before the host tier's coldest are looked at again
 HOST_WATERMARK = 1024      # of the coldest blocks in the host tier, so many are to lie below it too
 FETCH_LATENCY_S = 0.002    # of a fetch beside its bytes: its end is noticed between two steps
 RECOVERY = 0.98            # of a tier's cost, each time that it was too high: so the tier is tried again
@@ -80,6 +82,7 @@ class Offloader:
         self._staged: deque[tuple[int, BlockMeta]] = deque()            # held slots of a staging area, to be written
         self._kept: deque[bytes] = deque(maxlen=slots.num_slots)        # in the host tier, to be written
         self._num_writing = 0                                           # blocks, once for each tier
+        self._failed_at = -math.inf                                     # when a write last did
         self._flushing = False                                          # what is copied out is written at once
         self._allowance, self._allowed_at = 0.0, clock()
         self._num_registered = self._num_evicted = 0
@@ -344,7 +347,8 @@ class Offloader:
 
     def _look_at_host(self) -> None:
         """What is the coldest there is to be written ahead of its eviction."""
-        if self.policy.keeps and self.persistent and not self.policy.on_registration and not self._kept:
+        if self.policy.keeps and self.persistent and not self.policy.on_registration and not self._kept and (
+                self.books.clock() - self._failed_at >= WRITE_REST_S):
             cold = self.slots.coldest(min(HOST_WATERMARK, self.slots.num_slots // 2))
             self._kept.extend(meta.key for _, meta in cold if not self._is_saved(meta.key))
 
@@ -379,4 +383,5 @@ class Offloader:
         self.stats[name].stored_blocks += len(metas) - len(bad)
         self.stats[name].failed_blocks += len(bad)
         if bad:
+            self._failed_at = self.books.clock()
             self.transfers.disown(name, bad)

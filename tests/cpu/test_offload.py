@@ -142,6 +142,14 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeyp
     offloader.check()
 
 
+def test_a_disk_that_takes_nothing_is_not_offered_the_same_blocks_at_every_look(build, disk, monkeypatch):
+    llm = build(**SMALL, **disk, **HOST)
+    monkeypatch.setattr(llm.core.runner.kv_tiers["disk"]._breaker, "allows", lambda: False)
+    monkeypatch.setattr("shoal.engine.offload.WRITE_REST_S", 1e9)
+    one_by_one(llm, prompts())
+    assert 0 < llm.stats().kv_tiers["disk"].failed_blocks <= 54
+
+
 def test_damaged_files_cost_time_and_no_token(build, expected, disk, tmp_path):
     first = build(**SMALL, **disk)
     one_by_one(first, prompts())
