@@ -8,11 +8,14 @@ Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 from __future__ import annotations
 
 import torch
+import triton
 
 from shoal.attention.step import StepInput
-from shoal.kernels import hopper_attention as hopper
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
 from shoal.kernels.prefix_attention import prefix_attention
+
+if HAS_GLUON := triton.__version__.startswith(("3.6", "3.7")):    # it is experimental: those that are known to make Hopper's kernel
+    from shoal.kernels import hopper_attention as hopper
 
 PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once
 WAVES = 3                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
@@ -60,7 +63,7 @@ class TritonBackend:
         on_gpu = device.type == "cuda"
         # without a GPU (Triton's interpreter) any number will do; 8 lets small cases split
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        self.hopper = hopper.is_supported(device, dtype, head_dim, block_size)
+        self.hopper = HAS_GLUON and hopper.is_supported(device, dtype, head_dim, block_size)
         self.group = num_heads // num_kv_heads
         self.work: torch.Tensor | None = None    # of the step, if Hopper's kernel gets its prefills
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -33,13 +32,12 @@ ONE_WARP: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 WARPGROUP: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PIECE = 16                                   # lines that one TMA instruction fetches, if a cache block has as many
 TILE_LAYOUT, QUERY_LAYOUT = (gl.NVMMASharedLayout(128, 16, rank) for rank in (2, 3))
-TRITONS = ("3.6", "3.7")                     # Gluon is experimental: those whose Gluon is known to make this kernel
 sync_partition = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier    # its name before Triton 3.7
 
 
 def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
-    return (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and triton.__version__.startswith(TRITONS)
-            and dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128) and block_size >= 8)
+    return (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and dtype in (torch.bfloat16, torch.float16)
+            and head_dim in (64, 128) and block_size >= 8)
 
 
 @gluon.jit
