@@ -343,6 +343,8 @@ class LLM:
             answer = self._answers.get(output.request_id)
             if answer is not None and (stop := answer.push(output)) is not None:
                 self.core.finish(output.request_id, stop)
+        if not self.core.has_work:
+            self.core.tick()
 
 
 class _Answer:

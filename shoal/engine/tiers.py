@@ -99,8 +99,7 @@ class KvTiers:
     def after_step(self, waits: bool) -> None:
         """`waits`: the step had nothing to do."""
         if not self.core.scheduler.has_work:
-            self.offloader.tick()
-            return
+            return    # `tick` comes when the last outputs have been passed on
         self.offloader.offload()
         if waits:
             time.sleep(POLL_S)
