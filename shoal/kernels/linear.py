@@ -9,6 +9,7 @@ T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows)
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -209,7 +210,23 @@ def product(tiles: Tiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.
             PREFETCH=not whole and columns % 8 == 0 and grid[0] * tiles.num_warps <= ONE_WAVE, BLOCK_T=triton.next_power_of_2(rows),
             BLOCK_O=tiles.outs, BLOCK_I=tiles.columns, num_warps=tiles.num_warps, num_stages=1, **pdl_options())
     else:
+        block_t = max(16, triton.next_power_of_2(rows))
+        stage_bytes = (tiles.outs * (1 + gated) + block_t) * tiles.columns * weight.itemsize
         _matrix_kernel[grid](
-            x_TI, weight, bias, out_TO, outs, columns, rows, GATED=gated, EVEN=even, BLOCK_T=max(16, triton.next_power_of_2(rows)),
-            BLOCK_O=tiles.outs, BLOCK_I=tiles.columns, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl_options())
+            x_TI, weight, bias, out_TO, outs, columns, rows, GATED=gated, EVEN=even, BLOCK_T=block_t, BLOCK_O=tiles.outs,
+            BLOCK_I=tiles.columns, num_warps=tiles.num_warps, num_stages=fitting_stages(tiles.num_stages, stage_bytes, weight.device),
+            **pdl_options())
     return out_TO
+
+
+def fitting_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
+    """Of a pipeline, which buffers one stage less than it has: fewer where shared memory is small (99 KB a program on many cards)."""
+    if device.type != "cuda":    # interpreted
+        return num_stages
+    return max(1, min(num_stages, 1 + _shared_memory(triton.runtime.driver.active.get_current_device()) // stage_bytes))
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes that a program can have, as Triton itself asks."""
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]

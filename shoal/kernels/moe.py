@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu
+from shoal.kernels.linear import fitting_stages
 
 ARRANGED = tl.constexpr(128)    # slots, or tiles, a program of `_arrange`
 
@@ -192,7 +193,8 @@ def moe_with(blocks: Blocks, x_TD: torch.Tensor, router_logits_TE: torch.Tensor,
     hidden_states, slots_out, out_TD = x_TD.new_empty((num_slots, size)), x_TD.new_empty((num_slots, hidden)), torch.empty_like(x_TD)
     num_programs = triton.cdiv(max(num_slots, num_tiles), ARRANGED.value)
     products = dict(D=hidden, F=size, PRECISION="ieee" if x_TD.dtype == torch.float32 else "tf32", BLOCK_M=blocks.m, BLOCK_N=blocks.n,
-                    BLOCK_K=blocks.k, num_warps=blocks.num_warps, num_stages=blocks.num_stages)
+                    BLOCK_K=blocks.k, num_warps=blocks.num_warps,
+                    num_stages=fitting_stages(blocks.num_stages, (blocks.m + 2 * blocks.n) * blocks.k * x_TD.itemsize, x_TD.device))
     _route[(num_tokens,)](router_logits_TE, weights, experts, ranks, counts, E=num_experts, K=top_k, RENORMALISE=norm_topk_prob,
                           BLOCK_E=block_e, BLOCK_K=triton.next_power_of_2(top_k), num_warps=1)
     _arrange[(num_programs,)](experts, ranks, counts, slots, tiles, num_slots, num_tiles, E=num_experts, BLOCK_E=block_e, BLOCK_M=blocks.m,
