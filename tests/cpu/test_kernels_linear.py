@@ -103,6 +103,7 @@ def test_compiles_for_both_targets_without_spills(compiled, case: str) -> None:
 @pytest.mark.parametrize(("room", "stages"), [(101_376, 3), (166_912, 5), (232_448, 5), (20_000, 1)])
 def test_pipelines_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, room: int, stages: int) -> None:
     """99 KB on consumer cards, 163 on an A100, 227 on an H100; a gated product of 16 rows buffers 36 KB a stage."""
-    active = SimpleNamespace(get_current_device=lambda: room, utils=SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": room}))
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": room})
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: room, utils=utils))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
     assert linear.fitting_stages(5, (2 * 64 + 16) * 128 * 2, torch.device("cuda")) == stages
