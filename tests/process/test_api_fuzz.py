@@ -140,8 +140,8 @@ def test_spoilt_conversations_never_break_the_server(served):
 
 
 def spoil(value, rng):
-    """Puts junk at a random place, or takes something away."""
-    while True:
+    """Puts junk at a random place, or takes something away, if there is anything left."""
+    while value:
         key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
         if isinstance(value[key], dict | list) and value[key] and rng.random() < 0.8:
             value = value[key]
