@@ -151,8 +151,8 @@ def test_the_device_holds_the_groups_of_every_step(cheap_groups):
     most_shared = preemptions = 0
     for run in range(12):
         device = Device(8, 16)
-        scheduler = Scheduler(num_blocks=(16, 24, 60)[run % 3], block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=rng.choice([9, 40]),
-                              max_model_len=60)
+        scheduler = Scheduler(num_blocks=(16, 24, 60)[run % 3], block_size=BLOCK, max_num_seqs=8,
+                              max_num_batched_tokens=rng.choice([9, 40]), max_model_len=60)
         prompts = [[p * 100 + i for i in range(rng.randint(1, 30))] for p in range(3)]
         in_flight, added = [], 0
         for _ in range(120):
