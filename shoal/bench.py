@@ -26,9 +26,9 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
 def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_iters: int, output_json: str | None) -> dict[str, Any]:
     """Runs `batch` requests at once, `num_iters` times after a warm-up, each time on new prompts (no prefix is cached). Prints the best."""
     output_len = params.max_tokens or 0
-    prompts = [_prompts(llm, batch, input_len, output_len, seed) for seed in range(max(1, num_iters) + 2)]
     if num_iters < 1:
         raise RequestError(f"{num_iters} timed runs; ask for at least 1")
+    prompts = [_prompts(llm, batch, input_len, output_len, seed) for seed in range(num_iters + 2)]
     seconds = []
     for i in range(num_iters + 1):
         start = time.perf_counter()

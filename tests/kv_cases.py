@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +14,17 @@ import torch
 from shoal.kv.copy import BlockCopyError, CopyStream, copy_blocks
 from shoal.kv.layout import CacheSpec, Layout, contiguous_strides
 from shoal.kv.reshard import reshard
-from shoal.kv.storage import Storage, host_memory
+from shoal.kv.storage import DirectFile, Storage, host_memory, mapped_file
 from shoal.kv.view import BlockView, TensorView
 
 Allocate = Callable[[int], Storage]
 AXES = ("block", "kv", "token", "head", "item")
+
+
+def host_kinds(folder: Path) -> list[Allocate]:
+    """Plain memory, and files of both kinds in `folder`."""
+    count = itertools.count()
+    return [host_memory, lambda n: mapped_file(folder / str(next(count)), n), lambda n: DirectFile(folder / str(next(count)), n)]
 
 
 def on_host(view: TensorView) -> torch.Tensor:

@@ -18,11 +18,12 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec, Event, in_pages
 from shoal.kv.block_folder import BlockFolder, delete
-from shoal.kv.io_threads import Breaker, IoThreads, done
+from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
 from shoal.kv.policy import EvictionOrder
 
 logger = logging.getLogger(__name__)
@@ -91,12 +92,7 @@ class DiskTier:
 
     def match(self, keys: Iterable[bytes]) -> int:
         """How many of the first keys are there, as far as known: no I/O."""
-        count = 0
-        for key in keys:
-            if key not in self._bytes:
-                break
-            count += 1
-        return count
+        return sum(1 for _ in takewhile(self.contains, keys))
 
     # Blocks in and out
 
@@ -144,8 +140,7 @@ class DiskTier:
     def close(self, timeout_s: float = 5.0) -> None:
         """Drops what waits (flush first), lets what runs come to its end, within the time."""
         deadline = time.monotonic() + timeout_s
-        self._writes.close(timeout_s)
-        self._reads.close(max(0.0, deadline - time.monotonic()))
+        close_all((self._writes, self._reads), timeout_s)
         with self._lock:
             forgotten = [path for path in self._doomed if path.startswith(self._folder.root)]
         self._delete_all(forgotten, deadline)

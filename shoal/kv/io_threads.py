@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -89,6 +89,13 @@ class IoThreads:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+
+
+def close_all(all_threads: Iterable[IoThreads], timeout_s: float) -> None:
+    """One after the other, together within the time."""
+    deadline = time.monotonic() + timeout_s
+    for threads in all_threads:
+        threads.close(max(0.0, deadline - time.monotonic()))
 
 
 class Breaker:

@@ -19,12 +19,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec
 from shoal.kv.disk import TierStats
-from shoal.kv.io_threads import Breaker, IoThreads, done
+from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bool, int)
@@ -98,12 +99,7 @@ class StoreTier:
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys are there, as far as known: no I/O."""
-        count = 0
-        for key in keys:
-            if not self.contains(key):
-                break
-            count += 1
-        return count
+        return sum(1 for _ in takewhile(self.contains, keys))
 
     def look_up(self, keys: Sequence[bytes]) -> Future[int]:
         """The same, once the store was asked. Engines write prefixes from their start, so a few questions are enough (binary search); a
@@ -141,9 +137,7 @@ class StoreTier:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Drops what waits (flush first), lets what runs come to its end, within the time."""
-        deadline = time.monotonic() + timeout_s
-        self._writes.close(timeout_s)
-        self._reads.close(max(0.0, deadline - time.monotonic()))
+        close_all((self._writes, self._reads), timeout_s)
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -17,7 +17,7 @@ from shoal.kernels import block_copy
 from shoal.kv import copy
 from shoal.kv.copy import BlockCopyError, CopyStream, CopyStreams, copy_blocks, gather_blocks, scatter_blocks
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
-from shoal.kv.storage import DirectFile, StorageInUseError, host_memory, mapped_file
+from shoal.kv.storage import DirectFile, StorageInUseError, host_memory
 from shoal.kv.view import BlockView, TensorView
 from tests import kv_cases
 
@@ -55,8 +55,7 @@ def test_random_copies_between_layouts_equal_indexing(way, monkeypatch):
 
 
 def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
-    count = itertools.count()
-    kinds = [host_memory, lambda n: mapped_file(tmp_path / str(next(count)), n), lambda n: DirectFile(tmp_path / str(next(count)), n)]
+    kinds = kv_cases.host_kinds(tmp_path)
     monkeypatch.setattr(copy, "STAGING_BYTES", 5000)
     kv_cases.check_random_copies(seed=8, rounds=45, allocators=list(itertools.product(kinds, kinds)))
 

@@ -11,7 +11,7 @@ from shoal.kernels import block_copy
 from shoal.kv import copy
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
 from shoal.kv.reshard import reshard
-from shoal.kv.storage import DirectFile, host_memory, mapped_file
+from shoal.kv.storage import host_memory
 from shoal.kv.view import BlockView
 from tests import kv_cases
 
@@ -38,8 +38,7 @@ def test_any_sizes_ids_and_layouts(way):
 
 
 def test_any_kinds(tmp_path, monkeypatch):
-    count = itertools.count()
-    kinds = [host_memory, lambda n: mapped_file(tmp_path / str(next(count)), n), lambda n: DirectFile(tmp_path / str(next(count)), n)]
+    kinds = kv_cases.host_kinds(tmp_path)
     monkeypatch.setattr(copy, "STAGING_BYTES", 5000)
     kv_cases.check_random_reshards(seed=22, rounds=27, allocators=list(itertools.product(kinds, kinds)))
 
