@@ -75,6 +75,7 @@ class Job:
     end: int
     expires: float
     arrived: list[bool]
+    behind: int = 0                   # the copy out of what the sequence's blocks have held until now, if there is one
     num_reading: int = 0
     num_copying: int = 0
     closed: bool = False              # nothing more is begun; what is still read goes to the host tier at best
@@ -87,7 +88,7 @@ class Fetcher:
         self._num_reading = 0    # blocks
         self._last_read = dict.fromkeys(books.rates, 0.0)    # when one ended
 
-    def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> None:
+    def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> Job:
         """Takes it in; `advance` begins the transfers."""
         books, slots = self.books, self.books.slots
         metas, host, unread = [], [], deque[tuple[int, str]]()
@@ -105,7 +106,9 @@ class Fetcher:
                 metas.append(make_meta(seq.keys, fetch.start + i, seq.token_ids, block_size, request.adapter, request.cache_salt))
         slots.hold([slot for _, slot in host])
         count = len(fetch.keys)
-        self.jobs.append(Job(fetch, metas, host, unread, count, books.clock() + PATIENCE_S, [False] * count))
+        job = Job(fetch, metas, host, unread, count, books.clock() + PATIENCE_S, [False] * count)
+        self.jobs.append(job)
+        return job
 
     def advance(self) -> None:
         """Begins what can begin, ends what has ended. Steps and copies that must run before have been launched."""
@@ -119,7 +122,7 @@ class Fetcher:
                 pass
             if not job.num_copying and (job.closed or not (job.unread or job.num_reading)):
                 self.jobs.remove(job)
-                job.closed = True
+                self._close(job)
                 self.scheduler.fetched(job.fetch, (job.arrived + [False]).index(False))
 
     def close_all(self) -> None:
@@ -136,7 +139,11 @@ class Fetcher:
         return (slot for job in self.jobs for _, slot in job.host)
 
     def _close(self, job: Job) -> None:
+        """From now on the sequence's blocks may be anybody's."""
         job.closed = True
+        if job.behind and not all(job.arrived):    # what has arrived came behind it
+            self.books.transfers.order_behind(job.behind)
+            job.behind = 0
         job.unread.clear()
         self.books.slots.release([slot for _, slot in job.host])
         job.host.clear()
@@ -186,7 +193,7 @@ class Fetcher:
         job.num_copying += 1
         of_fetch = job.fetch.blocks
         into = [of_fetch[i] for i in blocks]
-        ticket = self.books.transfers.copy_in(slots, into, self.books.in_use(into))
+        ticket = self.books.transfers.copy_in(slots, into, self.books.in_use(into), job.behind)
         self.books.track(ticket, slots, partial(self._was_copied_in, job, tier, blocks, slots))
 
     def _was_copied_in(self, job: Job, tier: str, blocks: list[int], slots: list[int], done: Done) -> None:

@@ -111,8 +111,9 @@ class KvCommands:
         self._copy(ticket, self.kv_out, wait, gather_blocks, self.kv, blocks, self.slab.rows, slots)
 
     @torch.inference_mode()
-    def kv_copy_in(self, ticket: int, slots: Sequence[int], blocks: Sequence[int], wait: bool) -> None:
+    def kv_copy_in(self, ticket: int, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int = 0) -> None:
         assert self.slab is not None
+        self._order_behind(behind, self.kv_in)
         self._copy(ticket, self.kv_in, wait, scatter_blocks, self.slab.rows, slots, self.kv, blocks)
 
     def _copy(self, ticket: int, stream: torch.cuda.Stream | None, wait: bool, copy: Callable[..., Any], src: torch.Tensor,
@@ -131,10 +132,15 @@ class KvCommands:
         self.kv_copies.append((ticket, len(src_ids), begin, end))
 
     def kv_order_behind(self, ticket: int) -> None:
+        if self.kv_in is not None:
+            self._order_behind(ticket, torch.cuda.current_stream(self.device), self.kv_in)
+
+    def _order_behind(self, ticket: int, *streams: torch.cuda.Stream | None) -> None:
         for other, _, _, end in self.kv_copies:
-            if other == ticket and self.kv_in is not None:
-                torch.cuda.current_stream(self.device).wait_event(end)
-                self.kv_in.wait_event(end)
+            if other == ticket:
+                for stream in streams:
+                    assert stream is not None
+                    stream.wait_event(end)
 
     def kv_write(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
         into = self.kv_tiers[tier]

@@ -77,6 +77,7 @@ class Offloader:
         self._uses = FrequencySketch(self.pool.num_blocks + slots.num_slots) if policy.min_uses > 1 else None
         self._unready = set(slots.take(slots.num_slots) or ())
         self._leaving: dict[bytes, int] = {}                            # blocks that are being copied out, and their tickets
+        self._evicted: dict[int, BlockMeta] = {}                        # taken since the last step, what they held is nowhere else
         self._overtaken = 0                                             # the last ticket one of whose blocks may be rewritten
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)  # registered, to be copied out; without those that are long gone
         self._staged: deque[tuple[int, BlockMeta]] = deque()            # held slots of a staging area, to be written
@@ -119,7 +120,10 @@ class Offloader:
         return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
 
     def begin(self, fetch: Fetch) -> None:
-        self.fetcher.begin(fetch, self.where, self.policy.block_size)
+        """Blocks that the sequence has taken before they were copied out are now, and what is fetched comes behind that: however many start
+        at once, what one fetches does not cost another what it has below."""
+        job = self.fetcher.begin(fetch, self.where, self.policy.block_size)    # which holds its slots
+        job.behind = self._save_evicted(fetch.seq.block_ids)
 
     def registered(self, seq: QueuedSequence, start: int, end: int) -> None:
         request = seq.request
@@ -142,17 +146,18 @@ class Offloader:
                 if key in self._leaving and self.pool.has_copies(key):    # which have the content from now on: the block may be rewritten
                     self._overtaken = max(self._overtaken, self._leaving[key])
 
-    def removed(self, key: bytes) -> None:
+    def removed(self, key: bytes, block: int) -> None:
         self._num_evicted += 1
         meta, ticket = self._metas.pop(key, None), self._leaving.get(key)
         if ticket is not None:
             self._overtaken = max(self._overtaken, ticket)
         elif meta is not None and self.where(key) is None:
-            self.num_dropped += 1
+            self._evicted[block] = meta
 
     def cleared(self) -> None:
         self._overtaken = max(self._leaving.values(), default=0)
         self._metas.clear()
+        self._evicted.clear()
         self._fresh.clear()
 
     # Around a step
@@ -171,6 +176,8 @@ class Offloader:
 
     def before_step(self, launches: bool = False) -> None:
         """When the plan is made, and blocks have changed hands. `launches`: a step follows; `books.num_completed` is to tell of its end."""
+        self.num_dropped += len(self._evicted)
+        self._evicted.clear()
         if self._overtaken:    # copies out end in the order of their tickets
             self.transfers.order_behind(self._overtaken)
             self._overtaken = 0
@@ -263,9 +270,12 @@ class Offloader:
 
     def _room(self) -> int:
         """Blocks that may leave now."""
+        return max(0, min(self._allowed(), self.policy.max_leaving - len(self._leaving)))
+
+    def _allowed(self) -> int:
+        """Blocks for which there are slots and bandwidth."""
         policy, now = self.policy, self.books.clock()
-        slots = self.slots.num_free if policy.keeps else self.slots.num_free - self.slots.num_slots // 2    # half are for what comes up
-        room = min(slots, policy.max_leaving - len(self._leaving))
+        room = self.slots.num_free if policy.keeps else self.slots.num_free - self.slots.num_slots // 2    # half are for what comes up
         if policy.bytes_per_s is not None:
             most = max(policy.bytes_per_s, policy.block_bytes)
             self._allowance = min(most, self._allowance + (now - self._allowed_at) * policy.bytes_per_s)
@@ -278,6 +288,18 @@ class Offloader:
         cold = self.slots.coldest(self.slots.num_free)
         num_saved = next((i for i, (_, meta) in enumerate(cold) if not self._is_saved(meta.key)), len(cold))
         return min(self.policy.max_leaving, self.slots.num_free - len(cold) + num_saved)
+
+    def _save_evicted(self, taken: list[int]) -> int:
+        """Copies out what these blocks still hold. Returns the last copy's ticket, 0 if there is nothing to copy."""
+        saved: dict[int, BlockMeta] = {}
+        for block in taken:
+            meta = self._evicted.get(block)
+            if meta is not None and self._is_wanted(meta.key):
+                saved[block] = meta
+        blocks = list(saved)[:max(0, self._allowed())]
+        for block in blocks:
+            del self._evicted[block]
+        return self._copy_out(blocks, [saved[block] for block in blocks])
 
     def _cold_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
         self._scanned = (self.books.clock(), self._num_registered, self._num_evicted, self.pool.num_free)
@@ -309,13 +331,16 @@ class Offloader:
 
     def _candidate(self, block: int) -> BlockMeta | None:
         key = self.pool.key_of(block)
-        if key is None or key in self._leaving or self.where(key) is not None:
-            return None
-        if self._uses is not None and self._uses.count(key) < self.policy.min_uses:
+        if key is None or key in self._leaving or self.where(key) is not None or not self._is_wanted(key):
             return None
         return self._metas.get(key)
 
-    def _copy_out(self, blocks: list[int], metas: list[BlockMeta]) -> None:
+    def _is_wanted(self, key: bytes) -> bool:
+        return self._uses is None or self._uses.count(key) >= self.policy.min_uses
+
+    def _copy_out(self, blocks: list[int], metas: list[BlockMeta]) -> int:
+        """Returns the last copy's ticket, 0 without any."""
+        ticket = 0
         self._allowance -= len(blocks) * self.policy.block_bytes
         for at in range(0, len(blocks), self.policy.copy_blocks):
             some = slice(at, at + self.policy.copy_blocks)
@@ -325,6 +350,7 @@ class Offloader:
             ticket = self.transfers.copy_out(blocks[some], slots, wait)
             self._leaving.update((meta.key, ticket) for meta in metas[some])
             self.books.track(ticket, slots, partial(self._was_copied_out, metas[some], slots, self.books.epoch))
+        return ticket
 
     def _was_copied_out(self, metas: list[BlockMeta], slots: list[int], epoch: int, done: Done) -> None:
         for meta in metas:

@@ -128,7 +128,7 @@ class KvTiers:
         for tier, news in ((CPU, self.offloader.slots.take_events()), (STORAGE, disk.take_events() if isinstance(disk, DiskTier) else [])):
             for item in news:
                 if isinstance(item, bytes):
-                    events.removed(item, tier)
+                    events.removed_below(item, tier)
                 else:
                     events.stored([item.key], item.parent, item.token_ids, *item.extra, tier)
 

@@ -25,8 +25,8 @@ PRIORITIES = range(-128, 128)    # of findable blocks; 0 unless set
 class BlockListener(Protocol):
     """Is told what can't be found any longer. Must not call the pool."""
 
-    def removed(self, key: bytes) -> None:
-        """Its block was taken for something else, or it was reset."""
+    def removed(self, key: bytes, block: int) -> None:
+        """The block, which has had this content, was taken for something else, or it was reset."""
         ...
 
     def cleared(self) -> None:
@@ -303,7 +303,7 @@ class BlockPool:
             self._end_of[block] = self.num_blocks
             del self._key_to_block[key]
             for listener in self.listeners:
-                listener.removed(key)
+                listener.removed(key, block)
 
     def _forget_all(self) -> None:
         """The order of re-use stays."""

@@ -201,7 +201,10 @@ class KvEvents:
         """A run of consecutive blocks and all their tokens. `parent`: the key of the block before; None at the start of a sequence."""
         self._changes.append(Stored(keys, parent, token_ids, adapter, cache_salt, tier))
 
-    def removed(self, key: bytes, tier: str = GPU) -> None:
+    def removed(self, key: bytes, block: int) -> None:
+        self.removed_below(key, GPU)
+
+    def removed_below(self, key: bytes, tier: str) -> None:
         self._changes.append(Removed(key, tier))
 
     def cleared(self, tier: str = GPU) -> None:

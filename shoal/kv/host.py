@@ -96,16 +96,19 @@ class HostTier:
 
     # As the pool's listener
 
-    def removed(self, key: bytes) -> None:
+    def removed(self, key: bytes, block: int) -> None:
+        self._gone(key)
+
+    def cleared(self) -> None:
+        for key in list(self._metas):
+            self._gone(key)
+
+    def _gone(self, key: bytes) -> None:
         del self._metas[key]
         if self._uses is not None:
             del self._uses[key]
         if self._events is not None:
             self._events.append(key)
-
-    def cleared(self) -> None:
-        for key in list(self._metas):
-            self.removed(key)
 
     def _used(self, keys: Sequence[bytes]) -> None:
         """Their slots are held."""

@@ -31,7 +31,7 @@ class Told:
     def __init__(self):
         self.events = []
 
-    def removed(self, key):
+    def removed(self, key, block):
         self.events.append(key)
 
     def cleared(self):

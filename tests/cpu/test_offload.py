@@ -328,17 +328,19 @@ def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
 
 
 class Recorded:
-    """Transfers that end at the next poll, and whether they were to wait for steps in flight."""
+    """Transfers that end at the next poll; whether they were to wait for steps in flight, and the copies out that copies in come behind."""
 
     def __init__(self, num_slots):
-        self.ready, self.begun, self.waits, self.ordered = list(range(num_slots)), [], [], []
+        self.ready, self.begun, self.waits, self.ordered, self.behind = list(range(num_slots)), [], [], [], []
 
-    def copy(self, ids, _, wait):
+    def copy_out(self, ids, _, wait):
         self.waits.append(wait)
         self.begun.append(Done(len(self.waits), [True] * len(ids)))
         return len(self.waits)
 
-    copy_out = copy_in = copy
+    def copy_in(self, ids, _, wait, behind=0):
+        self.behind.append(behind)
+        return self.copy_out(ids, _, wait)
 
     def order_behind(self, ticket):
         self.ordered.append(ticket)
@@ -352,21 +354,28 @@ class Recorded:
         return ready
 
 
-@pytest.mark.parametrize("completed", [False, True])
-def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(completed):
-    scheduler = Scheduler(num_blocks=3, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6)
-    policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=3, max_leaving=9, copy_blocks=9, always_fetch=True)
-    offloader = Offloader(scheduler, HostTier(8), Recorded(8), {}, policy)
-    scheduler.tiers = offloader
-    scheduler.pool.listeners.append(offloader)
+class Small:
+    """An engine of three blocks without the rest of it. Its tokens are computed at once, or when `books.num_completed` says so."""
 
-    def begin(request_id, prompt):
-        scheduler.add(Request(request_id, prompt, params()))
-        offloader.poll()
-        plan = scheduler.schedule()
-        offloader.before_step(launches=plan is not None)
+    def __init__(self):
+        self.scheduler = scheduler = Scheduler(num_blocks=3, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6)
+        policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=3, max_leaving=9, copy_blocks=9, always_fetch=True)
+        self.transfers = Recorded(8)
+        self.offloader = scheduler.tiers = Offloader(scheduler, HostTier(8), self.transfers, {}, policy)
+        scheduler.pool.listeners.append(self.offloader)
+
+    def begin(self, request_id, prompt):
+        self.scheduler.add(Request(request_id, prompt, params()))
+        self.offloader.poll()
+        plan = self.scheduler.schedule()
+        self.offloader.before_step(launches=plan is not None)
         return plan
 
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(completed):
+    small = Small()
+    scheduler, offloader, begin = small.scheduler, small.offloader, small.begin
     assert begin("a", [1, 2, 3, 4, 5]) is not None
     scheduler.abort("a")
     offloader.offload(idle=True)
@@ -375,8 +384,40 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
     scheduler.abort("b")
     offloader.books.num_completed = 2 if completed else 1
     assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.fetches) == 1
-    assert offloader.transfers.waits[1:] == [not completed]
+    assert offloader.transfers.waits[1:] == [not completed] * 2, "out with what b has left, in with what a had"
     offloader.check()
+
+
+def test_what_a_fetch_takes_and_nothing_below_has_is_copied_out_before():
+    small = Small()
+    for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 6])):
+        assert small.begin(name, prompt) is not None
+        small.scheduler.abort(name)
+        if name == "a":
+            small.offloader.offload(idle=True)
+    assert small.begin("c", [1, 2, 3, 4, 5]) is None and len(small.scheduler.fetches) == 1
+    assert small.transfers.behind == [2], "the first copy out was of a's blocks, the second is of b's"
+    small.scheduler.abort("c")
+    assert small.begin("d", [6, 7, 8, 9, 6]) is None and small.transfers.behind == [2, 0], "its blocks are fetched, nothing was lost"
+    assert small.offloader.num_dropped == 0
+    small.offloader.check()
+
+
+def test_who_takes_the_blocks_of_a_fetch_that_was_given_up_waits_for_what_they_have_held():
+    small = Small()
+    for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 6])):
+        assert small.begin(name, prompt) is not None
+        small.scheduler.abort(name)
+        if name == "a":
+            small.offloader.offload(idle=True)
+    small.offloader.poll()
+    small.transfers.ordered.clear()
+    small.transfers.poll = list    # nothing ends any more
+    assert small.begin("c", [1, 2, 3, 4, 5]) is None
+    assert small.transfers.behind == [2] and small.transfers.ordered == []
+    small.scheduler.abort("c")
+    small.begin("d", [3])
+    assert small.transfers.ordered == [2], "c's last block is free, though it is still being read"
 
 
 def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_copied_out():

@@ -59,10 +59,13 @@ class FakeTransfers:
                 self.slots[slot][p] = self.device.slots[block * self.size + p]
         return self._begin(self.out, "copy out", move, len(blocks))
 
-    def copy_in(self, slots, blocks, wait):
+    def copy_in(self, slots, blocks, wait, behind=0):
         self._wait(wait)
+        self.seen["behind a copy out"] += any(transfer.ticket == behind and transfer.moves for transfer in self.out)
 
         def move(i, half):
+            if behind:
+                self._move_out(behind)
             block, slot = blocks[i], slots[i]
             for p in half:
                 self.device.slots[block * self.size + p] = self.slots[slot][p] if transfer.intact[i] else None
@@ -99,11 +102,17 @@ class FakeTransfers:
         return ticket
 
     def order_behind(self, ticket):
+        self.seen["ordered"] += self._move_out(ticket)
+
+    def _move_out(self, ticket):
+        """All up to this one. Whether it has not ended yet."""
+        if all(transfer.ticket != ticket for transfer in self.out):
+            return False
         for transfer in self.out:
             self._move(transfer, len(transfer.moves))
             if transfer.ticket == ticket:
-                self.seen["ordered"] += 1
-                return
+                break
+        return True
 
     def disown(self, tier, keys):
         for key in keys:

@@ -235,7 +235,7 @@ def store(events, *token_ids):
 def test_batches_are_numbered_and_are_what_was_drained(publish):
     events, listener = publish()
     keys = store(events, *range(8))
-    events.removed(keys[1])
+    events.removed(keys[1], 1)
     events.flush()
     heard = [listener.hear() for _ in range(2)]
     assert [number for number, _ in heard] == [listener.last + 1, listener.last + 2]
@@ -257,7 +257,7 @@ def test_who_missed_some_asks_for_them_by_number(publish):
 def test_who_missed_too_much_gets_a_snapshot_under_the_last_number(publish):
     events, listener = publish(buffer_steps=3)
     keys = [store(events, i, i, i, i)[0] for i in range(6)]
-    events.removed(keys[0])
+    events.removed(keys[0], 0)
     events.flush()
     heard = [listener.hear() for _ in range(7)]
     last = heard[-1][0]
