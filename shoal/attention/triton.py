@@ -8,13 +8,13 @@ Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 from __future__ import annotations
 
 import torch
-import triton
 
 from shoal.attention.step import StepInput
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
+from shoal.kernels.pdl import HAS_GLUON
 from shoal.kernels.prefix_attention import prefix_attention
 
-if HAS_GLUON := triton.__version__.startswith(("3.6", "3.7")):    # it is experimental: those that are known to make Hopper's kernel
+if HAS_GLUON:
     from shoal.kernels import hopper_attention as hopper
 
 PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once

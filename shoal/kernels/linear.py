@@ -1,4 +1,5 @@
-"""Products of few rows with a weight matrix, in Triton: their time is that of reading the weights. Many rows, and float32, go to cuBLAS.
+"""Products of few rows with a weight matrix, in Triton: their time is that of reading the weights. Many rows, and float32, go to cuBLAS;
+on Hopper what lies between goes to hopper_linear.py.
 
 A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before the rows are there
 (pdl.py); more go to tensor cores, the weight as the left operand, so that rows are padded to 16 only. Nothing is split over programs:
@@ -19,7 +20,10 @@ import triton.language as tl
 
 from shoal.kernels.activation import silu, silu_mul
 from shoal.kernels.norm import add_rms_norm
-from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
+from shoal.kernels.pdl import HAS_GLUON, pdl_options, prefetch, wait_for_inputs
+
+if HAS_GLUON:
+    from shoal.kernels import hopper_linear
 
 PIECE = tl.constexpr(2048)    # bytes a thread prefetches
 ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
@@ -167,14 +171,14 @@ def _matrix_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, O, I, T, GATED: tl.cons
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    tiles = _tiles(x_TI, weight_OI, gated=False)
-    return F.linear(x_TI, weight_OI, bias_O) if tiles is None else product(tiles, x_TI, weight_OI, bias_O, gated=False)
+    y_TO = _multiply(x_TI, weight_OI, bias_O, gated=False)
+    return F.linear(x_TI, weight_OI, bias_O) if y_TO is None else y_TO
 
 
 def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
     """silu(first half of the outputs) * second half."""
-    tiles = _tiles(x_TI, weight_2FI, gated=True)
-    return silu_mul(F.linear(x_TI, weight_2FI, bias_2F)) if tiles is None else product(tiles, x_TI, weight_2FI, bias_2F, gated=True)
+    y_TF = _multiply(x_TI, weight_2FI, bias_2F, gated=True)
+    return silu_mul(F.linear(x_TI, weight_2FI, bias_2F)) if y_TF is None else y_TF
 
 
 def add_norm_linear(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
@@ -188,6 +192,14 @@ def add_norm_linear(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D
     assert residual_TD.is_contiguous()
     sum_TD = torch.empty_like(residual_TD)
     return product(tiles, x_TD, weight, bias, gated, (residual_TD, norm_weight_D, sum_TD), eps), sum_TD
+
+
+def _multiply(x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor | None:
+    """None: cuBLAS is as fast."""
+    if HAS_GLUON and (hopper_tiles := hopper_linear.tiles_for(x_TI, weight, gated)):
+        return hopper_linear.hopper_product(hopper_tiles, x_TI, weight, bias, gated)
+    tiles = _tiles(x_TI, weight, gated)
+    return None if tiles is None else product(tiles, x_TI, weight, bias, gated)
 
 
 def _tiles(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> Tiles | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import linear, triton_ops
+from shoal.kernels import hopper_linear, linear, triton_ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -24,15 +24,16 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("outs", "columns"), [(4096, 1024), (1024, 3072), (151936, 1024), (1000, 576), (37, 2056), (6144, 4096)])
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 31, 100])
+@pytest.mark.parametrize(("outs", "columns"), [
+    (4096, 1024), (1024, 3072), (151936, 1024), (1000, 576), (37, 2056), (6144, 4096), (1016, 1544)])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 17, 33, 100, 255, 300])
 def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(rows, outs, columns, dtype)
     assert error(triton_ops.linear(x, weight, bias), F.linear(x.float(), weight.float(), bias.float())) < 4e-3
 
 
-@pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (12288, 4096), (1536, 576), (29, 130)])
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 32, 65])
+@pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 50, 100, 256])
 def test_gated_products(rows: int, size: int, columns: int) -> None:
     x, weight, bias = operands(rows, 2 * size, columns, torch.bfloat16)
     gate, up = F.linear(x.float(), weight.float(), bias.float()).chunk(2, dim=1)
@@ -110,3 +111,36 @@ def test_a_result_is_the_same_each_time() -> None:
         assert linear.choose_tiles(rows, *weight.shape, False) is not None
         first = triton_ops.linear(x, weight, None)
         assert all(torch.equal(triton_ops.linear(x, weight, None), first) for _ in range(20))
+
+
+def test_rows_beyond_the_last_are_neither_read_nor_written() -> None:
+    if not hopper_linear.num_sms(torch.device("cuda", 0)):
+        pytest.skip("needs Hopper")
+    for rows, outs, inputs in ((17, 4096, 1024), (70, 1024, 2048)):
+        x, weight, bias = operands(rows, outs, inputs, torch.bfloat16)
+        room = torch.full((rows + 64, inputs), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+        room[:rows] = x
+        ours = triton_ops.linear(room[:rows], weight, bias)
+        assert torch.equal(ours, triton_ops.linear(x, weight, bias)) and not ours.isnan().any()
+
+
+def test_a_chain_of_split_products_is_in_order() -> None:
+    """Launches that overlap share the counters of parts that have arrived."""
+    x, down, _ = operands(64, 1024, 3072, torch.bfloat16)    # split in two
+    up = down.T.contiguous()
+
+    def chain(sync: bool) -> torch.Tensor:
+        y = x
+        for i in range(30):
+            y = triton_ops.linear(y, up if i % 2 else down, None)
+            if sync:
+                torch.cuda.synchronize()
+        return y
+
+    expected = chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(False)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(captured, expected)

@@ -1,0 +1,228 @@
+"""Products of 17 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up in the epilogue, in Gluon.
+
+A decode step's products are short: of qwen3-0.6b's 5 to 7 us with cuBLAS 2 or 3 are the reading of weights, the rest is what comes before
+and after it. So all that does not need the rows is done while the kernel before still runs (pdl.py): a program asks the copy engine for
+its first weight tiles, as many as shared memory holds, and then waits. Where its whole slice of the weight and of the rows fits, no tile
+is ever replaced, and the loop is nothing but tensor-core instructions; a longer slice runs through the tiles as through a ring.
+Few outputs are split over inputs, so that all SMs work: the last program of a tile to arrive adds the parts in a fixed order.
+
+32 rows or fewer are the right operand (out^T = weight @ x^T), as the left one comes in 64 rows. Gate and up are two sums of one program,
+rounded as a product of its own would. Us beside cuBLAS's (and its SiLU * up): docs/decisions.md.
+T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from shoal.kernels.pdl import pdl_options
+
+MAX_ROWS = 256
+MAX_STAGES = 8              # the code is unrolled over them
+MAX_SPLITS: gl.constexpr = gl.constexpr(4)
+SHARED_BYTES = 216 << 10    # of an SM's 227 KiB
+MAX_TILES = 1024            # with parts of their own in a launch; choose_tiles stays far below
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier    # Triton 3.7, 3.6
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiles:
+    """A program computes `outs` outputs of `rows` rows from a `splits`-th of the inputs, `columns` at a time."""
+
+    rows: int
+    outs: int
+    splits: int = 1
+    columns: int = 128
+
+    def stages(self, inputs: int, gated: bool) -> int:
+        """How many tiles of weight and rows lie in shared memory at once."""
+        tile_bytes = (self.rows + self.outs * (1 + gated)) * self.columns * 2
+        return min(SHARED_BYTES // tile_bytes, self.num_tiles(inputs), MAX_STAGES)
+
+    def num_tiles(self, inputs: int) -> int:
+        return triton.cdiv(triton.cdiv(inputs, self.columns), self.splits)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Of a Hopper GPU; 0: it is none."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, num_sms: int) -> HopperTiles | None:
+    """As few outputs a program as give each at most one SM; then the inputs are split while SMs are idle and a slice does not fit in shared
+    memory. None: cuBLAS, for products of so many outputs and rows that programs would queue, as those are bound by arithmetic."""
+    if not 16 < rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:    # the copy engine wants 16 bytes
+        return None
+    block_rows = 32 if rows <= 32 else 64
+    smallest = 64 if block_rows == 32 else 32 if gated or rows > 64 else 16
+    largest = 128 if rows <= 64 or (inputs < 4096 and not gated) else 64
+    for block_outs in (16, 32, 64, 128):
+        programs = triton.cdiv(rows, block_rows) * triton.cdiv(outs, block_outs)
+        if smallest <= block_outs <= largest and programs <= num_sms:
+            choices = [HopperTiles(block_rows, block_outs, splits, 64 if gated and inputs >= 4096 else 128)
+                       for splits in range(1, 2 if gated else MAX_SPLITS.value + 1) if splits == 1 or programs * splits <= num_sms]
+            return next((tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)), choices[-1])
+    return None
+
+
+def tiles_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> HopperTiles | None:
+    if x_TI.shape[0] <= 16 or x_TI.dtype not in DTYPES or not (sms := num_sms(x_TI.device)):
+        return None
+    return choose_hopper_tiles(x_TI.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated, sms)
+
+
+@gluon.jit
+def _wait_for_inputs(PDL: gl.constexpr):
+    """pdl.py's, in Gluon."""
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _load_weight(weight_desc, full, weight_smem, up_smem, out, O, column, GATED: gl.constexpr, pred):
+    tma.async_copy_global_to_shared(weight_desc, [out, column], full, weight_smem, pred=pred)
+    if GATED:
+        tma.async_copy_global_to_shared(weight_desc, [out + O, column], full, up_smem, pred=pred)
+
+
+@gluon.jit
+def _multiply(x, weight, sums, SWAP: gl.constexpr):
+    left, right = (weight, x) if SWAP else (x, weight)
+    return warpgroup_mma(left, right.permute((1, 0)), sums, is_async=True)
+
+
+@gluon.jit(do_not_specialize=["T", "tiles", "splits"])
+def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr, O, T, tiles, splits, GATED: gl.constexpr,
+                  SPLIT: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+    """Of the tile (program 0, program 1) and the `tiles` * BLOCK_I inputs of program 2."""
+    BLOCK_T: gl.constexpr = x_desc.block_type.shape[0]
+    BLOCK_O: gl.constexpr = weight_desc.block_type.shape[0]
+    BLOCK_I: gl.constexpr = weight_desc.block_type.shape[1]
+    SWAP: gl.constexpr = BLOCK_T < 64
+    first_row, first_out = gl.program_id(0) * BLOCK_T, gl.program_id(1) * BLOCK_O
+    first_column = gl.program_id(2) * tiles * BLOCK_I
+
+    weight_smem = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_O, BLOCK_I], weight_desc.layout)
+    up_smem = weight_smem
+    if GATED:
+        up_smem = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_O, BLOCK_I], weight_desc.layout)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_T, BLOCK_I], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    BYTES: gl.constexpr = x_desc.block_type.nbytes + weight_desc.block_type.nbytes * (1 + GATED)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(full.index(i), BYTES)
+        column = first_column + i * BLOCK_I
+        _load_weight(weight_desc, full.index(i), weight_smem.index(i), up_smem.index(i), first_out, O, column, GATED, True)
+    _wait_for_inputs(PDL)
+    for i in gl.static_range(STAGES):
+        tma.async_copy_global_to_shared(x_desc, [first_row, first_column + i * BLOCK_I], full.index(i), x_smem.index(i))
+
+    ROWS: gl.constexpr = BLOCK_O if SWAP else BLOCK_T
+    COLUMNS: gl.constexpr = BLOCK_T if SWAP else BLOCK_O
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, COLUMNS, 16])
+    sums = gl.zeros((ROWS, COLUMNS), gl.float32, mma)
+    up_sums = gl.zeros((ROWS, COLUMNS), gl.float32, mma)
+    for i in range(tiles - STAGES + 1):    # the tile before is done with: its place takes a later one
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        sums = _multiply(x_smem.index(stage), weight_smem.index(stage), sums, SWAP)
+        if GATED:
+            up_sums = _multiply(x_smem.index(stage), up_smem.index(stage), up_sums, SWAP)
+            sums, up_sums = warpgroup_mma_wait(2, deps=[sums, up_sums])
+        else:
+            sums = warpgroup_mma_wait(1, deps=[sums])
+        later = i - 1 + STAGES
+        place, column, pred = later % STAGES, first_column + later * BLOCK_I, i > 0
+        mbarrier.expect(full.index(place), BYTES, pred=pred)
+        _load_weight(weight_desc, full.index(place), weight_smem.index(place), up_smem.index(place), first_out, O, column, GATED, pred)
+        tma.async_copy_global_to_shared(x_desc, [first_row, column], full.index(place), x_smem.index(place), pred=pred)
+    for last in gl.static_range(STAGES - 1):
+        i = tiles - STAGES + 1 + last
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        sums = _multiply(x_smem.index(stage), weight_smem.index(stage), sums, SWAP)
+        if GATED:
+            up_sums = _multiply(x_smem.index(stage), up_smem.index(stage), up_sums, SWAP)
+    if GATED:
+        sums, up_sums = warpgroup_mma_wait(0, deps=[sums, up_sums])
+    else:
+        sums = warpgroup_mma_wait(0, deps=[sums])
+    for i in gl.static_range(STAGES):
+        mbarrier.invalidate(full.index(i))
+
+    if SPLIT:
+        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        parts_ptr += tile * splits * (ROWS * COLUMNS)
+        at = gl.arange(0, ROWS, gl.SliceLayout(1, mma))[:, None] * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
+        gl.store(parts_ptr + gl.program_id(2) * (ROWS * COLUMNS) + at, sums)
+        _barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
+        if gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") < splits - 1:
+            return
+        gl.store(arrived_ptr + tile, 0)
+        _barrier()
+        sums = gl.load(parts_ptr + at, cache_modifier=".cg")
+        for part in gl.static_range(1, MAX_SPLITS):
+            sums += gl.load(parts_ptr + part * (ROWS * COLUMNS) + at, mask=part < splits, other=0.0, cache_modifier=".cg")
+
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(1 if SWAP else 0, mma))
+        sums += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
+        if GATED:
+            up_sums += gl.load(bias_ptr + O + out, mask=out < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
+    result = sums.to(DTYPE)
+    if GATED:
+        gate = result.to(gl.float32)
+        result = (gate / (1.0 + gl.exp(-gate)) * up_sums.to(DTYPE).to(gl.float32)).to(DTYPE)
+    if SWAP:
+        result = result.permute((1, 0))
+    LANES: gl.constexpr = min(BLOCK_O // 8, 32)    # that store a row's outputs, 16 bytes each
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [num_warps, 1], [1, 0])
+    row = first_row + gl.arange(0, BLOCK_T, gl.SliceLayout(1, wide))
+    out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(0, wide))
+    inside = (row < T)[:, None] & (out < O)[None, :]
+    gl.store(out_ptr + row.to(gl.int64)[:, None] * O + out[None, :], gl.convert_layout(result, wide), mask=inside)
+
+
+def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half. Bits do not depend on timing."""
+    assert x_TI.is_contiguous() and weight.is_contiguous() and not (gated and tiles.splits > 1)
+    (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
+    out_TO = x_TI.new_empty((rows, outs))
+    grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
+    parts, arrived = out_TO, out_TO
+    if tiles.splits > 1:
+        assert grid[0] * grid[1] <= MAX_TILES
+        parts = x_TI.new_empty(grid[0] * grid[1] * tiles.splits * tiles.rows * tiles.outs, dtype=torch.float32)
+        arrived = _arrived(x_TI.device)
+    hopper_kernel[grid](
+        _descriptor(x_TI, tiles.rows, tiles.columns), _descriptor(weight, tiles.outs, tiles.columns), bias, out_TO, parts, arrived, outs,
+        rows, tiles.num_tiles(inputs), tiles.splits, GATED=gated, SPLIT=tiles.splits > 1, STAGES=tiles.stages(inputs, gated), num_warps=4,
+        **pdl_options())
+    return out_TO
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    block = [rows, columns]
+    return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[matrix.dtype]))
+
+
+@functools.cache
+def _arrived(device: torch.device) -> torch.Tensor:
+    """How many parts of each tile are there: zeros, as every launch leaves them. Launches of one device follow each other."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

@@ -1,0 +1,76 @@
+"""Which products go to Hopper's kernel and how they are cut; that it compiles for sm_90 without spills. Gluon has no interpreter: results
+are compared in tests/gpu/test_linear_gpu.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import triton
+from triton_compile import check_kernels, compile_launches
+
+from shoal.kernels import hopper_linear, linear
+from shoal.kernels.hopper_linear import MAX_ROWS, MAX_TILES, SHARED_BYTES, choose_hopper_tiles
+
+H200_SMS = 132
+BF16, FP16 = torch.bfloat16, torch.float16
+SHAPES = ((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False),    # outs, inputs, gated: qwen3-0.6b
+          (6144, 4096, False), (4096, 4096, False), (12288, 4096, True), (4096, 12288, False),    # qwen3-8b
+          (1000, 1040, False), (360, 576, True))
+LAUNCHES: dict[str, Callable[[], object]] = {}
+
+
+@pytest.mark.parametrize(("outs", "inputs", "gated"), SHAPES)
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 128, 255, 256])
+def test_tiles_cover_the_product_and_fit(rows: int, outs: int, inputs: int, gated: bool) -> None:
+    tiles = choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS)
+    if tiles is None:
+        assert rows > 64
+        return
+    programs = triton.cdiv(rows, tiles.rows) * triton.cdiv(outs, tiles.outs)
+    stages, num_tiles = tiles.stages(inputs, gated), tiles.num_tiles(inputs)
+    assert programs * tiles.splits <= H200_SMS and programs <= MAX_TILES
+    assert num_tiles * tiles.columns * tiles.splits >= inputs
+    assert 3 <= stages <= num_tiles
+    assert stages * (tiles.rows + tiles.outs * (1 + gated)) * tiles.columns * 2 <= SHARED_BYTES
+    assert not (gated and tiles.splits > 1)
+
+
+@pytest.mark.parametrize(("rows", "outs", "inputs"), [
+    (16, 4096, 1024), (MAX_ROWS + 1, 4096, 1024), (64, 4096, 1028), (64, 4100, 1024), (64, 4096, 256), (64, 151936, 1024)])
+def test_other_products_stay_where_they_were(rows: int, outs: int, inputs: int) -> None:
+    assert choose_hopper_tiles(rows, outs, inputs, False, H200_SMS) is None
+
+
+def _launch(rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, bias: bool) -> None:
+    with torch.device("meta"):
+        x, weight = torch.empty(rows, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
+        product = linear.linear_silu_mul if gated else linear.linear
+        product(x, weight, torch.empty(len(weight), dtype=dtype) if bias else None)
+
+
+def _sms_of_target(device: torch.device) -> int:
+    return H200_SMS if triton.runtime.driver.active.get_current_target().arch == 90 else 0
+
+
+for rows in (32, 64, 128, 256):    # each kernel once
+    for outs, inputs, gated in SHAPES:
+        if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
+            odd = outs % 16 > 0
+            split, stages = tiles.splits > 1, tiles.stages(inputs, gated)
+            case = f"{tiles.rows} x {tiles.outs} x {tiles.columns} {stages=} {split=} {gated=} {odd=}"
+            LAUNCHES.setdefault(case, partial(_launch, rows, outs, inputs, gated, FP16 if odd else BF16, odd))
+
+if not triton.knobs.runtime.interpret:    # this file once more, in the process that compiles
+    hopper_linear.num_sms = _sms_of_target
+
+compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_compiles_for_hopper_without_spills(compiled, case: str) -> None:
+    kernels = [kernel for kernel in compiled[case] if kernel.name == "hopper_kernel"]
+    assert [kernel.capability for kernel in kernels] == [90]
+    check_kernels(kernels)
