@@ -50,6 +50,21 @@ def extend_keys(keys: list[bytes], root: bytes, token_ids: list[int], block_size
         keys.append(parent)
 
 
+def common_length(a: list[int], b: list[int]) -> int:
+    """With how many equal ids two lists begin."""
+    start, length, end = 0, 16, min(len(a), len(b))
+    while start < end and a[start:min(start + length, end)] == b[start:min(start + length, end)]:
+        start, length = start + length, 2 * length
+    start, end = min(start, end), min(start + length, end)
+    while end - start > 1:    # the first difference lies in [start, end)
+        middle = (start + end) // 2
+        if a[start:middle] == b[start:middle]:
+            start = middle
+        else:
+            end = middle
+    return start
+
+
 def block_name(key: bytes) -> int:
     """What events call the block of this key: its last 64 bits, as vLLM cuts its own hashes down to integers."""
     return int.from_bytes(key[-8:], "big")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from shoal.api import FinishReason, Request, Stats
 from shoal.engine.sequence import Fetch, Sequence, SequenceStatus, Tiers
 from shoal.errors import RequestError
-from shoal.hashing import extend_keys
+from shoal.hashing import common_length, extend_keys
 from shoal.kv.blocks import BlockPool
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._by_priority = policy == "priority"
         self._long_prefill_token_threshold = long_prefill_token_threshold
+        self._last_looked_up: Sequence | None = None
         self._num_added = 0
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
@@ -402,6 +403,10 @@ class Scheduler:
         """Cached blocks of its longest prefix, short of the last token: its logits are needed, so it is always computed."""
         if not self._looks_up(seq):
             return []
+        last = self._last_looked_up
+        if not seq.keys and last is not None and last.root == seq.root:    # hashing takes many times as long as comparing
+            seq.keys = last.keys[:common_length(seq.token_ids, last.token_ids) // self._block_size]
+        self._last_looked_up = seq
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
         return self.pool.match(seq.keys[:(seq.num_tokens - 1) // self._block_size])
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.kernels.pdl import pdl_options
 
-MAX_ROWS = 256
+MIN_ROWS, MAX_ROWS = 17, 256
 MAX_STAGES = 8              # the code is unrolled over them
 MAX_SPLITS: gl.constexpr = gl.constexpr(4)
 SHARED_BYTES = 216 << 10    # of an SM's 227 KiB
@@ -63,10 +63,12 @@ def num_sms(device: torch.device) -> int:
 def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, num_sms: int) -> HopperTiles | None:
     """As few outputs a program as give each at most one SM; then the inputs are split while SMs are idle and a slice does not fit in shared
     memory. None: cuBLAS, for products of so many outputs and rows that programs would queue, as those are bound by arithmetic."""
-    if not 16 < rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:    # the copy engine wants 16 bytes
+    if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:    # the copy engine wants 16 bytes
         return None
-    block_rows = 32 if rows <= 32 else 64
-    smallest = 64 if block_rows == 32 else 32 if gated or rows > 64 else 16
+    if rows > 64 and outs * inputs > 1 << 25:
+        return None
+    block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    smallest = 64 if block_rows < 64 else 32 if gated or rows > 64 else 16
     largest = 128 if rows <= 64 or (inputs < 4096 and not gated) else 64
     for block_outs in (16, 32, 64, 128):
         programs = triton.cdiv(rows, block_rows) * triton.cdiv(outs, block_outs)
@@ -78,7 +80,7 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, num_sms:
 
 
 def tiles_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> HopperTiles | None:
-    if x_TI.shape[0] <= 16 or x_TI.dtype not in DTYPES or not (sms := num_sms(x_TI.device)):
+    if x_TI.shape[0] < MIN_ROWS or x_TI.dtype not in DTYPES or not (sms := num_sms(x_TI.device)):
         return None
     return choose_hopper_tiles(x_TI.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated, sms)
 

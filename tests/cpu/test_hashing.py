@@ -3,9 +3,20 @@
 import subprocess
 import sys
 
+import pytest
 from xxhash import xxh3_64_intdigest
 
-from shoal.hashing import KEY_SIZE, WIRE_SEED, block_hashes, block_name, extend_keys, root_key, sequence_hashes, wire_seed
+from shoal.hashing import (
+    KEY_SIZE,
+    WIRE_SEED,
+    block_hashes,
+    block_name,
+    common_length,
+    extend_keys,
+    root_key,
+    sequence_hashes,
+    wire_seed,
+)
 
 
 def keys_of(token_ids, block_size=4, **extra):
@@ -43,6 +54,14 @@ def test_adapter_and_salt_part_the_keys_and_are_not_mixed_up():
     chains = [keys_of(list(range(8)), **extra) for extra in extras]
     assert len({chain[0] for chain in chains}) == len({chain[1] for chain in chains}) == len(extras)
     assert keys_of(list(range(8)), cache_salt="a") == chains[1]
+
+
+@pytest.mark.parametrize(("length", "other"), [(0, 0), (1, 1), (1, 40), (16, 16), (17, 300), (47, 48), (48, 90), (300, 300), (300, 1000)])
+def test_the_first_difference_of_two_lists_is_found_wherever_it_is(length, other):
+    a = list(range(length))
+    assert common_length(a, list(range(other))) == common_length(list(range(other)), a) == min(length, other)
+    for first in range(length):
+        assert common_length(a, [*a[:first], -1, *a[first + 1:]]) == first
 
 
 def test_block_size_is_part_of_a_key():
