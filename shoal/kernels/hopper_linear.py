@@ -1,4 +1,4 @@
-"""Products of 17 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up in the epilogue, in Gluon.
+"""Products of 2 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up in the epilogue, in Gluon.
 
 A decode step's products are short: of qwen3-0.6b's 5 to 7 us with cuBLAS 2 or 3 are the reading of weights, the rest is what comes before
 and after it. So all that does not need the rows is done while the kernel before still runs (pdl.py): a program asks the copy engine for
@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.kernels.pdl import pdl_options
 
-MIN_ROWS, MAX_ROWS = 17, 256
+MIN_ROWS, MAX_ROWS = 2, 256
 MAX_STAGES = 8              # the code is unrolled over them
 MAX_SPLITS: gl.constexpr = gl.constexpr(4)
 SHARED_BYTES = 216 << 10    # of an SM's 227 KiB

@@ -1,7 +1,8 @@
 """One Triton kernel between the q/k/v product and attention: q/k norm, rotary embedding, and k and v into the paged cache.
 
 Fused, a head's numbers make one trip through the registers instead of four through memory. A program takes a few heads of one token, as
-two halves [heads, N/2]: rotation pairs element i with i + N/2.
+two halves [heads, N/2]: rotation pairs element i with i + N/2. What does not come from the product (where the token stands, its slot, its
+angles) is read while the product still runs (pdl.py).
 T tokens · H query heads · G kv heads · N head size · R state rows · M blocks a sequence. Oracle: reference.py.
 """
 
@@ -11,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.pdl import pdl_options, wait_for_inputs
+from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 
 
 @triton.jit
-def _weight(weight_ptr, i, mask):
-    return tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.float32)
+def _weight(q_weight_ptr, k_weight_ptr, is_q, i, mask):
+    return tl.where(is_q, tl.load(q_weight_ptr + i, mask=mask, other=0.0), tl.load(k_weight_ptr + i, mask=mask, other=0.0)).to(tl.float32)
 
 
 @triton.jit
@@ -24,28 +25,32 @@ def _qk_norm_rope_store_kernel(
         qkv_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, rows_ptr, tables_ptr, kv_ptr, table_stride, block_stride,
         kv_stride, head_stride, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
         HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):
-    wait_for_inputs(PDL)
+    start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + token)
-    row = tl.load(rows_ptr + token).to(tl.int64)
-    if (position < 0) | (row < 0):
-        return
+    position = tl.load(positions_ptr + token, cache_modifier=".cg")
+    row = tl.load(rows_ptr + token, cache_modifier=".cg").to(tl.int64)
+    is_token = (position >= 0) & (row >= 0)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, HALF)[None, :]
     in_half = i < N // 2
+    angle_ptr = cos_sin_ptr + position.to(tl.int64) * N + i
+    cos = tl.load(angle_ptr, mask=in_half & is_token, other=0.0)
+    sin = tl.load(angle_ptr + N // 2, mask=in_half & is_token, other=0.0)
+    block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_token, other=0, cache_modifier=".cg").to(tl.int64)
+    if HAS_NORM:
+        weight1 = _weight(q_weight_ptr, k_weight_ptr, head < H, i, in_half)
+        weight2 = _weight(q_weight_ptr + N // 2, k_weight_ptr + N // 2, head < H, i, in_half)
+    wait_for_previous(PDL)
     mask = (head < H + 2 * G) & in_half
     first_ptr = qkv_ptr + token * (H + 2 * G) * N + head * N + i
     first = tl.load(first_ptr, mask=mask, other=0.0)
     second = tl.load(first_ptr + N // 2, mask=mask, other=0.0)
-    cos = tl.load(cos_sin_ptr + position.to(tl.int64) * N + i, mask=in_half, other=0.0)
-    sin = tl.load(cos_sin_ptr + position.to(tl.int64) * N + N // 2 + i, mask=in_half, other=0.0)
-    block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
+    if not is_token:
+        return
 
     x1, x2 = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / N + eps)[:, None]
-        weight1 = tl.where(head < H, _weight(q_weight_ptr, i, in_half), _weight(k_weight_ptr, i, in_half))
-        weight2 = tl.where(head < H, _weight(q_weight_ptr + N // 2, i, in_half), _weight(k_weight_ptr + N // 2, i, in_half))
         x1 = ((x1 * scale).to(first.dtype).to(tl.float32) * weight1).to(first.dtype).to(tl.float32)
         x2 = ((x2 * scale).to(first.dtype).to(tl.float32) * weight2).to(first.dtype).to(tl.float32)
     is_v = head >= H + G

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels import reference
-from shoal.kernels.pdl import pdl_options, wait_for_inputs
+from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.state import MIN_TEMPERATURE, Field
 
 GROUP = tl.constexpr(32)          # tokens that share one maximum
@@ -46,8 +46,8 @@ def _mix(x):
 
 @triton.jit
 def _noise_keys(fields_ptr, position):
-    low = tl.load(fields_ptr + SEED_LOW).to(tl.uint32, bitcast=True)
-    high = tl.load(fields_ptr + SEED_HIGH).to(tl.uint32, bitcast=True)
+    low = tl.load(fields_ptr + SEED_LOW, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+    high = tl.load(fields_ptr + SEED_HIGH, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     position = position.to(tl.uint32, bitcast=True)
     return _mix(position ^ _mix(high ^ _mix(low ^ SALT_0))), _mix(low + _mix(high + _mix(position + SALT_1)))
 
@@ -75,12 +75,13 @@ def _gumbel(key_0, key_1, token):
 
 @triton.jit
 def _load_float(ptr):
-    return tl.load(ptr).to(tl.float32, bitcast=True)
+    return tl.load(ptr, cache_modifier=".cg").to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _has_filters(fields_ptr):
-    return (tl.load(fields_ptr + TOP_K) > 0) | (_load_float(fields_ptr + TOP_P) < 1.0) | (_load_float(fields_ptr + MIN_P) > 0.0)
+    top_k = tl.load(fields_ptr + TOP_K, cache_modifier=".cg")
+    return (top_k > 0) | (_load_float(fields_ptr + TOP_P) < 1.0) | (_load_float(fields_ptr + MIN_P) > 0.0)
 
 
 @triton.jit
@@ -96,21 +97,23 @@ def _workspace(work_ptr, s, V: tl.constexpr):
 @triton.jit
 def _measure_tiles(logits_ptr, rows_ptr, table_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr, TILES: tl.constexpr,
                    PDL: tl.constexpr):
-    wait_for_inputs(PDL)
+    start_next(PDL)
     s = tl.program_id(1).to(tl.int64)
-    row = tl.load(rows_ptr + s).to(tl.int64)
+    row = tl.load(rows_ptr + s, cache_modifier=".cg").to(tl.int64)
+    fields_ptr = table_ptr + tl.maximum(row, 0) * table_stride    # of a step they are constants, to be read before the logits are there
+    has_filters = _has_filters(fields_ptr)
+    scale = 1.0 / tl.maximum(_load_float(fields_ptr + TEMPERATURE), COLDEST)
+    wait_for_previous(PDL)
     if row < 0:
         return
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     logits = tl.load(logits_ptr + s * logits_stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
-    fields_ptr = table_ptr + row * table_stride
     best_ptr, mass_ptr, group_ptr, _ = _workspace(work_ptr, s, V)
-    if _has_filters(fields_ptr):
+    if has_filters:
         group = tl.program_id(0) * (TILES * TILE // GROUP) + tl.arange(0, TILES * TILE // GROUP)
         tl.store(group_ptr + group, tl.max(tl.reshape(logits, (TILES * TILE // GROUP, GROUP)), axis=1), mask=group * GROUP < V)
     best = tl.max(logits, axis=1)
-    scale = 1.0 / tl.maximum(_load_float(fields_ptr + TEMPERATURE), COLDEST)
     masses = tl.where(logits > float("-inf"), tl.exp((logits - best[:, None]) * scale), 0.0)
     tl.store(best_ptr + tile, best, mask=tile * TILE < V)
     tl.store(mass_ptr + tile, tl.sum(masses, axis=1), mask=tile * TILE < V)
@@ -191,10 +194,10 @@ def _largest_key(row_ptr, list_ptr, num_listed, wide, low, target, floor, larges
 
 
 @triton.jit
-def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, position, V: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
-                   SHIFT: tl.constexpr):
+def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, temperature, key_0, key_1, V: tl.constexpr,
+                   GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr):
     """A token of a row with filters. total: the mass of all its logits, relative to the largest."""
-    temperature, top_k = _load_float(fields_ptr + TEMPERATURE), tl.load(fields_ptr + TOP_K)
+    top_k = tl.load(fields_ptr + TOP_K)
     top_p, min_p = _load_float(fields_ptr + TOP_P), _load_float(fields_ptr + MIN_P)
     scale = 1.0 / temperature
     floor = tl.where(min_p > 0.0, tl.maximum(largest + temperature * tl.log(tl.maximum(min_p, 1e-38)), LOWEST), LOWEST)
@@ -215,7 +218,6 @@ def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, pos
             total = _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, scale, V, True, SHIFT)
         key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_p * total, floor, largest, scale, V, True, SHIFT)
 
-    key_0, key_1 = _noise_keys(fields_ptr, position)
     if wide:
         best = tl.full((WIDE,), float("-inf"), tl.float32)
         best_token = tl.arange(0, WIDE)
@@ -238,12 +240,10 @@ def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, pos
 
 
 @triton.jit
-def _draw(row_ptr, fields_ptr, tile, best, mass, largest, position, V: tl.constexpr):
+def _draw(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V: tl.constexpr):
     """A token of a row without filters: the largest logit, or a tile by its mass and a token of it."""
-    temperature = _load_float(fields_ptr + TEMPERATURE)
     is_drawn = temperature >= COLDEST
     scale = tl.where(is_drawn, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
-    key_0, key_1 = _noise_keys(fields_ptr, position)
     tile_score = (best - largest) * scale
     if is_drawn:
         tile_score += tl.log(mass) + _gumbel(key_0, key_1, -1 - tile)
@@ -259,26 +259,29 @@ def _draw(row_ptr, fields_ptr, tile, best, mass, largest, position, V: tl.conste
 @triton.jit
 def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr,
           TILES_BLOCK: tl.constexpr, GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr):
-    wait_for_inputs(PDL)
+    start_next(PDL)
     s = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + s).to(tl.int64)
+    row = tl.load(rows_ptr + s, cache_modifier=".cg").to(tl.int64)
+    position = tl.load(positions_ptr + s, cache_modifier=".cg") + 1
+    fields_ptr = table_ptr + tl.maximum(row, 0) * table_stride
+    temperature = _load_float(fields_ptr + TEMPERATURE)
+    has_filters = (temperature >= COLDEST) & _has_filters(fields_ptr)
+    key_0, key_1 = _noise_keys(fields_ptr, position)
+    wait_for_previous(PDL)
     if row < 0:
         return
-    fields_ptr = table_ptr + row * table_stride
     row_ptr = logits_ptr + s * logits_stride
-    position = tl.load(positions_ptr + s) + 1
     best_ptr, mass_ptr, group_ptr, list_ptr = _workspace(work_ptr, s, V)
     tile = tl.arange(0, TILES_BLOCK)
     in_row = tile * TILE < V
     best = tl.load(best_ptr + tile, mask=in_row, other=float("-inf"))
     mass = tl.load(mass_ptr + tile, mask=in_row, other=0.0)
     largest = tl.max(best, axis=0)
-    temperature = _load_float(fields_ptr + TEMPERATURE)
-    if (temperature >= COLDEST) & _has_filters(fields_ptr):
+    if has_filters:
         total = tl.sum(mass * tl.exp((best - largest) * (1.0 / temperature)), axis=0)
-        drawn = _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, position, V, GROUPS_BLOCK, SHIFT)
+        drawn = _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, temperature, key_0, key_1, V, GROUPS_BLOCK, SHIFT)
     else:
-        drawn = _draw(row_ptr, fields_ptr, tile, best, mass, largest, position, V)
+        drawn = _draw(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V)
     drawn = tl.minimum(tl.maximum(drawn, 0), V - 1)    # logits of NaN must not become a wild address
     tl.store(out_ptr + s, drawn)
     tl.store(fields_ptr + TOKEN, drawn)
