@@ -444,15 +444,14 @@ class _Group:
 
 @contextlib.contextmanager
 def _only_young_garbage() -> Iterator[None]:
-    """Is collected in here. A full collection looks at all modules and requests, for 0.1 s in the middle of some step."""
-    ours = gc.get_freeze_count() == 0
-    if ours:
-        gc.freeze()
+    """Is collected in here, but for once in minutes. A full collection looks at all modules and requests, for 0.1 s in the middle of some
+    step. (To freeze what is there would undo it for others: `gc.unfreeze` does not tell whose it was.)"""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, min(1000 * old, 2**31 - 1))
     try:
         yield
     finally:
-        if ours:
-            gc.unfreeze()
+        gc.set_threshold(young, middle, old)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -387,7 +387,11 @@ class ModelRunner(RankCommands, KvCommands):
         """Starts the copy of the step's tokens to the host, after those of its log-probabilities."""
         tokens = self.results[self.num_steps % RING][:num_samples]
         self.num_steps += 1
-        tokens.copy_(self.out_B[:num_samples], non_blocking=True)
+        if self.config.has_kv_tiers and self.device.type == "cuda" and num_samples:
+            # by a kernel: the copy engine takes what leaves the device in turn, and KV blocks that leave keep it busy for up to 75 ms
+            self.ops.apply_updates(tokens, self.query_starts_B[:num_samples], self.out_B[:num_samples])
+        else:
+            tokens.copy_(self.out_B[:num_samples], non_blocking=True)
         if self.device.type == "cpu":
             return StepResult(tokens, None, chosen, prompt, embeddings)
         done = torch.cuda.Event()

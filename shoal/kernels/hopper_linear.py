@@ -67,13 +67,14 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, num_sms:
         return None
     if rows > 64 and outs * inputs > 1 << 25:
         return None
-    block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
     smallest = 64 if block_rows < 64 else 32 if gated or rows > 64 else 16
-    largest = 128 if rows <= 64 or (inputs < 4096 and not gated) else 64
+    largest = 128 if rows <= 64 or inputs < 4096 else 64
+    columns = 64 if gated and (inputs >= 4096 or rows > 64) else 128
     for block_outs in (16, 32, 64, 128):
         programs = triton.cdiv(rows, block_rows) * triton.cdiv(outs, block_outs)
         if smallest <= block_outs <= largest and programs <= num_sms:
-            choices = [HopperTiles(block_rows, block_outs, splits, 64 if gated and inputs >= 4096 else 128)
+            choices = [HopperTiles(block_rows, block_outs, splits, columns)
                        for splits in range(1, 2 if gated else MAX_SPLITS.value + 1) if splits == 1 or programs * splits <= num_sms]
             return next((tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)), choices[-1])
     return None

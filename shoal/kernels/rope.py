@@ -14,6 +14,8 @@ import triton.language as tl
 
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 
+ONE_WAVE = 1024    # tokens, whose programs are about as many as run at once
+
 
 @triton.jit
 def _weight(q_weight_ptr, k_weight_ptr, is_q, i, mask):
@@ -21,18 +23,28 @@ def _weight(q_weight_ptr, k_weight_ptr, is_q, i, mask):
 
 
 @triton.jit
+def _halves(ptr, mask, N: tl.constexpr):
+    return tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + N // 2, mask=mask, other=0.0)
+
+
+@triton.jit
 def _qk_norm_rope_store_kernel(
         qkv_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, rows_ptr, tables_ptr, kv_ptr, table_stride, block_stride,
         kv_stride, head_stride, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-        HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):
+        HEADS: tl.constexpr, HALF: tl.constexpr, ONE_WAVE: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + token, cache_modifier=".cg")
-    row = tl.load(rows_ptr + token, cache_modifier=".cg").to(tl.int64)
-    is_token = (position >= 0) & (row >= 0)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, HALF)[None, :]
     in_half = i < N // 2
+    mask = (head < H + 2 * G) & in_half
+    first_ptr = qkv_ptr + token * (H + 2 * G) * N + head * N + i
+    if not ONE_WAVE:    # most programs have nothing to wait for: all that they need is asked for at once
+        wait_for_previous(PDL)
+        first, second = _halves(first_ptr, mask, N)
+    position = tl.load(positions_ptr + token, cache_modifier=".cg")
+    row = tl.load(rows_ptr + token, cache_modifier=".cg").to(tl.int64)
+    is_token = (position >= 0) & (row >= 0)
     angle_ptr = cos_sin_ptr + position.to(tl.int64) * N + i
     cos = tl.load(angle_ptr, mask=in_half & is_token, other=0.0)
     sin = tl.load(angle_ptr + N // 2, mask=in_half & is_token, other=0.0)
@@ -40,11 +52,9 @@ def _qk_norm_rope_store_kernel(
     if HAS_NORM:
         weight1 = _weight(q_weight_ptr, k_weight_ptr, head < H, i, in_half)
         weight2 = _weight(q_weight_ptr + N // 2, k_weight_ptr + N // 2, head < H, i, in_half)
-    wait_for_previous(PDL)
-    mask = (head < H + 2 * G) & in_half
-    first_ptr = qkv_ptr + token * (H + 2 * G) * N + head * N + i
-    first = tl.load(first_ptr, mask=mask, other=0.0)
-    second = tl.load(first_ptr + N // 2, mask=mask, other=0.0)
+    if ONE_WAVE:
+        wait_for_previous(PDL)
+        first, second = _halves(first_ptr, mask, N)
     if not is_token:
         return
 
@@ -81,7 +91,7 @@ def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weigh
         qkv, q_weight, k_weight, eps, cos_sin, positions_T, rows_T, block_tables_RM, kv_layer,
         block_tables_RM.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2),
         H=num_heads, G=num_kv_heads, N=head_dim, HAS_NORM=q_weight is not None, BLOCK_SIZE=kv_layer.shape[3],
-        HEADS=heads, HALF=half, num_warps=max(1, min(heads * half // 256, 8)), **pdl_options())
+        HEADS=heads, HALF=half, ONE_WAVE=num_tokens <= ONE_WAVE, num_warps=max(1, min(heads * half // 256, 8)), **pdl_options())
 
 
 def heads_per_program(num_tokens: int, all_heads: int) -> int:

@@ -23,7 +23,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {}
 
 
 @pytest.mark.parametrize(("outs", "inputs", "gated"), SHAPES)
-@pytest.mark.parametrize("rows", [2, 16, 17, 32, 33, 64, 65, 128, 255, 256])
+@pytest.mark.parametrize("rows", [2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 255, 256])
 def test_tiles_cover_the_product_and_fit(rows: int, outs: int, inputs: int, gated: bool) -> None:
     tiles = choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS)
     if tiles is None:
@@ -55,7 +55,7 @@ def _sms_of_target(device: torch.device) -> int:
     return H200_SMS if triton.runtime.driver.active.get_current_target().arch == 90 else 0
 
 
-for rows in (16, 32, 64, 128, 256):    # each kernel once
+for rows in (8, 16, 32, 64, 128, 256):    # each kernel once
     for outs, inputs, gated in SHAPES:
         if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
             odd = outs % 16 > 0
