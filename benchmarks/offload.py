@@ -126,7 +126,8 @@ def conversations(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """256 sequences from 256 to 512 tokens; under "register" every block that they fill is copied out at once, 36 MiB a step."""
+    """256 sequences from 256 to 496 tokens. Under "evict" they take the blocks of a cache full of others' prefixes, which are copied out
+    ahead of them; under "register" every block that they fill is copied out at once. Either is 36 MiB a step."""
     llm = build(model, num_gpu_blocks_override=256 * 34, kv_host_bytes=int(256 * 34 * args.block_bytes))
     core, r, rows = llm.core, Random(3), []
     wait_for_slots(core)
@@ -138,6 +139,8 @@ def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             before = tiers.offloader.stats["host"].stored_blocks
             if name == "none":
                 without_tiers(core)
+            prefix = 4080
+            ask(core, [tokens(r, prefix) for _ in range(core.num_blocks * 16 // prefix)], 1, f"fill{name}{repeat}")
             seconds = time_decode(core, [tokens(r, 256) for _ in range(256)], f"{name}{repeat}")
             if name == "none":
                 with_tiers(core, tiers)

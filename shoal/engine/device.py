@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -41,11 +43,16 @@ class DeviceMemory:
         return self.share - peak - beside_torch - graph_bytes
 
 
-class PinnedRing:
-    """Pinned host buffers and their twins on the device, used in turn. An event guards a buffer whose copy is still in flight."""
+def queue_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.copy_(src, non_blocking=True)
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.device = device
+
+class PinnedRing:
+    """Pinned host buffers and their twins on the device, used in turn. An event guards a buffer whose copy is still in flight. `copy`: from
+    one to the other, without waiting."""
+
+    def __init__(self, size: int, device: torch.device, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        self.device, self.copy = device, copy
         self.host: list[torch.Tensor] = [self._pinned(1 << 14) for _ in range(size)]
         self.device_side = [torch.empty_like(h, device=device) for h in self.host]
         self.events = [torch.cuda.Event() for _ in range(size)]
@@ -65,6 +72,6 @@ class PinnedRing:
         size = packed.shape[0]
         self.host[i].numpy()[:size] = packed
         view = self.device_side[i][:size]
-        view.copy_(self.host[i][:size], non_blocking=True)
+        self.copy(view, self.host[i][:size])
         self.events[i].record()
         return view

@@ -21,7 +21,7 @@ from shoal.attention.select import select_backend
 from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.config import EngineConfig
 from shoal.engine.batch import ALIGNMENT, HEADER_SIZE, Extras, Header, MixedShape, padded_size, section_spans, token_spans
-from shoal.engine.device import DeviceMemory, PinnedRing
+from shoal.engine.device import DeviceMemory, PinnedRing, queue_copy
 from shoal.engine.graphs import DecodeGraphs, StepGraphs, mixed_shapes
 from shoal.engine.kv_commands import KvCommands
 from shoal.engine.profile import NOTHING, Profiler, StepClock, span
@@ -128,7 +128,8 @@ class ModelRunner(RankCommands, KvCommands):
         self.tokens_B, self.positions_B, self.kv_lens_B, self.out_B = (torch.zeros(size, dtype=torch.int32) for _ in range(4))
         self.query_starts_B = torch.arange(size + 1, dtype=torch.int32)
         pinned = self.device.type == "cuda"
-        self.staging = PinnedRing(RING, self.device) if pinned else None
+        self.copy = self.ops.copy_ints if pinned and config.has_kv_tiers else queue_copy
+        self.staging = PinnedRing(RING, self.device, self.copy) if pinned else None
         self.results = [torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
         self.num_steps = 0
 
@@ -217,6 +218,7 @@ class ModelRunner(RankCommands, KvCommands):
         for fresh in (True, False):
             self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
         self.ops.apply_updates(self.state, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=self.device))
+        self.copy(self.results[0], self.out_B)
         self.reset_state()
 
     def _new_graphs(self) -> tuple[DecodeGraphs, StepGraphs[MixedShape]]:
@@ -344,7 +346,7 @@ class ModelRunner(RankCommands, KvCommands):
     def _replay_mixed(self, inputs: torch.Tensor, header: np.ndarray, sections: dict[str, torch.Tensor],
                       extras: Extras | None) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
         assert self.mixed_graphs is not None
-        self.mixed_inputs[:inputs.shape[0]].copy_(inputs)
+        self.copy(self.mixed_inputs[:inputs.shape[0]], inputs)
         graph = self.mixed_graphs.graphs[MixedShape.of(header)]
         graph.replay()
         hidden_SD, logits_SV = graph.output[:int(header[Header.NUM_SAMPLES])], None
@@ -387,11 +389,7 @@ class ModelRunner(RankCommands, KvCommands):
         """Starts the copy of the step's tokens to the host, after those of its log-probabilities."""
         tokens = self.results[self.num_steps % RING][:num_samples]
         self.num_steps += 1
-        if self.config.has_kv_tiers and self.device.type == "cuda" and num_samples:
-            # by a kernel: the copy engine takes what leaves the device in turn, and KV blocks that leave keep it busy for up to 75 ms
-            self.ops.apply_updates(tokens, self.query_starts_B[:num_samples], self.out_B[:num_samples])
-        else:
-            tokens.copy_(self.out_B[:num_samples], non_blocking=True)
+        self.copy(tokens, self.out_B[:num_samples])
         if self.device.type == "cpu":
             return StepResult(tokens, None, chosen, prompt, embeddings)
         done = torch.cuda.Event()

@@ -1,4 +1,5 @@
-"""The batch state's two small kernels: a step's differences written into it, a decode step's inputs read from it. Layout: state.py."""
+"""The batch state's small kernels: a step's differences written into it, a decode step's inputs read from it, plain copies. Layout:
+state.py."""
 
 from __future__ import annotations
 
@@ -22,6 +23,19 @@ def apply_updates(state: torch.Tensor, addresses: torch.Tensor, values: torch.Te
     """state[addresses] = values; addresses are unique."""
     num_updates = addresses.shape[0]
     _apply_updates_kernel[(triton.cdiv(num_updates, 256),)](state, addresses, values, num_updates, BLOCK=256, num_warps=2)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _copy_ints_kernel(dst_ptr, src_ptr, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst_ptr + i, tl.load(src_ptr + i, mask=i < size), mask=i < size)
+
+
+def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """dst = src, int32, not by the copy engines, which may be busy with KV blocks for 0.1 s. Either may be pinned host memory."""
+    size = src.shape[0]
+    if size:
+        _copy_ints_kernel[(triton.cdiv(size, 1024),)](dst, src, size, BLOCK=1024, num_warps=4)
 
 
 @triton.jit

@@ -7,9 +7,9 @@ import ctypes
 import torch
 
 from shoal.kernels import cpu_build, reference
-from shoal.kernels.reference import apply_updates, embed, linear, linear_silu_mul, moe
+from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_silu_mul, moe
 
-__all__ = ["add_norm_linear", "add_rms_norm", "apply_updates", "begin_decode", "embed", "linear", "linear_silu_mul", "moe",
+__all__ = ["add_norm_linear", "add_rms_norm", "apply_updates", "begin_decode", "copy_ints", "embed", "linear", "linear_silu_mul", "moe",
            "qk_norm_rope_store", "rms_norm", "sample", "silu_mul"]
 
 LIBRARY = cpu_build.load()

@@ -85,6 +85,11 @@ def apply_updates(state: torch.Tensor, addresses: torch.Tensor, values: torch.Te
     state[addresses.long()] = values
 
 
+def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """dst = src, int32, on the device or in pinned memory."""
+    dst.copy_(src)
+
+
 def begin_decode(rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tensor, positions_B: torch.Tensor,
                  kv_lens_B: torch.Tensor) -> None:
     """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length 0."""

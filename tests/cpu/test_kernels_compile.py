@@ -70,6 +70,7 @@ def _batch() -> None:
     layout = StateLayout(4, 20)
     state = _ints(layout.size)
     triton_ops.apply_updates(state, _ints(7), _ints(7))
+    triton_ops.copy_ints(_ints(2000), _ints(2000))
     triton_ops.begin_decode(layout.active(state)[:3], layout.table(state), _ints(3), _ints(3), _ints(3))
 
 

@@ -112,6 +112,13 @@ def test_begin_decode_reads_the_active_rows() -> None:
     assert [int(out[66]) for out in results[1]] == [0, -1, 0]
 
 
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 5000])
+def test_copied_ints_are_equal_and_nothing_behind_them_is_touched(size: int) -> None:
+    src, dst = torch.arange(size, dtype=torch.int32) - 7, torch.full((size + 3,), 9, dtype=torch.int32)
+    triton_ops.copy_ints(dst[:size], src)
+    assert torch.equal(dst[:size], src) and (dst[size:] == 9).all()
+
+
 @pytest.mark.parametrize("count", [1, 300])
 def test_apply_updates_writes_each_address(count: int) -> None:
     state = torch.zeros(1000, dtype=torch.int32)
