@@ -1,5 +1,6 @@
 """The whole engine on tiny checkpoints: the oracle's tokens, however the engine runs them, and clear answers to bad input."""
 
+import gc
 import random
 from dataclasses import replace
 
@@ -195,6 +196,15 @@ def test_a_prompt_larger_than_the_whole_cache_is_refused(build):
     with pytest.raises(ValueError, match="whole KV cache"):
         engine.generate([[1] * 40], greedy())
     assert len(ids_of(engine.generate([[1] * 8], greedy()))[0]) == COUNT
+
+
+def test_full_collections_wait_for_the_end_of_generate(build, monkeypatch):
+    engine, before, within = build("qwen3"), gc.get_threshold(), []
+    step = engine.core.step
+    monkeypatch.setattr(engine.core, "step", lambda: within.append(gc.get_threshold()) or step())
+    engine.generate(PROMPTS[0], greedy())
+    assert {threshold[:2] for threshold in within} == {before[:2]} and min(threshold[2] for threshold in within) >= 1000 * before[2]
+    assert gc.get_threshold() == before
 
 
 def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypatch):
