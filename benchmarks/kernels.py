@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import activation, linear, moe, norm, reference, rope, sample, triton_ops
+from shoal.kernels import activation, hopper_linear, linear, moe, norm, reference, rope, sample, triton_ops
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
 DEVICE = torch.device("cuda")
@@ -75,12 +75,17 @@ TILES = [linear.Tiles(*cut) for cut in (
     (2, 2048, 8), (16, 128, 2, 6), (32, 128, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 5), (128, 128, 8, 3))]
 
 
+HOPPER_TILES = [hopper_linear.HopperTiles(*cut) for cut in (
+    (8, 64), (16, 64), (32, 64), (32, 64, 2), (32, 64, 3), (64, 16, 2), (64, 32), (64, 32, 2), (64, 64), (64, 128, 1, 64),
+    (128, 64, 1, 64))]
+
+
 def bench_linear(sweep: bool) -> None:
     """qwen3-0.6b's and 8b's products (weight rows x inputs), gate and up with their activation, beside cuBLAS."""
     for outs, columns, gated in PRODUCTS:
         num_bytes = outs * columns * 2
         weights = [randn(outs, columns) for _ in range(max(1, min(60, COLD_BYTES // num_bytes)))]
-        for rows in (1, 2, 4, 8, 16, 32, 64):
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             x = randn(rows, columns)
             ops, name = (triton_ops.linear_silu_mul, "linear_silu_mul") if gated else (triton_ops.linear, "linear")
             others = [(microseconds_of(partial(_cublas, x, weights, gated), len(weights)), "cuBLAS")]
@@ -89,6 +94,10 @@ def bench_linear(sweep: bool) -> None:
                 if tiles.num_stages or in_registers:
                     run = partial(_product, tiles, x, weights, gated)
                     others.append((microseconds_of(run, len(weights)), f"{astuple(tiles)}"))
+            for cut in HOPPER_TILES if sweep and rows > 1 and hopper_linear.num_sms(x.device) else ():
+                if (cut.splits == 1 or not gated) and (rows <= cut.rows or cut.rows >= 64) and cut.stages(columns, gated) > 1:
+                    hopper = partial(_hopper, cut, x, weights, gated)
+                    others.append((microseconds_of(hopper, len(weights)), f"{astuple(cut)} on Hopper"))
             us = microseconds_of(lambda i, op=ops, x=x, weights=weights: op(x, weights[i], None), len(weights))
             show(name, f"{rows} rows, {outs} x {columns}", us, num_bytes, others)
 
@@ -100,6 +109,10 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -
 
 def _product(tiles: linear.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -> torch.Tensor:
     return linear.product(tiles, x, weights[i], None, gated)
+
+
+def _hopper(tiles: hopper_linear.HopperTiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -> torch.Tensor:
+    return hopper_linear.hopper_product(tiles, x, weights[i], None, gated)
 
 
 def bench_norm(sweep: bool) -> None:

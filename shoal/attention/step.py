@@ -5,9 +5,11 @@ Shapes: T tokens of the step, S sequences, R state rows, M blocks a sequence, H 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 
@@ -42,6 +44,7 @@ class StepInput:
     fresh_prefills: bool = False    # every prefill chunk starts at position 0: k and v of the step are all there is to see
     host_query_starts: tuple[int, ...] = ()    # query_starts_S on the host, for backends that loop over prefills (empty in a captured step)
     host_kv_lens: tuple[int, ...] = ()         # kv_lens_S on the host (likewise)
+    upload: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy    # takes int32s that a backend plans [N] to the device
     captured_mixed: bool = False
     prefixes: SharedPrefixes | None = None     # None: nothing is shared; else there may be no group, in a captured step
 

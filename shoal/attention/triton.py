@@ -77,7 +77,7 @@ class TritonBackend:
         self.work = None
         if self.hopper and step.host_query_starts and step.num_tokens - step.num_decodes >= HOPPER_FROM:
             work = hopper.prefill_work(step.host_query_starts, step.host_kv_lens, step.num_decodes, self.group)
-            self.work = torch.from_numpy(work).to(step.rows_S.device, non_blocking=True)
+            self.work = step.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True).view(work.shape)
 
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
                step: StepInput, window: int | None) -> torch.Tensor:

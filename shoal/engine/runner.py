@@ -41,6 +41,7 @@ from shoal.weights.update import weight_tensors
 
 LAUNCH_S, FLOPS = 750e-6, 6e14    # a layer's launches from Python, half as much again; a fast GPU's products
 RING = 4                     # buffers of steps in flight, each guarded by an event
+CUTS = 32, 64, 128, 192, 256, 1024, 2048    # tokens up to, or beyond, which kernels are cut alike
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ class ModelRunner(RankCommands, KvCommands):
         self.tokens_B, self.positions_B, self.kv_lens_B, self.out_B = (torch.zeros(size, dtype=torch.int32) for _ in range(4))
         self.query_starts_B = torch.arange(size + 1, dtype=torch.int32)
         pinned = self.device.type == "cuda"
-        self.copy = self.ops.copy_ints if pinned and config.has_kv_tiers else queue_copy
+        self.copy = self.ops.copy_ints if config.has_kv_tiers else queue_copy
         self.staging = PinnedRing(RING, self.device, self.copy) if pinned else None
         self.results = [torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
         self.num_steps = 0
@@ -217,6 +218,11 @@ class ModelRunner(RankCommands, KvCommands):
             self.graphs.capture(pool)
         for fresh in (True, False):
             self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
+        captured = self.mixed_shapes[-1].tokens if self.mixed_shapes else 0
+        with self.model.one_layer_of_each_kind():
+            for length in CUTS:
+                if captured < length <= min(self.max_num_tokens, self.max_model_len):
+                    self._rehearse(1, length, True)
         self.ops.apply_updates(self.state, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=self.device))
         self.copy(self.results[0], self.out_B)
         self.reset_state()
@@ -315,7 +321,8 @@ class ModelRunner(RankCommands, KvCommands):
             query_starts_S=sections["query_starts"], kv_lens_S=sections["kv_lens"], block_tables_RM=self.block_tables,
             num_decodes=num_decodes, max_query_len=int(header[Header.MAX_QUERY_LEN]), max_kv_len=int(header[Header.MAX_KV_LEN]),
             fresh_prefills=bool(header[Header.FRESH_PREFILLS]), host_query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
-            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()), prefixes=self.prefixes if header[Header.NUM_GROUPS] else None)
+            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()), upload=self._upload,
+            prefixes=self.prefixes if header[Header.NUM_GROUPS] else None)
         self.backend.begin(step)
         select_S, prompt = sections["sample_index"].long(), None
         if header[Header.NUM_PROMPT_LOGITS]:

@@ -34,6 +34,7 @@ def _copy_ints_kernel(dst_ptr, src_ptr, size, BLOCK: tl.constexpr):
 def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
     """dst = src, int32, not by the copy engines, which may be busy with KV blocks for 0.1 s. Either may be pinned host memory."""
     size = src.shape[0]
+    assert dst.shape == src.shape and dst.dtype == src.dtype == torch.int32 and dst.is_contiguous() and src.is_contiguous()
     if size:
         _copy_ints_kernel[(triton.cdiv(size, 1024),)](dst, src, size, BLOCK=1024, num_warps=4)
 

@@ -29,7 +29,7 @@ MIN_ROWS, MAX_ROWS = 2, 256
 MAX_STAGES = 8              # the code is unrolled over them
 MAX_SPLITS: gl.constexpr = gl.constexpr(4)
 SHARED_BYTES = 216 << 10    # of an SM's 227 KiB
-MAX_TILES = 1024            # with parts of their own in a launch; choose_tiles stays far below
+MAX_TILES = 1024            # with parts of their own in a launch; choose_hopper_tiles stays far below
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier    # Triton 3.7, 3.6
 
@@ -43,6 +43,7 @@ class HopperTiles:
     splits: int = 1
     columns: int = 128
 
+    @functools.cache    # noqa: B019 -- as many as there are shapes
     def stages(self, inputs: int, gated: bool) -> int:
         """How many tiles of weight and rows lie in shared memory at once."""
         tile_bytes = (self.rows + self.outs * (1 + gated)) * self.columns * 2
@@ -60,22 +61,26 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, num_sms: int) -> HopperTiles | None:
-    """As few outputs a program as give each at most one SM; then the inputs are split while SMs are idle and a slice does not fit in shared
-    memory. None: cuBLAS, for products of so many outputs and rows that programs would queue, as those are bound by arithmetic."""
-    if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:    # the copy engine wants 16 bytes
+@functools.cache
+def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
+    """The fewest outputs a program for which programs do not outnumber SMs; then the inputs are split while SMs are idle and a slice does
+    not fit in shared memory. None: cuBLAS, for products of so many outputs and rows that programs would queue, as those are bound by
+    arithmetic, and for gated ones, which are not split, of so few that most SMs would read nothing."""
+    if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:    # TMA reads, and the end stores, 16 bytes at a time
         return None
     if rows > 64 and outs * inputs > 1 << 25:
         return None
     block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
     smallest = 64 if block_rows < 64 else 32 if gated or rows > 64 else 16
     largest = 128 if rows <= 64 or inputs < 4096 else 64
-    columns = 64 if gated and (inputs >= 4096 or rows > 64) else 128
     for block_outs in (16, 32, 64, 128):
         programs = triton.cdiv(rows, block_rows) * triton.cdiv(outs, block_outs)
-        if smallest <= block_outs <= largest and programs <= num_sms:
+        if smallest <= block_outs <= largest and programs <= sms:
+            if gated and inputs >= 4096 and 3 * programs < sms:
+                return None
+            columns = 64 if gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288) else 128    # 3 stages at least
             choices = [HopperTiles(block_rows, block_outs, splits, columns)
-                       for splits in range(1, 2 if gated else MAX_SPLITS.value + 1) if splits == 1 or programs * splits <= num_sms]
+                       for splits in range(1, 2 if gated else MAX_SPLITS.value + 1) if splits == 1 or programs * splits <= sms]
             return next((tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)), choices[-1])
     return None
 
@@ -221,8 +226,12 @@ def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor,
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    block = [rows, columns]
-    return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[matrix.dtype]))
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns, matrix.dtype))
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
 @functools.cache

@@ -41,7 +41,8 @@ class Tiles:
 
 
 def choose_tiles(rows: int, weight_rows: int, columns: int, gated: bool) -> Tiles | None:
-    """None: cuBLAS is as fast. All from a sweep on an H200 in bf16 (benchmarks/kernels.py linear); us beside cuBLAS's:"""
+    """None: cuBLAS is as fast. All from a sweep on an H200 in bf16 (benchmarks/kernels.py linear), where most products of 2 rows and more
+    are hopper_linear.py's since; us beside cuBLAS's:"""
     if rows == 1:    # 4096 x 1024: 3.4, 4.8; 1024 x 3072: 2.5, 6.6; 1024 x 2048: 2.1, 12.6; 4096 x 4096: 9.1, 12.4; 151936 x 1024: 70, 74
         if columns <= 1024:
             return Tiles(8, 512, 4)

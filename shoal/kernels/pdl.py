@@ -6,7 +6,8 @@ its inputs (a product loads weights), hide behind its predecessor. The rules: be
 all kernels before it, and a kernel that knows nothing of this (cuBLAS, NCCL, a copy) may stand anywhere in the chain.
 
 Such an ordinary kernel starts when all before it are done, and none after it starts earlier. The embedding is one, so to a step's layers
-what earlier steps wrote, and what was prepared for this one (lengths, block tables), are constants too. They are read past the L1 cache.
+and to its sampler what earlier steps wrote, and what was prepared for this one (lengths, block tables, of a state row all but TOKEN and
+POSITION), are constants too. They are read past the L1 cache.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _largest_key(row_ptr, list_ptr, num_listed, wide, low, target, floor, larges
 def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, temperature, key_0, key_1, V: tl.constexpr,
                    GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr):
     """A token of a row with filters. total: the mass of all its logits, relative to the largest."""
-    top_k = tl.load(fields_ptr + TOP_K)
+    top_k = tl.load(fields_ptr + TOP_K, cache_modifier=".cg")
     top_p, min_p = _load_float(fields_ptr + TOP_P), _load_float(fields_ptr + MIN_P)
     scale = 1.0 / temperature
     floor = tl.where(min_p > 0.0, tl.maximum(largest + temperature * tl.log(tl.maximum(min_p, 1e-38)), LOWEST), LOWEST)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-LAYER = dict(vocab_size=999, hidden_size=256, intermediate_size=384, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+LAYER = dict(vocab_size=999, hidden_size=512, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 MODELS = {
     "dense": ("Qwen3Config", dict(num_hidden_layers=3), {}),
     "one layer": ("Qwen3Config", dict(num_hidden_layers=1), dict(max_num_seqs=1)),
@@ -56,9 +56,10 @@ def launched_variants(folder: Path, name: str) -> dict:
     from shoal.attention.triton import TritonBackend
     from shoal.engine import runner as runner_module
     from shoal.engine.graphs import StepGraphs
-    from shoal.kernels import triton_ops
+    from shoal.kernels import hopper_linear, triton_ops
     from tests import tiny
 
+    hopper_linear.num_sms = lambda _: 132
     seen: list[str] = []
     graphs = []
     triton.runtime.driver.set_active(_NoDriver())

@@ -38,7 +38,8 @@ def _rope(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dty
 
 
 for case in ((1, 16, 8, 128, True, BF16), (100, 16, 8, 128, True, BF16), (100, 32, 8, 128, False, BF16), (100, 64, 8, 128, True, BF16),
-             (1, 9, 3, 64, False, torch.float32), (100, 4, 2, 80, True, torch.float16), (100, 4, 2, 96, False, BF16)):
+             (1, 9, 3, 64, False, torch.float32), (100, 4, 2, 80, True, torch.float16), (100, 4, 2, 96, False, BF16),
+             (2000, 16, 8, 128, True, BF16)):
     LAUNCHES[f"qk_norm_rope_store {case}"] = lambda case=case: _rope(*case)
 
 

@@ -18,7 +18,7 @@ H200_SMS = 132
 BF16, FP16 = torch.bfloat16, torch.float16
 SHAPES = ((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False),    # outs, inputs, gated: qwen3-0.6b
           (6144, 4096, False), (4096, 4096, False), (12288, 4096, True), (4096, 12288, False),    # qwen3-8b
-          (1000, 1040, False), (360, 576, True))
+          (9728, 2560, True), (1000, 1040, False), (360, 576, True))    # qwen3-4b; odd ones
 LAUNCHES: dict[str, Callable[[], object]] = {}
 
 
@@ -42,6 +42,10 @@ def test_tiles_cover_the_product_and_fit(rows: int, outs: int, inputs: int, gate
     (1, 4096, 1024), (MAX_ROWS + 1, 4096, 1024), (64, 4096, 1028), (64, 4100, 1024), (64, 4096, 256), (64, 151936, 1024)])
 def test_other_products_stay_where_they_were(rows: int, outs: int, inputs: int) -> None:
     assert choose_hopper_tiles(rows, outs, inputs, False, H200_SMS) is None
+
+
+def test_gated_products_too_narrow_for_most_sms_stay_where_they_were() -> None:
+    assert choose_hopper_tiles(8, 1536, 4096, True, H200_SMS) is None    # qwen3-8b's on one of 8 ranks
 
 
 def _launch(rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, bias: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.kernels import reference, triton_ops
+from shoal.kernels import reference, rope, triton_ops
 from shoal.kernels.moe import Blocks, moe_with
 from shoal.kernels.state import FIELDS, StateLayout
 
@@ -68,7 +68,9 @@ def test_rope_normalises_rotates_and_stores(heads: int, kv_heads: int, head_dim:
     assert torch.equal(results[1][1][:, 0], cache[:, 0]), "another layer's cache was touched"
 
 
-def test_many_tokens_take_more_heads_a_program() -> None:
+@pytest.mark.parametrize("one_wave", [1024, 2], ids=["one wave", "more than run at once"])
+def test_many_tokens_take_more_heads_a_program(one_wave: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "ONE_WAVE", one_wave)
     tokens, heads, kv_heads, head_dim = 65, 14, 2, 16
     qkv, weight = torch.randn(tokens, 18 * head_dim), torch.randn(head_dim)
     positions, rows = torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)

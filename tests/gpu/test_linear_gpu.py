@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import hopper_linear, linear, triton_ops
+from shoal.kernels import hopper_linear, triton_ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -108,12 +108,11 @@ def test_a_chain_of_dependent_launches_is_in_order_and_equal_each_time() -> None
 def test_a_result_is_the_same_each_time() -> None:
     for rows in (1, 3, 16):
         x, weight, _ = operands(rows, 1024, 3072, torch.bfloat16)
-        assert linear.choose_tiles(rows, *weight.shape, False) is not None
         first = triton_ops.linear(x, weight, None)
         assert all(torch.equal(triton_ops.linear(x, weight, None), first) for _ in range(20))
 
 
-def test_rows_beyond_the_last_are_neither_read_nor_written() -> None:
+def test_rows_beyond_the_last_are_not_read() -> None:
     if not hopper_linear.num_sms(torch.device("cuda", 0)):
         pytest.skip("needs Hopper")
     for rows, outs, inputs in ((17, 4096, 1024), (70, 1024, 2048)):
