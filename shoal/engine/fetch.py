@@ -75,7 +75,7 @@ class Job:
     end: int
     expires: float
     arrived: list[bool]
-    behind: int = 0                   # the copy out of what the sequence's blocks have held until now, if there is one
+    behind: int = 0                   # the copy out of what these blocks have held until now, if there is one: copies in come after it
     num_reading: int = 0
     num_copying: int = 0
     closed: bool = False              # nothing more is begun; what is still read goes to the host tier at best
@@ -120,9 +120,10 @@ class Fetcher:
                 self._copy_in(job, HOST, [i for i, _ in host], [slot for _, slot in host])
             while job.unread and not job.closed and self._read(job):
                 pass
-            if not job.num_copying and (job.closed or not (job.unread or job.num_reading)):
+            under_way = job.num_copying or job.behind in self.books.tickets
+            if not under_way and (job.closed or not (job.unread or job.num_reading)):
                 self.jobs.remove(job)
-                self._close(job)
+                job.closed = True
                 self.scheduler.fetched(job.fetch, (job.arrived + [False]).index(False))
 
     def close_all(self) -> None:
@@ -139,11 +140,7 @@ class Fetcher:
         return (slot for job in self.jobs for _, slot in job.host)
 
     def _close(self, job: Job) -> None:
-        """From now on the sequence's blocks may be anybody's."""
         job.closed = True
-        if job.behind and not all(job.arrived):    # what has arrived came behind it
-            self.books.transfers.order_behind(job.behind)
-            job.behind = 0
         job.unread.clear()
         self.books.slots.release([slot for _, slot in job.host])
         job.host.clear()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import random
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -93,7 +93,7 @@ class LLM:
         """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
-            with _only_young_garbage():
+            with _only_young_garbage:
                 for group in groups:    # in turn: looking at all of them at each step takes thousands of small ones a fifth of their time
                     while not group.finished:
                         self._step()
@@ -442,16 +442,28 @@ class _Group:
                              self.answers[0].prompt_logprobs, self.answers[0].num_cached_tokens)
 
 
-@contextlib.contextmanager
-def _only_young_garbage() -> Iterator[None]:
-    """Is collected in here, but for once in minutes. A full collection looks at all modules and requests, for 0.1 s in the middle of some
-    step. (To freeze what is there would undo it for others: `gc.unfreeze` does not tell whose it was.)"""
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, min(1000 * old, 2**31 - 1))
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
+class _OnlyYoungGarbage:
+    """Is collected while somebody is in here, but for once in minutes. A full collection looks at all modules and requests, for 0.1 s in
+    the middle of some step. (To freeze what is there would undo it for others: `gc.unfreeze` does not tell whose it was.)"""
+
+    def __init__(self) -> None:
+        self._lock, self._num_inside, self._before = threading.Lock(), 0, gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside == 1:
+                self._before = young, middle, old = gc.get_threshold()
+                gc.set_threshold(young, middle, min(1000 * old, 2**31 - 1))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                gc.set_threshold(*self._before)
+
+
+_only_young_garbage = _OnlyYoungGarbage()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -100,7 +100,8 @@ class Offloader:
                 self._uses.add(key)
         computing = self.token.seconds * self.policy.block_size
         fetching = {name: rate.seconds for name, rate in self.books.rates.items()}
-        gain = self.token.seconds * self.scheduler.num_to_prefill - fetching[HOST] * self.fetcher.num_blocks - FETCH_LATENCY_S
+        queued = self.fetcher.num_blocks + len(self._evicted)    # of which it would save its own first
+        gain = self.token.seconds * self.scheduler.num_to_prefill - fetching[HOST] * queued - FETCH_LATENCY_S
         best, best_gain = start, 0.0
         end = start
         while end < len(keys) and (tier := self.where(keys[end])) is not None:
@@ -120,10 +121,14 @@ class Offloader:
         return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
 
     def begin(self, fetch: Fetch) -> None:
-        """Blocks that the sequence has taken before they were copied out are now, and what is fetched comes behind that: however many start
-        at once, what one fetches does not cost another what it has below."""
+        """Blocks that the sequence has taken before they were copied out are now, as far as slots and bandwidth allow, and what is fetched
+        comes behind that. Until it has ended nobody else gets any of the sequence's blocks."""
         job = self.fetcher.begin(fetch, self.where, self.policy.block_size)    # which holds its slots
-        job.behind = self._save_evicted(fetch.seq.block_ids)
+        job.behind = self._save_evicted(fetch.seq.block_ids[fetch.start:])     # not of its hits: a step may be about to write them
+        if job.behind:
+            rest = fetch.seq.block_ids[len(fetch.held):]
+            self.pool.try_allocate(0, shared=rest)
+            fetch.held += rest
 
     def registered(self, seq: QueuedSequence, start: int, end: int) -> None:
         request = seq.request
@@ -290,16 +295,12 @@ class Offloader:
         return min(self.policy.max_leaving, self.slots.num_free - len(cold) + num_saved)
 
     def _save_evicted(self, taken: list[int]) -> int:
-        """Copies out what these blocks still hold. Returns the last copy's ticket, 0 if there is nothing to copy."""
-        saved: dict[int, BlockMeta] = {}
-        for block in taken:
-            meta = self._evicted.get(block)
-            if meta is not None and self._is_wanted(meta.key):
-                saved[block] = meta
-        blocks = list(saved)[:max(0, self._allowed())]
-        for block in blocks:
-            del self._evicted[block]
-        return self._copy_out(blocks, [saved[block] for block in blocks])
+        """Copies out what these blocks, taken in this order, still hold. Returns the last copy's ticket, 0 if there is nothing to copy."""
+        blocks = [block for block in taken if block in self._evicted and self._is_wanted(self._evicted[block].key)]
+        if not blocks:
+            return 0
+        blocks = blocks[max(0, len(blocks) - self._allowed()):]    # heads are taken last, and a tail is nothing without them
+        return self._copy_out(blocks, [self._evicted.pop(block) for block in blocks])
 
     def _cold_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
         self._scanned = (self.books.clock(), self._num_registered, self._num_evicted, self.pool.num_free)

@@ -82,7 +82,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._by_priority = policy == "priority"
         self._long_prefill_token_threshold = long_prefill_token_threshold
-        self._last_looked_up: Sequence | None = None
+        self._last_looked_up: tuple[bytes, list[int], list[bytes]] = b"", [], []    # a prompt's root, tokens and keys
         self._num_added = 0
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
@@ -403,10 +403,10 @@ class Scheduler:
         """Cached blocks of its longest prefix, short of the last token: its logits are needed, so it is always computed."""
         if not self._looks_up(seq):
             return []
-        last = self._last_looked_up
-        if not seq.keys and last is not None and last.root == seq.root:    # hashing takes many times as long as comparing
-            seq.keys = last.keys[:common_length(seq.token_ids, last.token_ids) // self._block_size]
-        self._last_looked_up = seq
+        root, token_ids, keys = self._last_looked_up
+        if not seq.keys and root == seq.root:    # hashing takes many times as long as comparing
+            seq.keys = keys[:common_length(seq.token_ids, token_ids) // self._block_size]
+        self._last_looked_up = seq.root, seq.token_ids, seq.keys
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
         return self.pool.match(seq.keys[:(seq.num_tokens - 1) // self._block_size])
 

@@ -102,12 +102,12 @@ class Fetch:
     seq: Sequence
     start: int              # which of the sequence's blocks is the first
     keys: list[bytes]       # of the blocks on their way
-    held: list[int]         # the sequence's blocks from its first to the last of these
+    held: list[int]         # the sequence's blocks from its first to the last of these at least
     findable: bool = True   # when it has arrived; False since a reset
 
     @property
     def blocks(self) -> list[int]:
-        return self.held[self.start:]
+        return self.held[self.start:self.start + len(self.keys)]
 
 
 class Tiers(Protocol):

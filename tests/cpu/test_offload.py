@@ -4,6 +4,7 @@ import contextlib
 import random
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -332,15 +333,20 @@ class Recorded:
 
     def __init__(self, num_slots):
         self.ready, self.begun, self.waits, self.ordered, self.behind = list(range(num_slots)), [], [], [], []
+        self.copied_out = []
 
     def copy_out(self, ids, _, wait):
+        self.copied_out.append(ids)
+        return self.begin(ids, wait)
+
+    def begin(self, ids, wait):
         self.waits.append(wait)
         self.begun.append(Done(len(self.waits), [True] * len(ids)))
         return len(self.waits)
 
     def copy_in(self, ids, _, wait, behind=0):
         self.behind.append(behind)
-        return self.copy_out(ids, _, wait)
+        return self.begin(ids, wait)
 
     def order_behind(self, ticket):
         self.ordered.append(ticket)
@@ -403,7 +409,8 @@ def test_what_a_fetch_takes_and_nothing_below_has_is_copied_out_before():
     small.offloader.check()
 
 
-def test_who_takes_the_blocks_of_a_fetch_that_was_given_up_waits_for_what_they_have_held():
+@pytest.mark.parametrize("how", ["it leaves", "its blocks do not come"])
+def test_nobody_gets_the_blocks_of_a_fetch_before_what_they_have_held_was_copied_out(how):
     small = Small()
     for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 6])):
         assert small.begin(name, prompt) is not None
@@ -411,13 +418,74 @@ def test_who_takes_the_blocks_of_a_fetch_that_was_given_up_waits_for_what_they_h
         if name == "a":
             small.offloader.offload(idle=True)
     small.offloader.poll()
-    small.transfers.ordered.clear()
-    small.transfers.poll = list    # nothing ends any more
+    poll, small.transfers.poll = small.transfers.poll, list    # nothing ends any more
+    if how == "its blocks do not come":
+        small.offloader.fetcher.begin = partial(begin_without_slots, small.offloader.fetcher)
     assert small.begin("c", [1, 2, 3, 4, 5]) is None
-    assert small.transfers.behind == [2] and small.transfers.ordered == []
-    small.scheduler.abort("c")
-    small.begin("d", [3])
-    assert small.transfers.ordered == [2], "c's last block is free, though it is still being read"
+    assert small.transfers.waits[1:] and small.transfers.behind == ([2] if how == "it leaves" else [])
+    if how == "it leaves":
+        small.scheduler.abort("c")
+    assert small.begin("d", [3]) is None, "all blocks are still being read"
+    small.scheduler.check()
+    small.transfers.poll = poll
+    small.offloader.poll()
+    plan = small.scheduler.schedule()
+    assert [entry.seq.request.request_id for entry in plan.scheduled] == (["d"] if how == "it leaves" else ["c"])
+    small.offloader.check()
+    small.scheduler.check()
+
+
+def begin_without_slots(fetcher, fetch, where, block_size):
+    """As if all its blocks had gone since the look-up."""
+    keys, fetch.keys = fetch.keys, []
+    job = type(fetcher).begin(fetcher, fetch, where, block_size)
+    fetch.keys = keys
+    return job
+
+
+def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_them():
+    """A short prompt and a long one with the same head start in one schedule: the long one's hits are blocks that the short one took."""
+    scheduler = Scheduler(num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16)
+    policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=8, max_leaving=9, copy_blocks=9)
+    transfers = Recorded(32)
+    offloader = scheduler.tiers = Offloader(scheduler, HostTier(32), transfers, {}, policy, token_s=0.0005, block_s={"host": 0.0001})
+    scheduler.pool.listeners.append(offloader)
+
+    def step(**prompts):
+        for name, prompt in prompts.items():
+            scheduler.add(Request(name, prompt, params()))
+        offloader.poll()
+        plan = scheduler.schedule()
+        offloader.before_step(launches=plan is not None)
+        offloader.books.num_completed = offloader.books.num_launched
+        return plan
+
+    step(long=[*range(1, 14)])
+    scheduler.abort("long")
+    offloader.offload(idle=True)
+    step(other=[*range(101, 116)])
+    scheduler.abort("other")
+    transfers.copied_out.clear()
+    plan = step(short=[1, 2, 3, 4, 5], again=[*range(1, 14)])
+    assert [entry.seq.request.request_id for entry in plan.scheduled] == ["short"] and len(scheduler.fetches) == 1
+    [copied] = transfers.copied_out
+    assert not set(copied) & set(plan.scheduled[0].seq.block_ids)
+    offloader.check()
+
+
+def test_where_not_all_can_be_saved_heads_are_rather_than_tails():
+    small = Small()
+    small.offloader.poll()
+    small.offloader.slots.take(5)    # room for three: two of a's, then one
+    for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 6])):
+        assert small.begin(name, prompt) is not None
+        head = small.scheduler.running[0].block_ids[0]
+        small.scheduler.abort(name)
+        if name == "a":
+            small.offloader.offload(idle=True)
+    small.transfers.copied_out.clear()
+    assert small.begin("c", [1, 2, 3, 4, 5]) is None
+    assert small.transfers.copied_out == [[head]] and small.offloader.num_dropped == 1
 
 
 def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_copied_out():

@@ -52,10 +52,12 @@ class FakeTransfers:
 
     def copy_out(self, blocks, slots, wait):
         self._wait(wait)
+        content = list(self.device.slots)
 
         def move(i, half):
             block, slot = blocks[i], slots[i]
             for p in half:
+                assert self.device.slots[block * self.size + p] == content[block * self.size + p], "rewritten before it was copied out"
                 self.slots[slot][p] = self.device.slots[block * self.size + p]
         return self._begin(self.out, "copy out", move, len(blocks))
 
@@ -120,7 +122,7 @@ class FakeTransfers:
 
     def poll(self):
         for transfer in [*self.out, *self.into, *self.files]:
-            self._move(transfer, self.r.choice((0, 1, 3, 100)))
+            self._move(transfer, self.r.choice((0, 0, 0, 1) if transfer.kind == "copy out" else (0, 1, 3, 100)))
         ended = []
         for queue in (self.out, self.into):
             while queue and not queue[0].moves and self.r.random() < 0.7:
@@ -218,11 +220,11 @@ class TieredTrace(Trace):
         policy = OffloadPolicy(
             block_size=self.block_size, block_bytes=10, keeps=keeps, watermark=r.randint(1, num_blocks), max_leaving=r.choice((1, 3, 100)),
             copy_blocks=r.choice((1, 2, 100)),
-            on_registration=r.random() < 0.3, min_uses=r.choice((1, 1, 1, 2)), always_fetch=r.random() < 0.8,
+            on_registration=r.random() < 0.3, min_uses=r.choice((1, 1, 1, 2)), always_fetch=r.random() < 0.5,
             bytes_per_s=r.choice((None, None, 50.0)))
         self.time = 0.0
         self.offloader = Offloader(scheduler, HostTier(num_slots, r.choice(("lru", "lfu"))), self.transfers, self.disks, policy,
-                                   token_s=0.01, block_s={"host": 0.001, "disk": 0.02 * r.random()}, clock=self.clock)
+                                   token_s=r.choice((0.01, 0.001)), block_s={"host": 0.001, "disk": 0.02 * r.random()}, clock=self.clock)
         scheduler.tiers = self
         scheduler.pool.listeners.append(self.offloader)
 
@@ -242,7 +244,7 @@ class TieredTrace(Trace):
     # The scheduler's tiers
 
     def lookup(self, keys, start):
-        return self.offloader.lookup(keys, start)
+        return self.offloader.lookup(keys, start) if self.r.random() < 0.7 else 0    # others compute what lies below
 
     def begin(self, fetch):
         self.seen["fetches"] += 1
@@ -353,5 +355,5 @@ def test_whatever_transfers_do_each_request_gets_the_tokens_of_an_undisturbed_ru
     print(f"seeds {first_seed}..{first_seed + TRACES_A_TEST - 1}")
     seen = sum((trace(seed) for seed in range(first_seed, first_seed + TRACES_A_TEST)), Counter())
     for name in ("fetches", "fetched tokens", "copy out", "copy in", "read", "write", "failed", "ordered", "preemptions", "sleeps",
-                 "dropped", "beside a step"):
-        assert seen[name] > 5, f"the traces are too tame: {name} {seen[name]}"
+                 "dropped", "beside a step", "behind a copy out"):
+        assert seen[name] > 1, f"the traces are too tame: {name} {seen[name]}"
