@@ -377,6 +377,16 @@ class Small:
         self.offloader.before_step(launches=plan is not None)
         return plan
 
+    def come_and_go(self):
+        """a, whose blocks are copied out, and b, whose blocks, which it returns, are not."""
+        for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 6])):
+            assert self.begin(name, prompt) is not None
+            blocks = self.scheduler.running[0].block_ids
+            self.scheduler.abort(name)
+            if name == "a":
+                self.offloader.offload(idle=True)
+        return blocks
+
 
 @pytest.mark.parametrize("completed", [False, True])
 def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(completed):
@@ -396,11 +406,7 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
 
 def test_what_a_fetch_takes_and_nothing_below_has_is_copied_out_before():
     small = Small()
-    for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 6])):
-        assert small.begin(name, prompt) is not None
-        small.scheduler.abort(name)
-        if name == "a":
-            small.offloader.offload(idle=True)
+    small.come_and_go()
     assert small.begin("c", [1, 2, 3, 4, 5]) is None and len(small.scheduler.fetches) == 1
     assert small.transfers.behind == [2], "the first copy out was of a's blocks, the second is of b's"
     small.scheduler.abort("c")
@@ -412,11 +418,7 @@ def test_what_a_fetch_takes_and_nothing_below_has_is_copied_out_before():
 @pytest.mark.parametrize("how", ["it leaves", "its blocks do not come"])
 def test_nobody_gets_the_blocks_of_a_fetch_before_what_they_have_held_was_copied_out(how):
     small = Small()
-    for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 6])):
-        assert small.begin(name, prompt) is not None
-        small.scheduler.abort(name)
-        if name == "a":
-            small.offloader.offload(idle=True)
+    small.come_and_go()
     small.offloader.poll()
     poll, small.transfers.poll = small.transfers.poll, list    # nothing ends any more
     if how == "its blocks do not come":
@@ -477,12 +479,7 @@ def test_where_not_all_can_be_saved_heads_are_rather_than_tails():
     small = Small()
     small.offloader.poll()
     small.offloader.slots.take(5)    # room for three: two of a's, then one
-    for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 6])):
-        assert small.begin(name, prompt) is not None
-        head = small.scheduler.running[0].block_ids[0]
-        small.scheduler.abort(name)
-        if name == "a":
-            small.offloader.offload(idle=True)
+    head = small.come_and_go()[0]
     small.transfers.copied_out.clear()
     assert small.begin("c", [1, 2, 3, 4, 5]) is None
     assert small.transfers.copied_out == [[head]] and small.offloader.num_dropped == 1
