@@ -130,6 +130,7 @@ def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     ahead of them; under "register" every block that they fill is copied out at once. Either is 36 MiB a step."""
     llm = build(model, num_gpu_blocks_override=256 * 34, kv_host_bytes=int(256 * 34 * args.block_bytes))
     core, r, rows = llm.core, Random(3), []
+    fill = [tokens(r, 4080) for _ in range(core.num_blocks * 16 // 4080)]
     wait_for_slots(core)
     policy = core.tiers.offloader.policy
     for repeat in range(2):
@@ -139,8 +140,7 @@ def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             before = tiers.offloader.stats["host"].stored_blocks
             if name == "none":
                 without_tiers(core)
-            prefix = 4080
-            ask(core, [tokens(r, prefix) for _ in range(core.num_blocks * 16 // prefix)], 1, f"fill{name}{repeat}")
+            ask(core, fill, 1, f"fill{name}{repeat}")
             seconds = time_decode(core, [tokens(r, 256) for _ in range(256)], f"{name}{repeat}")
             if name == "none":
                 with_tiers(core, tiers)

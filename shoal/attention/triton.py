@@ -11,7 +11,7 @@ import torch
 
 from shoal.attention.step import StepInput
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
-from shoal.kernels.pdl import HAS_GLUON
+from shoal.kernels.hopper import HAS_GLUON
 from shoal.kernels.prefix_attention import prefix_attention
 
 if HAS_GLUON:

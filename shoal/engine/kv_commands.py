@@ -113,9 +113,10 @@ class KvCommands:
         self._copy(ticket, self.kv_out, wait, gather_blocks, self.kv, blocks, self.slab.rows, slots)
 
     @torch.inference_mode()
-    def kv_copy_in(self, ticket: int, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int = 0) -> None:
+    def kv_copy_in(self, ticket: int, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> None:
         assert self.slab is not None
-        self._order_behind(behind, self.kv_in)
+        if self.kv_in is not None:
+            self._order_behind(behind, self.kv_in)
         self._copy(ticket, self.kv_in, wait, scatter_blocks, self.slab.rows, slots, self.kv, blocks)
 
     def _copy(self, ticket: int, stream: torch.cuda.Stream | None, wait: bool, copy: Callable[..., Any], src: torch.Tensor,
@@ -137,11 +138,10 @@ class KvCommands:
         if self.kv_in is not None:
             self._order_behind(ticket, torch.cuda.current_stream(self.device), self.kv_in)
 
-    def _order_behind(self, ticket: int, *streams: torch.cuda.Stream | None) -> None:
+    def _order_behind(self, ticket: int, *streams: torch.cuda.Stream) -> None:
         for other, _, _, end in self.kv_copies:
             if other == ticket:
                 for stream in streams:
-                    assert stream is not None
                     stream.wait_event(end)
 
     def kv_write(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:

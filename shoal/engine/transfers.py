@@ -29,10 +29,10 @@ class Done:
 
 class Transfers(Protocol):
     """The first four begin something and return its ticket. `wait`: a copy begins when all steps launched so far have run; `behind`: when
-    this copy out has ended."""
+    this copy out has ended too, if it is not 0."""
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int: ...
-    def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int = 0) -> int: ...
+    def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int: ...
     def write(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int: ...
     def read(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int: ...
 
@@ -73,7 +73,7 @@ class RankTransfers:
     def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int:
         return self._begin("kv_copy_out", list(blocks), list(slots), wait)
 
-    def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int = 0) -> int:
+    def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int:
         return self._begin("kv_copy_in", list(slots), list(blocks), wait, behind)
 
     def write(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int:

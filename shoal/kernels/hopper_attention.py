@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.kernels.attention import LOG2_E
+from shoal.kernels.hopper import barrier, is_hopper
 
 ROWS: gl.constexpr = gl.constexpr(128)       # (query, head) pairs of an item, half of them each warpgroup's
 BLOCK_N: gl.constexpr = gl.constexpr(128)    # keys of a tile
@@ -32,12 +33,10 @@ ONE_WARP: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 WARPGROUP: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PIECE = 16                                   # lines that one TMA instruction fetches, if a cache block has as many
 TILE_LAYOUT, QUERY_LAYOUT = (gl.NVMMASharedLayout(128, 16, rank) for rank in (2, 3))
-sync_partition = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier    # its name before Triton 3.7
 
 
 def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
-    return (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and dtype in (torch.bfloat16, torch.float16)
-            and head_dim in (64, 128) and block_size >= 8)
+    return is_hopper(device) and dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128) and block_size >= 8
 
 
 @gluon.jit
@@ -127,7 +126,7 @@ def _fetch(q_desc, kv_desc, kv_ptr, work_ptr, taken_ptr, rows_ptr, table_ptr, no
                     values = gl.load(kv_ptr + line.to(gl.int64) * N + panel * PANEL + offsets, mask=(key + slots < end)[:, None], other=0.0)
                     v_parts.index(part + panel * PIECES + cut).store(values)
                 fence_async_shared()
-                sync_partition()    # one thread speaks for all
+                barrier()    # one thread speaks for all
                 mbarrier.expect(v_ready.index(stage), TILE_BYTES - PIECE * N * 2)
             for piece in gl.static_range(PIECES):
                 for panel in gl.static_range(PANELS):

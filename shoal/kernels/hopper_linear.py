@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from shoal.kernels.hopper import barrier, is_hopper
 from shoal.kernels.pdl import pdl_options
 
 MIN_ROWS, MAX_ROWS = 2, 256
@@ -31,7 +32,6 @@ MAX_SPLITS: gl.constexpr = gl.constexpr(4)
 SHARED_BYTES = 216 << 10    # of an SM's 227 KiB
 MAX_TILES = 1024            # with parts of their own in a launch; choose_hopper_tiles stays far below
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier    # Triton 3.7, 3.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,20 @@ class HopperTiles:
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Of a Hopper GPU; 0: it is none."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_hopper(device) else 0
 
 
-@functools.cache
 def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
     """The fewest outputs a program for which programs do not outnumber SMs; then the inputs are split while SMs are idle and a slice does
     not fit in shared memory. None: cuBLAS, for products of so many outputs and rows that programs would queue, as those are bound by
     arithmetic, and for gated ones, which are not split, of so few that most SMs would read nothing."""
     if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:    # TMA reads, and the end stores, 16 bytes at a time
         return None
+    return _choose_tiles(rows, outs, inputs, gated, sms)
+
+
+@functools.cache    # of so few rows there are not many
+def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
     if rows > 64 and outs * inputs > 1 << 25:
         return None
     block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
@@ -86,7 +88,7 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
 
 
 def tiles_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> HopperTiles | None:
-    if x_TI.shape[0] < MIN_ROWS or x_TI.dtype not in DTYPES or not (sms := num_sms(x_TI.device)):
+    if x_TI.dtype not in DTYPES or not (sms := num_sms(x_TI.device)):
         return None
     return choose_hopper_tiles(x_TI.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated, sms)
 
@@ -178,11 +180,11 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
         parts_ptr += tile * splits * (ROWS * COLUMNS)
         at = gl.arange(0, ROWS, gl.SliceLayout(1, mma))[:, None] * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
         gl.store(parts_ptr + gl.program_id(2) * (ROWS * COLUMNS) + at, sums)
-        _barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
+        barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
         if gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") < splits - 1:
             return
         gl.store(arrived_ptr + tile, 0)
-        _barrier()
+        barrier()
         sums = gl.load(parts_ptr + at, cache_modifier=".cg")
         for part in gl.static_range(1, MAX_SPLITS):
             sums += gl.load(parts_ptr + part * (ROWS * COLUMNS) + at, mask=part < splits, other=0.0, cache_modifier=".cg")

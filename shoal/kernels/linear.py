@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu, silu_mul
+from shoal.kernels.hopper import HAS_GLUON
 from shoal.kernels.norm import add_rms_norm
-from shoal.kernels.pdl import HAS_GLUON, pdl_options, prefetch, wait_for_inputs
+from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 
 if HAS_GLUON:
     from shoal.kernels import hopper_linear

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 FIRST_CAPABILITY = 90
-HAS_GLUON = triton.__version__.startswith(("3.6", "3.7"))    # it is experimental: those that are known to make Hopper's kernels
 
 
 @triton.jit

@@ -344,7 +344,7 @@ class Recorded:
         self.begun.append(Done(len(self.waits), [True] * len(ids)))
         return len(self.waits)
 
-    def copy_in(self, ids, _, wait, behind=0):
+    def copy_in(self, ids, _, wait, behind):
         self.behind.append(behind)
         return self.begin(ids, wait)
 
