@@ -7,10 +7,10 @@ import ctypes
 import torch
 
 from shoal.kernels import cpu_build, reference
-from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_silu_mul, moe
+from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_add, linear_silu_mul, moe
 
-__all__ = ["add_norm_linear", "add_rms_norm", "apply_updates", "begin_decode", "copy_ints", "embed", "linear", "linear_silu_mul", "moe",
-           "qk_norm_rope_store", "rms_norm", "sample", "silu_mul"]
+__all__ = ["add_norm_linear", "add_rms_norm", "apply_updates", "begin_decode", "copy_ints", "embed", "linear", "linear_add",
+           "linear_silu_mul", "moe", "qk_norm_rope_store", "rms_norm", "sample", "silu_mul"]
 
 LIBRARY = cpu_build.load()
 
@@ -35,10 +35,10 @@ def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.
     return out_TD
 
 
-def add_norm_linear(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
+def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
                     bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    product = linear_silu_mul if gated else linear
-    return product(add_rms_norm(x_TD, residual_TD, norm_weight_D, eps), weight, bias), residual_TD
+    normed_TD = rms_norm(residual_TD, norm_weight_D, eps) if x_TD is None else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+    return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,12 @@
-"""Products of 2 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up in the epilogue, in Gluon.
+"""Products of 2 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up, or the residual, in the epilogue, in Gluon.
 
 A decode step's products are short: of qwen3-0.6b's 5 to 7 us with cuBLAS 2 or 3 are the reading of weights, the rest is what comes before
 and after it. So all that does not need the rows is done while the kernel before still runs (pdl.py): a program asks the copy engine for
 its first weight tiles, as many as shared memory holds, and then waits. Where its whole slice of the weight and of the rows fits, no tile
 is ever replaced, and the loop is nothing but tensor-core instructions; a longer slice runs through the tiles as through a ring.
 Few outputs are split over inputs, so that all SMs work: the last program of a tile to arrive adds the parts in a fixed order.
+
+A product that ends in the residual adds itself to it (ADD), rounded as one of its own; its old values too are on their way early.
 
 32 rows or fewer are the right operand (out^T = weight @ x^T), as the left one comes in 64 rows. Gate and up are two sums of one program,
 rounded as a product of its own would. Us beside cuBLAS's (and its SiLU * up): docs/decisions.md.
@@ -116,7 +118,7 @@ def _multiply(x, weight, sums, SWAP: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T", "tiles", "splits"])
 def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr, O, T, tiles, splits, GATED: gl.constexpr,
-                  SPLIT: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+                  ADD: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
     """Of the tile (program 0, program 1) and the `tiles` * BLOCK_I inputs of program 2."""
     BLOCK_T: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_O: gl.constexpr = weight_desc.block_type.shape[0]
@@ -141,6 +143,15 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
     _wait_for_inputs(PDL)
     for i in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(x_desc, [first_row, first_column + i * BLOCK_I], full.index(i), x_smem.index(i))
+
+    LANES: gl.constexpr = min(BLOCK_O // 8, 32)    # that store a row's outputs, 16 bytes each
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [num_warps, 1], [1, 0])
+    row = first_row + gl.arange(0, BLOCK_T, gl.SliceLayout(1, wide))
+    out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(0, wide))
+    out_ptrs = out_ptr + row.to(gl.int64)[:, None] * O + out[None, :]
+    inside = (row < T)[:, None] & (out < O)[None, :]
+    if ADD:
+        before = gl.load(out_ptrs, mask=inside, other=0.0)
 
     ROWS: gl.constexpr = BLOCK_O if SWAP else BLOCK_T
     COLUMNS: gl.constexpr = BLOCK_T if SWAP else BLOCK_O
@@ -191,29 +202,30 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
 
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
-        out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(1 if SWAP else 0, mma))
-        sums += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
+        at_bias = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(1 if SWAP else 0, mma))
+        sums += gl.load(bias_ptr + at_bias, mask=at_bias < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
         if GATED:
-            up_sums += gl.load(bias_ptr + O + out, mask=out < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
+            up_sums += gl.load(bias_ptr + O + at_bias, mask=at_bias < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
     result = sums.to(DTYPE)
     if GATED:
         gate = result.to(gl.float32)
         result = (gate / (1.0 + gl.exp(-gate)) * up_sums.to(DTYPE).to(gl.float32)).to(DTYPE)
     if SWAP:
         result = result.permute((1, 0))
-    LANES: gl.constexpr = min(BLOCK_O // 8, 32)    # that store a row's outputs, 16 bytes each
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [num_warps, 1], [1, 0])
-    row = first_row + gl.arange(0, BLOCK_T, gl.SliceLayout(1, wide))
-    out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(0, wide))
-    inside = (row < T)[:, None] & (out < O)[None, :]
-    gl.store(out_ptr + row.to(gl.int64)[:, None] * O + out[None, :], gl.convert_layout(result, wide), mask=inside)
+    result = gl.convert_layout(result, wide)
+    if ADD:
+        result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
+    gl.store(out_ptrs, result, mask=inside)
 
 
-def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half. Bits do not depend on timing."""
+def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
+                   residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half. Bits do not depend on timing. `residual`: the product is
+    added to it in place, and it is returned."""
     assert x_TI.is_contiguous() and weight.is_contiguous() and not (gated and tiles.splits > 1)
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = x_TI.new_empty((rows, outs))
+    out_TO = x_TI.new_empty((rows, outs)) if residual_TO is None else residual_TO
+    assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
     parts, arrived = out_TO, out_TO
     if tiles.splits > 1:
@@ -222,8 +234,8 @@ def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor,
         arrived = _arrived(x_TI.device)
     hopper_kernel[grid](
         _descriptor(x_TI, tiles.rows, tiles.columns), _descriptor(weight, tiles.outs, tiles.columns), bias, out_TO, parts, arrived, outs,
-        rows, tiles.num_tiles(inputs), tiles.splits, GATED=gated, SPLIT=tiles.splits > 1, STAGES=tiles.stages(inputs, gated), num_warps=4,
-        **pdl_options())
+        rows, tiles.num_tiles(inputs), tiles.splits, GATED=gated, ADD=residual_TO is not None, SPLIT=tiles.splits > 1,
+        STAGES=tiles.stages(inputs, gated), num_warps=4, **pdl_options())
     return out_TO
 
 

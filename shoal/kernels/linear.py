@@ -3,8 +3,9 @@ on Hopper what lies between goes to hopper_linear.py.
 
 A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before the rows are there
 (pdl.py); more go to tensor cores, the weight as the left operand, so that rows are padded to 16 only. Nothing is split over programs:
-a result is one sum in a fixed order. GATED: weight is gate over up, and silu(gate) * up leaves the kernel instead of the two.
-The residual sum and RMSNorm before a product of one row are part of it: w (g * x) / rms(x) needs rms(x) at its end only.
+a result is one sum in a fixed order. GATED: weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the
+product, rounded as one of its own, is added to what the output holds, the residual; that is asked for before the product, not after it.
+RMSNorm before a product of one row, and a residual sum before that, are part of it: w (g * x) / rms(x) needs rms(x) at its end only.
 T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
 """
 
@@ -20,7 +21,7 @@ import triton.language as tl
 
 from shoal.kernels.activation import silu, silu_mul
 from shoal.kernels.hopper import HAS_GLUON
-from shoal.kernels.norm import add_rms_norm
+from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 
 if HAS_GLUON:
@@ -67,13 +68,14 @@ def _prefetch_rows(weight_ptr, first, end, I, PDL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _vector_kernel(x_ptr, residual_ptr, norm_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I, T, GATED: tl.constexpr,
-                   EVEN: tl.constexpr, WHOLE: tl.constexpr, PREFETCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
-                   BLOCK_I: tl.constexpr, PDL: tl.constexpr):
+def _vector_kernel(x_ptr, norm_ptr, residual_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I, T, GATED: tl.constexpr,
+                   ADD: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PREFETCH: tl.constexpr, BLOCK_T: tl.constexpr,
+                   BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):
     """Of T <= BLOCK_T rows, elementwise. EVEN: whole tiles of inputs. WHOLE: one tile of inputs. PREFETCH: the tiles after the first, into
     the L2 cache.
 
-    With `residual_ptr`: of RMSNorm(x + residual), weighted by `norm_ptr`; the first program leaves the sum in `sum_ptr`.
+    With `norm_ptr`: of RMSNorm(x), weighted by it. With `residual_ptr` too: of that of x + residual, whose sum the first program leaves in
+    `sum_ptr`. (What ADD adds to is in `out_ptr`.)
     """
     first = tl.program_id(0) * BLOCK_O
     out = first + tl.arange(0, BLOCK_O)
@@ -87,7 +89,7 @@ def _vector_kernel(x_ptr, residual_ptr, norm_ptr, sum_ptr, weight_ptr, bias_ptr,
     weight = tl.load(weight_ptrs, mask=in_tile, other=0.0)
     if GATED:
         up_weight = tl.load(up_ptrs, mask=in_tile, other=0.0)
-    if residual_ptr is not None:
+    if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=column < I, other=0.0)
     if PREFETCH and PDL:
         end = tl.minimum(first + BLOCK_O, O)
@@ -96,6 +98,10 @@ def _vector_kernel(x_ptr, residual_ptr, norm_ptr, sum_ptr, weight_ptr, bias_ptr,
             _prefetch_rows(weight_ptr, first + O, end + O, I, PDL)
     wait_for_inputs(PDL)
 
+    out_ptrs = out_ptr + row[:, None] * O + out[None, :]
+    inside = (row < T)[:, None] & (out < O)[None, :]
+    if ADD:
+        before = tl.load(out_ptrs, mask=inside, other=0.0)
     sums = tl.zeros((BLOCK_T, BLOCK_O, BLOCK_I), tl.float32)
     up_sums = tl.zeros((BLOCK_T, BLOCK_O, BLOCK_I), tl.float32)
     squares = tl.zeros((BLOCK_T, 1, BLOCK_I), tl.float32)
@@ -106,13 +112,12 @@ def _vector_kernel(x_ptr, residual_ptr, norm_ptr, sum_ptr, weight_ptr, bias_ptr,
         if residual_ptr is not None:
             x = (x.to(tl.float32) + tl.load(residual_ptr + offsets + start, mask=in_x, other=0.0).to(tl.float32)).to(x.dtype)
             tl.store(sum_ptr + offsets + start, x, mask=in_x & (first == 0))
-            x32 = x.to(tl.float32)
+        x32 = x.to(tl.float32)
+        if norm_ptr is not None:
             squares += x32 * x32
             x32 *= norm.to(tl.float32)
             if not WHOLE:
                 norm = tl.load(norm_ptr + next_start + column, mask=next_start + column < I, other=0.0)
-        else:
-            x32 = x.to(tl.float32)
         sums += weight.to(tl.float32) * x32
         if GATED:
             up_sums += up_weight.to(tl.float32) * x32
@@ -122,12 +127,14 @@ def _vector_kernel(x_ptr, residual_ptr, norm_ptr, sum_ptr, weight_ptr, bias_ptr,
             if GATED:
                 up_weight = tl.load(up_ptrs + next_start, mask=in_tile, other=0.0)
     result, up = tl.sum(sums, axis=2), tl.sum(up_sums, axis=2)
-    if residual_ptr is not None:
+    if norm_ptr is not None:
         scale = tl.rsqrt(tl.sum(squares, axis=2) / I + eps)
         result *= scale
         up *= scale
     result = _finish(result, up, bias_ptr, out[None, :], O, out_ptr.dtype.element_ty, GATED)
-    tl.store(out_ptr + row[:, None] * O + out[None, :], result, mask=(row < T)[:, None] & (out < O)[None, :])
+    if ADD:
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out_ptrs, result, mask=inside)
 
 
 @triton.jit
@@ -144,8 +151,8 @@ def _finish(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.cons
 
 
 @triton.jit(do_not_specialize=["T"])
-def _matrix_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, O, I, T, GATED: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr,
-                   BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):
+def _matrix_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, O, I, T, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+                   BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):
     """Of T <= BLOCK_T rows, by tensor cores: out^T = weight @ x^T."""
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     row = tl.arange(0, BLOCK_T)
@@ -154,8 +161,11 @@ def _matrix_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, O, I, T, GATED: tl.cons
     weight_ptrs = weight_ptr + out.to(tl.int64)[:, None] * I + column[None, :]
     up_ptrs = weight_ptr + (out + O).to(tl.int64)[:, None] * I + column[None, :]
     x_ptrs = x_ptr + row[None, :] * I + column[:, None]
+    out_ptrs = out_ptr + row[None, :] * O + out[:, None]
     wait_for_inputs(PDL)
 
+    if ADD:
+        before = tl.load(out_ptrs, mask=in_out & in_row, other=0.0)
     sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     for start in range(0, I, BLOCK_I):
@@ -169,12 +179,24 @@ def _matrix_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, O, I, T, GATED: tl.cons
         if GATED:
             up_sums = tl.dot(tl.load(up_ptrs + start, mask=in_tile, other=0.0), x, up_sums)
     result = _finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
-    tl.store(out_ptr + row[None, :] * O + out[:, None], result, mask=in_out & in_row)
+    if ADD:
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out_ptrs, result, mask=in_out & in_row)
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     y_TO = _multiply(x_TI, weight_OI, bias_O, gated=False)
     return F.linear(x_TI, weight_OI, bias_O) if y_TO is None else y_TO
+
+
+def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor) -> None:
+    """residual += the product, in place."""
+    if _multiply(x_TI, weight_OI, bias_O, gated=False, residual_TO=residual_TO) is not None:
+        return
+    if bias_O is None:
+        residual_TO.addmm_(x_TI, weight_OI.t())
+    else:
+        residual_TO += F.linear(x_TI, weight_OI, bias_O)
 
 
 def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
@@ -183,25 +205,28 @@ def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F)) if y_TF is None else y_TF
 
 
-def add_norm_linear(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
+def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
                     bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """One kernel for one narrow row, whose sum is a tensor of its own: no program may write what others still read. A token of qwen3-0.6b
-    735 us to 699; of four rows, and of qwen3-8b, it was 5 and 10 % slower than with a norm of its own."""
-    tiles = _tiles(x_TD, weight, gated)
-    if tiles is None or x_TD.shape[0] > 1 or x_TD.shape[1] > FUSED_COLUMNS:
-        product_of = linear_silu_mul if gated else linear
-        return product_of(add_rms_norm(x_TD, residual_TD, norm_weight_D, eps), weight, bias), residual_TD
+    735 us to 699; of four rows, and of qwen3-8b, it was 5 and 10 % slower than with a norm of its own. x None: there is no sum."""
+    tiles = _tiles(residual_TD, weight, gated)
+    if tiles is None or residual_TD.shape[0] > 1 or residual_TD.shape[1] > FUSED_COLUMNS:
+        normed_TD = rms_norm(residual_TD, norm_weight_D, eps) if x_TD is None else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+        return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
+    if x_TD is None:
+        return product(tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps), residual_TD
     assert residual_TD.is_contiguous()
     sum_TD = torch.empty_like(residual_TD)
-    return product(tiles, x_TD, weight, bias, gated, (residual_TD, norm_weight_D, sum_TD), eps), sum_TD
+    return product(tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps), sum_TD
 
 
-def _multiply(x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor | None:
+def _multiply(x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
+              residual_TO: torch.Tensor | None = None) -> torch.Tensor | None:
     """None: cuBLAS is as fast."""
     if HAS_GLUON and (hopper_tiles := hopper_linear.tiles_for(x_TI, weight, gated)):
-        return hopper_linear.hopper_product(hopper_tiles, x_TI, weight, bias, gated)
+        return hopper_linear.hopper_product(hopper_tiles, x_TI, weight, bias, gated, residual_TO)
     tiles = _tiles(x_TI, weight, gated)
-    return None if tiles is None else product(tiles, x_TI, weight, bias, gated)
+    return None if tiles is None else product(tiles, x_TI, weight, bias, gated, residual_TO)
 
 
 def _tiles(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> Tiles | None:
@@ -211,23 +236,27 @@ def _tiles(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> Tiles | Non
 
 
 def product(tiles: Tiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
-            norm: tuple[torch.Tensor | None, ...] = (None, None, None), eps: float = 0.0) -> torch.Tensor:
-    """`norm`, of elementwise products: the residual to add to x before, the norm's weight, where the sum goes."""
+            residual_TO: torch.Tensor | None = None, *, norm: tuple[torch.Tensor | None, ...] = (None, None, None),
+            eps: float = 0.0) -> torch.Tensor:
+    """`residual`: the product is added to it in place, and it is returned. `norm`, of elementwise products: the norm's weight, the residual
+    to add to x before (or None), where that sum goes."""
     assert x_TI.is_contiguous() and weight.is_contiguous()
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = x_TI.new_empty((rows, outs))
+    out_TO = x_TI.new_empty((rows, outs)) if residual_TO is None else residual_TO
+    assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
+    add = residual_TO is not None
     grid, even = (triton.cdiv(outs, tiles.outs),), columns % tiles.columns == 0
     if tiles.num_stages == 0:
         whole = columns <= tiles.columns
         _vector_kernel[grid](
-            x_TI, *norm, weight, bias, out_TO, eps, outs, columns, rows, GATED=gated, EVEN=even, WHOLE=whole,
+            x_TI, *norm, weight, bias, out_TO, eps, outs, columns, rows, GATED=gated, ADD=add, EVEN=even, WHOLE=whole,
             PREFETCH=not whole and columns % 8 == 0 and grid[0] * tiles.num_warps <= ONE_WAVE, BLOCK_T=triton.next_power_of_2(rows),
             BLOCK_O=tiles.outs, BLOCK_I=tiles.columns, num_warps=tiles.num_warps, num_stages=1, **pdl_options())
     else:
         block_t = max(16, triton.next_power_of_2(rows))
         stage_bytes = (tiles.outs * (1 + gated) + block_t) * tiles.columns * weight.itemsize
         _matrix_kernel[grid](
-            x_TI, weight, bias, out_TO, outs, columns, rows, GATED=gated, EVEN=even, BLOCK_T=block_t, BLOCK_O=tiles.outs,
+            x_TI, weight, bias, out_TO, outs, columns, rows, GATED=gated, ADD=add, EVEN=even, BLOCK_T=block_t, BLOCK_O=tiles.outs,
             BLOCK_I=tiles.columns, num_warps=tiles.num_warps, num_stages=fitting_stages(tiles.num_stages, stage_bytes, weight.device),
             **pdl_options())
     return out_TO

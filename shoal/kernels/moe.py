@@ -2,7 +2,8 @@
 
 A *slot* is one (token, choice) pair. 1. `_route` picks each token's experts and numbers the slots of an expert. 2. `_arrange` lists the
 slots expert by expert and cuts each expert's part into tiles of BLOCK_M. 3. `_gate_up` and 4. `_down` are products over those tiles,
-rows gathered on the way in and scattered on the way out. 5. `_combine` sums each token's slots by weight, in float32.
+rows gathered on the way in and scattered on the way out. 5. `_combine` sums each token's slots by weight, in float32, and
+adds them, rounded, to what the output holds if that is the residual (ADD).
 T tokens · E experts · k choices a token · D hidden · F intermediate. Oracle: reference.py.
 """
 
@@ -137,7 +138,7 @@ def _down(hidden_ptr, w2_ptr, out_ptr, slots_ptr, tiles_ptr, D: tl.constexpr, F:
 
 
 @triton.jit
-def _combine(slots_out_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(slots_out_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < D
@@ -145,7 +146,10 @@ def _combine(slots_out_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, BLOCK: tl.
     for j in tl.static_range(K):
         slot = token * K + j
         total += tl.load(slots_out_ptr + slot * D + column, mask=mask, other=0.0).to(tl.float32) * tl.load(weights_ptr + slot)
-    tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+    out = total.to(out_ptr.dtype.element_ty)
+    if ADD:
+        out = (tl.load(out_ptr + token * D + column, mask=mask, other=0.0).to(tl.float32) + out.to(tl.float32)).to(out.dtype)
+    tl.store(out_ptr + token * D + column, out, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +176,15 @@ def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype) -> Block
 
 
 def moe(x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
-        norm_topk_prob: bool) -> torch.Tensor:
-    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight."""
+        norm_topk_prob: bool, residual_TD: torch.Tensor | None = None) -> torch.Tensor:
+    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight; with a residual: adds that to it in place,
+    and returns it."""
     return moe_with(choose_blocks(x_TD.shape[0] * top_k, w2_EDF.shape[0], x_TD.dtype), x_TD, router_logits_TE, w13_E2FD, w2_EDF, top_k,
-                    norm_topk_prob)
+                    norm_topk_prob, residual_TD)
 
 
 def moe_with(blocks: Blocks, x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
-             norm_topk_prob: bool) -> torch.Tensor:
+             norm_topk_prob: bool, residual_TD: torch.Tensor | None = None) -> torch.Tensor:
     assert x_TD.is_contiguous() and router_logits_TE.is_contiguous() and w13_E2FD.is_contiguous() and w2_EDF.is_contiguous()
     num_tokens, hidden = x_TD.shape
     num_experts, _, size = w2_EDF.shape
@@ -190,7 +195,9 @@ def moe_with(blocks: Blocks, x_TD: torch.Tensor, router_logits_TE: torch.Tensor,
     experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))    # each aligned
     tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=x_TD.device)
     weights = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
-    hidden_states, slots_out, out_TD = x_TD.new_empty((num_slots, size)), x_TD.new_empty((num_slots, hidden)), torch.empty_like(x_TD)
+    hidden_states, slots_out = x_TD.new_empty((num_slots, size)), x_TD.new_empty((num_slots, hidden))
+    out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
+    assert out_TD.is_contiguous() and out_TD.shape == x_TD.shape and out_TD.dtype == x_TD.dtype
     num_programs = triton.cdiv(max(num_slots, num_tiles), ARRANGED.value)
     products = dict(D=hidden, F=size, PRECISION="ieee" if x_TD.dtype == torch.float32 else "tf32", BLOCK_M=blocks.m, BLOCK_N=blocks.n,
                     BLOCK_K=blocks.k, num_warps=blocks.num_warps,
@@ -202,5 +209,6 @@ def moe_with(blocks: Blocks, x_TD: torch.Tensor, router_logits_TE: torch.Tensor,
     _gate_up[(triton.cdiv(size, blocks.n), num_tiles)](x_TD, w13_E2FD, hidden_states, slots, tiles, K=top_k, **products)
     _down[(triton.cdiv(hidden, blocks.n), num_tiles)](hidden_states, w2_EDF, slots_out, slots, tiles, **products)
     block = min(1024, triton.next_power_of_2(hidden))
-    _combine[(num_tokens, triton.cdiv(hidden, block))](slots_out, weights, out_TD, hidden, K=top_k, BLOCK=block)
+    _combine[(num_tokens, triton.cdiv(hidden, block))](slots_out, weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None,
+                                                     BLOCK=block)
     return out_TD

@@ -41,16 +41,22 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return F.linear(x_TI, weight_OI, bias_O)
 
 
+def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor) -> None:
+    """residual += the product, in place."""
+    residual_TO += F.linear(x_TI, weight_OI, bias_O)
+
+
 def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
     """The gate (first half of the outputs) and up products, and silu(gate) * up."""
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
 
 
-def add_norm_linear(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
+def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
                     bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear`, or `linear_silu_mul` if gated, of the norm of residual + x; and that sum, which may take the residual's place."""
-    product = linear_silu_mul if gated else linear
-    return product(add_rms_norm(x_TD, residual_TD, norm_weight_D, eps), weight, bias), residual_TD
+    """`linear`, or `linear_silu_mul` if gated, of the norm of residual + x (None: of the residual alone); and that sum, which may take the
+    residual's place."""
+    normed_TD = rms_norm(residual_TD, norm_weight_D, eps) if x_TD is None else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+    return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
 
 
 def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
@@ -205,12 +211,14 @@ def route(router_logits_TE: torch.Tensor, top_k: int, norm_topk_prob: bool) -> t
 
 
 def moe(x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
-        norm_topk_prob: bool) -> torch.Tensor:
-    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight, in float32."""
+        norm_topk_prob: bool, residual_TD: torch.Tensor | None = None) -> torch.Tensor:
+    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight, in float32. With a residual: adds that to
+    it in place, and returns it."""
     weights_Tk, experts_Tk = route(router_logits_TE, top_k, norm_topk_prob)
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for expert in experts_Tk.unique().tolist():
         tokens, choice = (experts_Tk == expert).nonzero(as_tuple=True)
         hidden = silu_mul(F.linear(x_TD[tokens], w13_E2FD[expert]))
         out_TD.index_add_(0, tokens, F.linear(hidden, w2_EDF[expert]).float() * weights_Tk[tokens, choice].unsqueeze(1))
-    return out_TD.to(x_TD.dtype)
+    out_TD = out_TD.to(x_TD.dtype)
+    return out_TD if residual_TD is None else residual_TD.add_(out_TD)

@@ -34,8 +34,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
 
     def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StepInput, kv_layer: torch.Tensor,
-                cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the norm of residual + x; returns what is to be added to the sum, and the sum."""
+                cos_sin: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Of the norm of residual + x; returns what is left to add to the sum (None: nothing), and the sum."""
         h, g, n = self.num_heads, self.num_kv_heads, self.head_dim
         qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
         q_norm = self.q_norm.weight if self.q_norm is not None else None
@@ -44,4 +44,4 @@ class Attention(nn.Module):
                                     kv_layer, h, g)
         heads = qkv.view(-1, h + 2 * g, n)
         out_THN = self.backend.attend(heads[:, :h], heads[:, h:h + g], heads[:, h + g:], kv_layer, step, self.window)
-        return self.o_proj(out_THN.view(-1, h * n)), residual_TD
+        return self.o_proj.add_to(out_THN.view(-1, h * n), residual_TD), residual_TD

@@ -104,6 +104,14 @@ class Linear(nn.Module):
                 y_TO = y_TO + self.bias
         return y_TO
 
+    def add_to(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> torch.Tensor | None:
+        """Adds y to the residual in place, and returns None; or leaves it to the next norm, and returns y: of several ranks, whose sums
+        would round once more before the all-reduce, and of packed weights, after which the norm's C kernel adds in passing."""
+        if self.tp.size > 1 or self.packed is not None:
+            return self(x_TI)
+        self.ops.linear_add(x_TI, self.weight, self.bias, residual_TO)    # type: ignore[arg-type]
+        return None
+
     def silu_mul(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Of a layer with the parts (gate, up), not split over its inputs: silu(gate) * up."""
         if self.packed is not None:

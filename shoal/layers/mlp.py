@@ -1,6 +1,6 @@
 """The feed-forward half of a layer: the norm of the sum with the residual, then SwiGLU (Shazeer 2020), dense or as a mixture of experts.
 
-Both kinds take what is to be added to the residual, and return what the next layer has to add, and the residual.
+Both kinds take what is to be added to the residual (None: nothing), and return what the next layer has to add, and the residual.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(size, (config.hidden_size,), tp, ops, split="rows", bias=config.mlp_bias,
                                 keep_quantized=keep_quantized)
 
-    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor | None, torch.Tensor]:
         hidden_TF, residual_TD = norm.add_linear(x_TD, residual_TD, self.gate_up_proj, silu_mul=True)
-        return self.down_proj(hidden_TF), residual_TD
+        return self.down_proj.add_to(hidden_TF, residual_TD), residual_TD
 
 
 class Experts(nn.Module):
@@ -65,7 +65,8 @@ class MoE(nn.Module):
         self.gate = Linear(config.hidden_size, (config.num_experts,), tp, ops, split=None)
         self.experts = Experts(config, tp)
 
-    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD = norm.add(x_TD, residual_TD)
-        out_TD = self.ops.moe(x_TD, self.gate(x_TD), self.experts.w13, self.experts.w2, self.top_k, self.norm_topk_prob)
-        return self.tp.all_reduce(out_TD), residual_TD
+    def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor | None, torch.Tensor]:
+        normed_TD, alone = norm.add(x_TD, residual_TD), self.tp.size == 1
+        out_TD = self.ops.moe(normed_TD, self.gate(normed_TD), self.experts.w13, self.experts.w2, self.top_k, self.norm_topk_prob,
+                              residual_TD if alone else None)
+        return None if alone else self.tp.all_reduce(out_TD), residual_TD

@@ -20,11 +20,10 @@ class RMSNorm(nn.Module):
     def load(self, parameter: str, tensor: Loaded, part: int, name: str) -> None:
         copy_into(self.weight, tensor, name)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.ops.rms_norm(x_TD, self.weight, self.eps)
-
-    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-        """residual += x in place; returns the norm of the sum."""
+    def add(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor) -> torch.Tensor:
+        """residual += x in place; returns the norm of the sum. x None: nothing to add."""
+        if x_TD is None:
+            return self.ops.rms_norm(residual_TD, self.weight, self.eps)
         return self.ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
     def add_linear(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, linear: Linear,
@@ -33,8 +32,7 @@ class RMSNorm(nn.Module):
 
         One kernel if there is one row. x None: nothing to add.
         """
-        if x_TD is not None and linear.packed is None:
+        if linear.packed is None:
             return self.ops.add_norm_linear(x_TD, residual_TD, self.weight, self.eps, linear.weight,    # type: ignore[arg-type]
                                             linear.bias, silu_mul)
-        normed_TD = self(residual_TD) if x_TD is None else self.add(x_TD, residual_TD)
-        return (linear.silu_mul if silu_mul else linear)(normed_TD), residual_TD
+        return (linear.silu_mul if silu_mul else linear)(self.add(x_TD, residual_TD)), residual_TD

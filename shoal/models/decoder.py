@@ -44,7 +44,8 @@ def check_parallel(config: ModelConfig, size: int) -> None:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm transformer block. `residual` is carried beside x, so that the sum, the norm and a product are one kernel."""
+    """Pre-norm transformer block. Its products add themselves to `residual`; where they can't, what is left to add is carried beside it, so
+    that the sum and the norm are one kernel."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend,
                  keep_quantized: bool) -> None:
@@ -55,8 +56,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
     def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: StepInput, kv_layer: torch.Tensor,
-                cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x is what the layer before has to add to the residual (None for the first); returns the same for the next."""
+                cos_sin: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """x is what the layer before left to add to the residual (None: nothing); returns the same for the next."""
         x_TD, residual_TD = self.self_attn(x_TD, residual_TD, self.input_layernorm, step, kv_layer, cos_sin)
         return self.mlp(x_TD, residual_TD, self.post_attention_layernorm)
 
@@ -88,17 +89,16 @@ class Decoder(nn.Module):
         residual_TD = self.embed_tokens.embed(step.token_ids_T)
         x_TD, residual_TD = self._layers(residual_TD, step, kv)
         if select_S is not None:
-            x_TD, residual_TD = x_TD[select_S], residual_TD[select_S]
+            x_TD, residual_TD = None if x_TD is None else x_TD[select_S], residual_TD[select_S]
         return self.norm.add(x_TD, residual_TD)
 
-    def _layers(self, residual_TD: torch.Tensor, step: StepInput, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _layers(self, residual_TD: torch.Tensor, step: StepInput, kv: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """All layers; returns what is left to add to the residual, and the residual."""
         if self.fused is not None:
             return self.fused(residual_TD, step, kv, self.cos_sin), residual_TD
         x_TD: torch.Tensor | None = None
         for i, layer in enumerate(self.layers):
             x_TD, residual_TD = layer(x_TD, residual_TD, step, kv[:, i], self.cos_sin)
-        assert x_TD is not None
         return x_TD, residual_TD
 
     @contextmanager

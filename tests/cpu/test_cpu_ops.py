@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shoal.kernels import cpu_build, cpu_ops, reference
 from shoal.kernels.state import Field
@@ -30,6 +31,21 @@ def test_norms_and_gates_are_the_references(shape):
     assert torch.equal(residual, want_residual)
     gate_up = unaligned(shape[0], 2 * shape[1])
     torch.testing.assert_close(cpu_ops.silu_mul(gate_up), reference.silu_mul(gate_up), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("shape", [(1, 576, 64), (3, 5, 7), (17, 123, 1), (0, 8, 8)])
+def test_products_add_themselves_and_norms_do_without_a_sum(shape, bias, dtype):
+    rows, columns, outs = shape
+    x, weight, residual = (torch.randn(size, dtype=dtype) for size in ((rows, columns), (outs, columns), (rows, outs)))
+    b, norm_weight = torch.randn(outs, dtype=dtype) if bias else None, torch.randn(columns, dtype=dtype)
+    for ops in (cpu_ops, reference):
+        ours = residual.clone()
+        ops.linear_add(x, weight, b, ours)
+        torch.testing.assert_close(ours, residual + F.linear(x, weight, b), rtol=0, atol=0)
+        y, same = ops.add_norm_linear(None, x, norm_weight, 1e-5, weight, b, False)
+        assert same is x and torch.equal(y, F.linear(ops.rms_norm(x, norm_weight, 1e-5), weight, b))
 
 
 def test_gates_saturate_and_keep_nan():

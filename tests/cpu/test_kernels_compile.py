@@ -58,6 +58,7 @@ def _moe(tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtyp
                  torch.zeros(num_experts, 2 * size, hidden, dtype=dtype), torch.zeros(num_experts, hidden, size, dtype=dtype), top_k, True)
     if blocks is None:
         triton_ops.moe(*arguments)
+        triton_ops.moe(*arguments, torch.zeros(tokens, hidden, dtype=dtype))
     else:
         moe_with(blocks, *arguments)
 

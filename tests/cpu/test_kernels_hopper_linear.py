@@ -48,11 +48,14 @@ def test_gated_products_too_narrow_for_most_sms_stay_where_they_were() -> None:
     assert choose_hopper_tiles(8, 1536, 4096, True, H200_SMS) is None    # qwen3-8b's on one of 8 ranks
 
 
-def _launch(rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, bias: bool) -> None:
+def _launch(rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, with_bias: bool, add: bool) -> None:
     with torch.device("meta"):
         x, weight = torch.empty(rows, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
-        product = linear.linear_silu_mul if gated else linear.linear
-        product(x, weight, torch.empty(len(weight), dtype=dtype) if bias else None)
+        bias = torch.empty(len(weight), dtype=dtype) if with_bias else None
+        if add:
+            linear.linear_add(x, weight, bias, torch.empty(rows, outs, dtype=dtype))
+        else:
+            (linear.linear_silu_mul if gated else linear.linear)(x, weight, bias)
 
 
 def _sms_of_target(device: torch.device) -> int:
@@ -64,8 +67,9 @@ for rows in (8, 16, 32, 64, 128, 256):    # each kernel once
         if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
             odd = outs % 16 > 0
             split, stages = tiles.splits > 1, tiles.stages(inputs, gated)
-            case = f"{tiles.rows} x {tiles.outs} x {tiles.columns} {stages=} {split=} {gated=} {odd=}"
-            LAUNCHES.setdefault(case, partial(_launch, rows, outs, inputs, gated, FP16 if odd else BF16, odd))
+            for add in (False, True)[:2 - gated]:
+                case = f"{tiles.rows} x {tiles.outs} x {tiles.columns} {stages=} {split=} {gated=} {odd=} {add=}"
+                LAUNCHES.setdefault(case, partial(_launch, rows, outs, inputs, gated, FP16 if odd else BF16, odd, add))
 
 if not triton.knobs.runtime.interpret:    # this file once more, in the process that compiles
     hopper_linear.num_sms = _sms_of_target

@@ -44,6 +44,17 @@ def test_products_equal_exact_ones(rows: int, outs: int, columns: int, bias: boo
     torch.testing.assert_close(ours.float(), exact(x, weight, b, gated), rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize(("outs", "columns"), [(1, 1), (7, 13), (130, 70), (48, 1024), (33, 1100), (5, 2049), (3, 3600)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
+def test_a_product_that_adds_itself_rounds_twice(rows: int, outs: int, columns: int, bias: bool) -> None:
+    x, weight, b = operands(rows, outs, columns, bias, False)
+    residual = torch.randn(rows, outs).to(FP16)
+    expected = residual + linear.linear(x, weight, b)
+    linear.linear_add(x, weight, b, residual)
+    assert torch.equal(residual, expected)
+
+
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(("outs", "columns"), [(7, 13), (48, 1024), (33, 1100), (5, 2049)])
 @pytest.mark.parametrize("rows", [1, 3, 5, 70])
@@ -55,12 +66,18 @@ def test_sum_norm_and_product_equal_exact_ones(rows: int, outs: int, columns: in
     ours, ours_total = linear.add_norm_linear(x, residual, norm_weight, 1e-6, weight, bias, gated)
     assert torch.equal(ours_total, total)
     torch.testing.assert_close(ours.float(), exact(normed, weight, bias, gated), rtol=2e-3, atol=2e-3)
+    kept = total.clone()
+    of_the_sum, unchanged = linear.add_norm_linear(None, total, norm_weight, 1e-6, weight, bias, gated)
+    assert torch.equal(of_the_sum, ours) and unchanged is total and torch.equal(total, kept)
 
 
 @pytest.mark.parametrize("tiles", [linear.Tiles(2, 64, 1), linear.Tiles(16, 16, 4, 2), linear.Tiles(32, 64, 4, 3)], ids=str)
 def test_any_tiles_give_the_product(tiles: linear.Tiles) -> None:
     x, weight, bias = operands(21, 45, 100, True, True)
     torch.testing.assert_close(linear.product(tiles, x, weight, bias, True).float(), exact(x, weight, bias, True), rtol=2e-3, atol=1e-3)
+    residual = torch.randn(21, 90).to(FP16)
+    expected = residual + linear.product(tiles, x, weight, bias, False)
+    assert linear.product(tiles, x, weight, bias, False, residual) is residual and torch.equal(residual, expected)
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(0, FP16), (65, FP16), (3, torch.float32)])
@@ -68,6 +85,12 @@ def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = (t.to(dtype) for t in operands(rows, 6, 10, True, False))
     assert torch.equal(linear.linear(x, weight, bias), F.linear(x, weight, bias))
     torch.testing.assert_close(linear.linear_silu_mul(x, weight, bias), reference.linear_silu_mul(x, weight, bias), rtol=2e-3, atol=1e-5)
+    for b in (None, bias):
+        residual = torch.randn(rows, 6).to(dtype)
+        expected = residual.clone()
+        linear.linear_add(x, weight, b, residual)
+        reference.linear_add(x, weight, b, expected)
+        torch.testing.assert_close(residual, expected, rtol=2e-3, atol=1e-3 if dtype == FP16 else 1e-5)    # one rounding, or two
 
 
 def test_nothing_is_written_beyond_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +100,19 @@ def test_nothing_is_written_beyond_the_output(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, shape, **o: room[1:4] if shape == (3, 21) else new_empty(self, shape, **o))
     linear.linear(x, weight, None)
     assert (room[0] == 7).all() and (room[4] == 7).all() and (room[1:4] != 7).all()
+    linear.linear_add(x, weight, None, room[1:4])
+    assert (room[0] == 7).all() and (room[4] == 7).all() and (room[1:4] != 7).all()
 
 
 def _launch(rows: int, outs: int, columns: int, gated: bool, dtype: torch.dtype) -> None:
     with torch.device("meta"):    # only compiled: a vocabulary's weight need not exist
         weight, x = torch.empty(outs * (1 + gated), columns, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
-        product = linear.linear_silu_mul if gated else linear.linear
-        product(x, weight, torch.empty(len(weight), dtype=dtype) if outs == 3072 else None)
+        product, bias = linear.linear_silu_mul if gated else linear.linear, torch.empty(len(weight), dtype=dtype) if outs == 3072 else None
+        product(x, weight, bias)
         linear.add_norm_linear(x, x, x[0], 1e-6, weight, None, gated)
+        linear.add_norm_linear(None, x, x[0], 1e-6, weight, None, gated)
+        if not gated:
+            linear.linear_add(x, weight, bias, torch.empty(rows, outs, dtype=dtype))
 
 
 for shape in ((4096, 1024, False), (3072, 1024, True), (1024, 3072, False), (1024, 2048, False), (12288, 4096, True), (4096, 12288, False),

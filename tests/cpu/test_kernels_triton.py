@@ -97,6 +97,10 @@ def test_moe_equals_the_loop_over_experts(tokens: int, experts: int, top_k: int,
     blocks = Blocks(16, 32, 16, 4, 2)
     result = moe_with(blocks, x, router, w13, w2, top_k, renormalise)
     torch.testing.assert_close(result, reference.moe(x, router, w13, w2, top_k, renormalise), **TOLERANCES[dtype])
+    residual = torch.randn(tokens, hidden).to(dtype)
+    for combine, output in ((moe_with, (blocks,)), (reference.moe, ())):
+        ours, alone = residual.clone(), combine(*output, x, router, w13, w2, top_k, renormalise)
+        assert combine(*output, x, router, w13, w2, top_k, renormalise, ours) is ours and torch.equal(ours, residual + alone)
 
 
 def test_begin_decode_reads_the_active_rows() -> None:

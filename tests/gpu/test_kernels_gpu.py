@@ -184,6 +184,9 @@ def test_moe(tokens: int, experts: int, top_k: int, hidden: int, size: int, dtyp
     for renormalise in (True, False):
         result = triton_ops.moe(x, router, w13, w2, top_k, renormalise)
         torch.testing.assert_close(result, reference.moe(x, router, w13, w2, top_k, renormalise), **tolerance)
+        residual = randn(tokens, hidden, dtype=dtype)
+        expected = residual + result
+        assert triton_ops.moe(x, router, w13, w2, top_k, renormalise, residual) is residual and torch.equal(residual, expected)
 
 
 def test_a_captured_moe_follows_its_router() -> None:

@@ -43,6 +43,25 @@ def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> Non
     assert error(triton_ops.linear(x, weight, bias), F.linear(x.float(), weight.float(), bias.float())) < 4e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("outs", "columns"), [
+    (1024, 2048), (1024, 3072), (1000, 576), (37, 2056), (4096, 4096), (4096, 12288), (1016, 1544)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 4, 7, 16, 17, 31, 33, 64, 100, 255, 300])
+def test_products_that_add_themselves(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
+    x, weight, some_bias = operands(rows, outs, columns, dtype)
+    hopper = hopper_linear.tiles_for(x, weight, False) if linear.HAS_GLUON else None
+    for bias in (None, some_bias):
+        room = torch.randn(rows + 2, outs, device=DEVICE).to(dtype)
+        before, residual = room.clone(), room[1:-1]
+        triton_ops.linear_add(x, weight, bias, residual)
+        assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
+        if hopper or linear._tiles(x, weight, False):
+            assert torch.equal(residual, before[1:-1] + triton_ops.linear(x, weight, bias))
+        elif rows:
+            exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            assert error(residual, before[1:-1] + exact) < 4e-3
+
+
 @pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 50, 65, 100, 256])
 def test_gated_products(rows: int, size: int, columns: int) -> None:
@@ -61,6 +80,9 @@ def test_sum_norm_and_product(rows: int, outs: int, columns: int, gated: bool) -
     ours, ours_total = triton_ops.add_norm_linear(x, residual, norm_weight, 1e-6, weight, bias, gated)
     assert torch.equal(ours_total, total)
     assert error(ours, F.silu(y.chunk(2, dim=1)[0]) * y.chunk(2, dim=1)[1] if gated else y) < 8e-3
+    of_the_sum, unchanged = triton_ops.add_norm_linear(None, total, norm_weight, 1e-6, weight, bias, gated)
+    assert unchanged is total and torch.equal(total, ours_total)
+    assert error(of_the_sum, F.silu(y.chunk(2, dim=1)[0]) * y.chunk(2, dim=1)[1] if gated else y) < 8e-3
 
 
 def test_a_chain_of_sums_norms_and_products_is_in_order_and_equal_each_time() -> None:
@@ -75,6 +97,25 @@ def test_a_chain_of_sums_norms_and_products_is_in_order_and_equal_each_time() ->
             if wait:
                 torch.cuda.synchronize()
         return y
+
+    expected = chain(wait=True)
+    check_replays(lambda: chain(wait=False), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 64, 300])
+def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time(rows: int) -> None:
+    """Each pair of kernels reads the residual and writes it in place, as a layer's halves do."""
+    x, up, _ = operands(rows, 2 * 3072, 1024, torch.bfloat16)
+    down, norm_weight = operands(1, 1024, 3072, torch.bfloat16)[1], torch.ones(1024, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain(wait: bool) -> torch.Tensor:
+        residual = x.clone()
+        for _ in range(60):
+            hidden, residual = triton_ops.add_norm_linear(None, residual, norm_weight, 1e-6, up, None, True)
+            triton_ops.linear_add(hidden, down, None, residual)
+            if wait:
+                torch.cuda.synchronize()
+        return residual
 
     expected = chain(wait=True)
     check_replays(lambda: chain(wait=False), expected)
