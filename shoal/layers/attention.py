@@ -34,14 +34,20 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
 
     def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm, step: StepInput, kv_layer: torch.Tensor,
-                cos_sin: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Of the norm of residual + x; returns what is left to add to the sum (None: nothing), and the sum."""
+                cos_sin: torch.Tensor, select_S: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Of the norm of residual + x; returns what is left to add to the sum (None: nothing), and the sum; both [S, D] if `select_S` says
+        which tokens are wanted."""
         h, g, n = self.num_heads, self.num_kv_heads, self.head_dim
         qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
         q_norm = self.q_norm.weight if self.q_norm is not None else None
         k_norm = self.k_norm.weight if self.k_norm is not None else None
         self.ops.qk_norm_rope_store(qkv, q_norm, k_norm, self.eps, cos_sin, step.positions_T, step.rows_T, step.block_tables_RM,
                                     kv_layer, h, g)
+        if select_S is not None and len(select_S) == 0:    # of a chunk that ends no prompt the cache is all that anyone reads
+            return None, residual_TD[:0]
         heads = qkv.view(-1, h + 2 * g, n)
         out_THN = self.backend.attend(heads[:, :h], heads[:, h:h + g], heads[:, h + g:], kv_layer, step, self.window)
-        return self.o_proj.add_to(out_THN.view(-1, h * n), residual_TD), residual_TD
+        out, residual = out_THN.view(-1, h * n), residual_TD
+        if select_S is not None:
+            out, residual = out[select_S], residual[select_S]
+        return self.o_proj.add_to(out, residual), residual

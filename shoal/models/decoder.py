@@ -56,10 +56,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
     def forward(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: StepInput, kv_layer: torch.Tensor,
-                cos_sin: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """x is what the layer before left to add to the residual (None: nothing); returns the same for the next."""
-        x_TD, residual_TD = self.self_attn(x_TD, residual_TD, self.input_layernorm, step, kv_layer, cos_sin)
-        return self.mlp(x_TD, residual_TD, self.post_attention_layernorm)
+                cos_sin: torch.Tensor, select_S: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """x is what the layer before left to add to the residual (None: nothing); returns the same for the next. With `select_S`, for those
+        tokens alone: all of them are in the cache, the rest of the layer runs for these."""
+        x, residual = self.self_attn(x_TD, residual_TD, self.input_layernorm, step, kv_layer, cos_sin, select_S)
+        return self.mlp(x, residual, self.post_attention_layernorm) if len(residual) else (None, residual)
 
 
 class Decoder(nn.Module):
@@ -86,28 +87,26 @@ class Decoder(nn.Module):
 
     def forward(self, step: StepInput, kv: torch.Tensor, select_S: torch.Tensor | None = None) -> torch.Tensor:
         """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64)."""
-        residual_TD = self.embed_tokens.embed(step.token_ids_T)
-        x_TD, residual_TD = self._layers(residual_TD, step, kv)
-        if select_S is not None:
-            x_TD, residual_TD = None if x_TD is None else x_TD[select_S], residual_TD[select_S]
-        return self.norm.add(x_TD, residual_TD)
-
-    def _layers(self, residual_TD: torch.Tensor, step: StepInput, kv: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """All layers; returns what is left to add to the residual, and the residual."""
+        x, residual = None, self.embed_tokens.embed(step.token_ids_T)
         if self.fused is not None:
-            return self.fused(residual_TD, step, kv, self.cos_sin), residual_TD
-        x_TD: torch.Tensor | None = None
-        for i, layer in enumerate(self.layers):
-            x_TD, residual_TD = layer(x_TD, residual_TD, step, kv[:, i], self.cos_sin)
-        return x_TD, residual_TD
+            x = self.fused(residual, step, kv, self.cos_sin)
+            if select_S is not None:
+                x, residual = x[select_S], residual[select_S]
+        else:
+            last = len(self.layers) - 1
+            for i, layer in enumerate(self.layers):
+                x, residual = layer(x, residual, step, kv[:, i], self.cos_sin, select_S if i == last else None)
+        return self.norm.add(x, residual)
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Meanwhile a step runs these alone, after the first layer, which has no sum before its norm: for a rehearsal, all its kernels in a
-        fraction of the time, for results that mean nothing."""
+        """Meanwhile a step runs these alone, the first layer, which has no sum before its norm, among them, and then the last, which ends
+        with selected tokens: for a rehearsal, all its kernels in a fraction of the time, for results that mean nothing."""
         layers = self.layers
-        kinds = {(type(layer.mlp), layer.self_attn.window): layer for layer in layers[1:]}    # type: ignore[union-attr]
-        self.layers = nn.ModuleList([layers[0], *kinds.values()])
+        kinds: dict[Any, nn.Module] = {}
+        for layer in layers[:-1]:    # type: ignore[union-attr]
+            kinds.setdefault((type(layer.mlp), layer.self_attn.window), layer)
+        self.layers = nn.ModuleList([*kinds.values(), layers[-1]])
         try:
             yield
         finally:
