@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         layers = self.layers
         kinds: dict[Any, nn.Module] = {}
         for layer in layers[:-1]:    # type: ignore[union-attr]
-            kinds.setdefault((type(layer.mlp), layer.self_attn.window), layer)
+            kinds.setdefault((type(layer.mlp), layer.self_attn.window), layer)    # type: ignore[union-attr]
         self.layers = nn.ModuleList([*kinds.values(), layers[-1]])
         try:
             yield

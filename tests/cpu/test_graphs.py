@@ -22,8 +22,8 @@ MODELS = {
     "windows": ("MistralConfig", dict(num_hidden_layers=2, sliding_window=100), {}),
     "every other layer of experts": ("Qwen3MoeConfig", dict(num_hidden_layers=3, num_experts=6, num_experts_per_tok=2,
                                                             decoder_sparse_step=2, moe_intermediate_size=64), {}),
-    "experts at the end": ("Qwen3MoeConfig", dict(num_hidden_layers=4, num_experts=6, num_experts_per_tok=2, decoder_sparse_step=2,
-                                                  moe_intermediate_size=64), {}),
+    "experts at the end": ("Qwen3MoeConfig", dict(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2, decoder_sparse_step=2,
+                                                  moe_intermediate_size=64), dict(max_num_seqs=1)),    # a router's product of one row
 }
 
 
