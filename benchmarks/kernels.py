@@ -100,6 +100,13 @@ def bench_linear(sweep: bool) -> None:
                     others.append((microseconds_of(hopper, len(weights)), f"{astuple(cut)} on Hopper"))
             us = microseconds_of(lambda i, op=ops, x=x, weights=weights: op(x, weights[i], None), len(weights))
             show(name, f"{rows} rows, {outs} x {columns}", us, num_bytes, others)
+            if outs <= columns:    # such products end half a layer
+                add = partial(_linear_add, x, weights, randn(rows, outs))
+                show("linear_add", f"{rows} rows, {outs} x {columns}", microseconds_of(add, len(weights)), num_bytes)
+
+
+def _linear_add(x: torch.Tensor, weights: list[torch.Tensor], residual: torch.Tensor, i: int) -> None:
+    triton_ops.linear_add(x, weights[i], None, residual)
 
 
 def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -> torch.Tensor:
