@@ -33,7 +33,7 @@ class CpuBackend:
             self._library.shoal_set_threads(torch.get_num_threads())
 
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, step: StepInput,
-               window: int | None) -> torch.Tensor:
+               window: int | None, selected: bool = False) -> torch.Tensor:
         if self._library is None or q_THN.dtype != torch.float32 or kv_layer.dtype != torch.float32:
             return attend_torch(q_THN, k_TGN, v_TGN, kv_layer, step, window, self.scale)
         if step is not self._step:

@@ -51,7 +51,7 @@ class FlashAttentionBackend(TritonBackend):
         self.block_table_SM = step.block_tables_RM[step.rows_S[prefills].long()]
 
     def prefill(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
-                step: StepInput, window: int | None, out_THN: torch.Tensor) -> None:
+                step: StepInput, window: int | None, out_THN: torch.Tensor, selected: bool) -> None:
         first = step.num_decodes
         paged: dict[str, Any] = {} if step.fresh_prefills else {"block_table": self.block_table_SM}
         k, v = (k_TGN[first:], v_TGN[first:]) if step.fresh_prefills else kv_layer.transpose(2, 3).unbind(1)
@@ -92,7 +92,7 @@ class FlashInferBackend(TritonBackend):
         self.planned = (window,)
 
     def prefill(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
-                step: StepInput, window: int | None, out_THN: torch.Tensor) -> None:
+                step: StepInput, window: int | None, out_THN: torch.Tensor, selected: bool) -> None:
         if self.planned != (window,):
             self.plan(step, window)
         out_THN[step.num_decodes:] = self.wrapper.run(q_THN[step.num_decodes:], kv_layer)

@@ -44,6 +44,7 @@ class StepInput:
     fresh_prefills: bool = False    # every prefill chunk starts at position 0: k and v of the step are all there is to see
     host_query_starts: tuple[int, ...] = ()    # query_starts_S on the host, for backends that loop over prefills (empty in a captured step)
     host_kv_lens: tuple[int, ...] = ()         # kv_lens_S on the host (likewise)
+    host_select: np.ndarray | None = None      # tokens whose hidden states are wanted, ascending; None: of all, or unknown
     upload: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy    # takes int32s that a backend plans [N] to the device
     captured_mixed: bool = False
     prefixes: SharedPrefixes | None = None     # None: nothing is shared; else there may be no group, in a captured step
@@ -68,6 +69,7 @@ class AttentionBackend(Protocol):
         """Called once before the layers of an eager step, or before capture."""
 
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
-               step: StepInput, window: int | None) -> torch.Tensor:
-        """[T, H, N] for [T, H, N] queries. The step's own k and v are in `kv_layer` already; they are passed for fresh prefills."""
+               step: StepInput, window: int | None, selected: bool = False) -> torch.Tensor:
+        """[T, H, N] for [T, H, N] queries. The step's own k and v are in `kv_layer` already; they are passed for fresh prefills.
+        `selected`: only step.host_select's tokens are going to be read."""
         ...

@@ -11,7 +11,7 @@ import torch
 
 from shoal.attention.step import StepInput
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
-from shoal.kernels.hopper import HAS_GLUON
+from shoal.kernels.hopper import HAS_GLUON, empty_rows
 from shoal.kernels.prefix_attention import prefix_attention
 
 if HAS_GLUON:
@@ -65,7 +65,8 @@ class TritonBackend:
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         self.hopper = HAS_GLUON and hopper.is_supported(device, dtype, head_dim, block_size)
         self.group = num_heads // num_kv_heads
-        self.work: torch.Tensor | None = None    # of the step, if Hopper's kernel gets its prefills
+        self.work: torch.Tensor | None = None    # of the step, if Hopper's kernel gets its prefills; tiles with selected tokens first
+        self.selected_work = 0                   # how many those are
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
         partials = max(s * (max(splits(s, num_kv_heads, max_model_len, self.num_sms) for splits in (decode_splits, captured_splits))
                             + prefix_parts(s, num_kv_heads, self.num_sms)) for s in range(1, max_num_seqs + 1))
@@ -76,12 +77,13 @@ class TritonBackend:
         device."""
         self.work = None
         if self.hopper and step.host_query_starts and step.num_tokens - step.num_decodes >= HOPPER_FROM:
-            work = hopper.prefill_work(step.host_query_starts, step.host_kv_lens, step.num_decodes, self.group)
+            work, self.selected_work = hopper.prefill_work(step.host_query_starts, step.host_kv_lens, step.num_decodes, self.group,
+                                                           step.host_select)
             self.work = step.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True).view(work.shape)
 
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
-               step: StepInput, window: int | None) -> torch.Tensor:
-        out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype, device=q_THN.device)
+               step: StepInput, window: int | None, selected: bool = False) -> torch.Tensor:
+        out_THN = empty_rows(q_THN, *q_THN.shape)
         if step.num_decodes:
             choose = captured_splits if step.captured_mixed else decode_splits
             splits = choose(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
@@ -94,15 +96,17 @@ class TritonBackend:
                              step.num_decodes, splits, self.scale, window, min_split=MIN_SPLIT,
                              prefix_lens_S=prefix_lens_S, max_parts=parts)
         if step.num_seqs > step.num_decodes:
-            self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN)
+            self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected)
         return out_THN
 
     def prefill(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
-                step: StepInput, window: int | None, out_THN: torch.Tensor) -> None:
+                step: StepInput, window: int | None, out_THN: torch.Tensor, selected: bool) -> None:
         """Writes out_THN of the step's prefill chunks, after the decodes': places for decodes that are empty wrote zeros there."""
         if self.work is not None and window is None:
-            hopper.hopper_prefill_attention(q_THN, kv_layer, out_THN, self.work, self.taken, step.rows_S, step.block_tables_RM, self.scale,
-                                            self.num_sms)
+            work = self.work[:self.selected_work] if selected else self.work
+            if len(work):
+                hopper.hopper_prefill_attention(q_THN, kv_layer, out_THN, work, self.taken, step.rows_S, step.block_tables_RM, self.scale,
+                                                self.num_sms)
         else:
             num_queries = step.num_tokens if step.captured_mixed else step.num_tokens - step.num_decodes
             prefill_attention(q_THN, k_TGN, v_TGN, kv_layer, out_THN, step.query_starts_S, step.kv_lens_S, step.rows_S,

@@ -321,7 +321,8 @@ class ModelRunner(RankCommands, KvCommands):
             query_starts_S=sections["query_starts"], kv_lens_S=sections["kv_lens"], block_tables_RM=self.block_tables,
             num_decodes=num_decodes, max_query_len=int(header[Header.MAX_QUERY_LEN]), max_kv_len=int(header[Header.MAX_KV_LEN]),
             fresh_prefills=bool(header[Header.FRESH_PREFILLS]), host_query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
-            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()), upload=self._upload,
+            host_kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()),
+            host_select=None if header[Header.NUM_PROMPT_LOGITS] else packed[slice(*spans["sample_index"])], upload=self._upload,
             prefixes=self.prefixes if header[Header.NUM_GROUPS] else None)
         self.backend.begin(step)
         select_S, prompt = sections["sample_index"].long(), None

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.hopper import empty_rows
+
 BLOCK = 1024    # with 4 warps 8 elements a thread: one 16-byte access each
 
 
@@ -27,7 +29,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     assert gate_up_T2F.is_contiguous()
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-    out_TF = gate_up_T2F.new_empty((num_tokens, size))
+    out_TF = empty_rows(gate_up_T2F, num_tokens, size)
     block = min(BLOCK, triton.next_power_of_2(size))
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](gate_up_T2F, out_TF, size, BLOCK=block)
     return out_TF

@@ -303,9 +303,11 @@ def heads_an_item(group: int) -> int:
     return min(group & -group, 16)
 
 
-def prefill_work(query_starts: tuple[int, ...], kv_lens: tuple[int, ...], first_seq: int, group: int) -> np.ndarray:
+def prefill_work(query_starts: tuple[int, ...], kv_lens: tuple[int, ...], first_seq: int, group: int,
+                 select: np.ndarray | None = None) -> tuple[np.ndarray, int]:
     """int32 [tiles, 4]: first token, number of queries, position of the first, sequence, for the sequences from `first_seq` on; tiles with
-    most keys first. `group`: query heads a kv head."""
+    most keys first. `group`: query heads a kv head. Before them, in the same order, the tiles with tokens of `select` (ascending; None:
+    all tokens); and how many those are."""
     starts = np.array(query_starts[first_seq:])
     lens, tile = np.diff(starts), ROWS.value // heads_an_item(group)
     counts = -(-lens // tile)
@@ -313,8 +315,10 @@ def prefill_work(query_starts: tuple[int, ...], kv_lens: tuple[int, ...], first_
     firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
     queries = np.minimum(lens[seqs] - firsts, tile)
     positions = (np.array(kv_lens[first_seq:]) - lens)[seqs] + firsts
-    work = np.stack([starts[seqs] + firsts, queries, positions, first_seq + seqs], axis=1).astype(np.int32)
-    return work[np.argsort(-(positions + queries), kind="stable")]
+    tokens = starts[seqs] + firsts
+    rest = np.zeros(len(seqs), bool) if select is None else np.searchsorted(select, tokens) == np.searchsorted(select, tokens + queries)
+    work = np.stack([tokens, queries, positions, first_seq + seqs], axis=1).astype(np.int32)
+    return work[np.lexsort((-(positions + queries), rest))], int((~rest).sum())
 
 
 def hopper_prefill_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor, work: torch.Tensor, taken: torch.Tensor,

@@ -25,10 +25,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from shoal.kernels.hopper import barrier, is_hopper
+from shoal.kernels.hopper import MAX_ROWS, barrier, empty_rows, is_hopper
 from shoal.kernels.pdl import pdl_options
 
-MIN_ROWS, MAX_ROWS = 2, 256
+MIN_ROWS = 2
 MAX_STAGES = 8              # the code is unrolled over them
 MAX_SPLITS: gl.constexpr = gl.constexpr(4)
 SHARED_BYTES = 216 << 10    # of an SM's 227 KiB
@@ -63,7 +63,7 @@ def num_sms(device: torch.device) -> int:
 
 def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
     """The fewest outputs a program for which programs do not outnumber SMs; then the inputs are split while SMs are idle and a slice does
-    not fit in shared memory. None: cuBLAS, for products of so many outputs and rows that programs would queue, as those are bound by
+    not fit in shared memory. None: cuBLAS, for products of so many outputs and rows that programs would queue, or that are bound by
     arithmetic, and for gated ones, which are not split, of so few that most SMs would read nothing."""
     if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:    # TMA reads, and the end stores, 16 bytes at a time
         return None
@@ -72,17 +72,20 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
 
 @functools.cache    # of so few rows there are not many
 def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
-    if rows > 64 and outs * inputs > 1 << 25:
-        return None
     block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
-    smallest = 64 if block_rows < 64 else 32 if gated or rows > 64 else 16
-    largest = 128 if rows <= 64 or inputs < 4096 else 64
+    smallest, largest = 64 if block_rows < 64 else 32 if gated or rows > 64 else 16, 128
+    large = rows > 64 and outs * inputs > 1 << 24
+    if large:    # two tiles of rows would read such a weight twice
+        if gated or rows > 128:
+            return None
+        block_rows, smallest, largest = 128, 64, 64
     for block_outs in (16, 32, 64, 128):
         programs = triton.cdiv(rows, block_rows) * triton.cdiv(outs, block_outs)
         if smallest <= block_outs <= largest and programs <= sms:
             if gated and inputs >= 4096 and 3 * programs < sms:
                 return None
-            columns = 64 if gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288) else 128    # 3 stages at least
+            wide = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
+            columns = 64 if large or wide else 128    # 3 stages at least
             choices = [HopperTiles(block_rows, block_outs, splits, columns)
                        for splits in range(1, 2 if gated else MAX_SPLITS.value + 1) if splits == 1 or programs * splits <= sms]
             return next((tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)), choices[-1])
@@ -224,7 +227,7 @@ def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor,
     added to it in place, and it is returned."""
     assert x_TI.is_contiguous() and weight.is_contiguous() and not (gated and tiles.splits > 1)
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = x_TI.new_empty((rows, outs)) if residual_TO is None else residual_TO
+    out_TO = empty_rows(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
     parts, arrived = out_TO, out_TO
@@ -232,15 +235,20 @@ def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor,
         assert grid[0] * grid[1] <= MAX_TILES
         parts = x_TI.new_empty(grid[0] * grid[1] * tiles.splits * tiles.rows * tiles.outs, dtype=torch.float32)
         arrived = _arrived(x_TI.device)
+    x_desc = _descriptor(x_TI, tiles.rows, tiles.columns, grid[0] * tiles.rows)
     hopper_kernel[grid](
-        _descriptor(x_TI, tiles.rows, tiles.columns), _descriptor(weight, tiles.outs, tiles.columns), bias, out_TO, parts, arrived, outs,
-        rows, tiles.num_tiles(inputs), tiles.splits, GATED=gated, ADD=residual_TO is not None, SPLIT=tiles.splits > 1,
+        x_desc, _descriptor(weight, tiles.outs, tiles.columns), bias, out_TO, parts, arrived, outs, rows, tiles.num_tiles(inputs),
+        tiles.splits, GATED=gated, ADD=residual_TO is not None, SPLIT=tiles.splits > 1,
         STAGES=tiles.stages(inputs, gated), num_warps=4, **pdl_options())
     return out_TO
 
 
-def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns, matrix.dtype))
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0) -> TensorDescriptor:
+    """Of tiles of `rows`, which read `rows_read` together: what lies behind the matrix too (`empty_rows`), for results that nobody stores."""
+    num_rows, inputs = matrix.shape
+    if num_rows < rows_read and matrix.untyped_storage().nbytes() >= (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize:
+        num_rows = rows_read
+    return TensorDescriptor(matrix, [num_rows, inputs], [inputs, 1], [rows, columns], _layout(rows, columns, matrix.dtype))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu, silu_mul
-from shoal.kernels.hopper import HAS_GLUON
+from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, empty_rows
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 
@@ -29,6 +29,7 @@ if HAS_GLUON:
 
 PIECE = tl.constexpr(2048)    # bytes a thread prefetches
 ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
+WIDEST_SUM = 8192             # inputs of a product of many rows to which cuBLAS adds: 16,384 x 4096 x 12288 takes 12 % longer then
 FUSED_COLUMNS = 2048          # widest input whose norm is part of a product: each program reads x, the residual and the norm's weight whole
 
 
@@ -47,10 +48,12 @@ def choose_tiles(rows: int, weight_rows: int, columns: int, gated: bool) -> Tile
     are hopper_linear.py's since; us beside cuBLAS's:"""
     if rows == 1:    # 4096 x 1024: 3.4, 4.8; 1024 x 3072: 2.5, 6.6; 1024 x 2048: 2.1, 12.6; 4096 x 4096: 9.1, 12.4; 151936 x 1024: 70, 74
         if columns <= 1024:
-            return Tiles(8, 512, 4)
+            return Tiles(4, 1024, 4) if weight_rows <= 4096 else Tiles(8, 512, 4)
+        if columns <= 2048:
+            return Tiles(2, 2048, 8 if weight_rows <= 1024 else 4)
         if 3072 < columns <= 4096:    # whole rows, all of them in flight before the wait: a token of qwen3-8b 4378 us to 4250
-            return Tiles(2, 4096, 8)
-        return Tiles(2, 2048, 8 if weight_rows <= 1024 else 4)
+            return Tiles(1, 4096, 4) if gated else Tiles(2, 4096, 8)
+        return Tiles(2, 1024, 4)      # small tiles, more of them at once: a token of qwen3-8b 4230 us to 4103
     if rows <= 4 and not gated and rows * weight_rows * columns <= 1 << 25:    # 4 rows, 1024 x 3072: 3.8, 6.7; larger: arithmetic bound
         return Tiles(4, 256, 1) if columns <= 1024 else Tiles(4, 1024, 4)
     if (rows <= 16 and columns < 4096) or (rows <= 32 and weight_rows >= 24576):    # 16 rows: 3072 x 1024 gated: 5.6, 6.8; head: 75, 80
@@ -189,14 +192,15 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return F.linear(x_TI, weight_OI, bias_O) if y_TO is None else y_TO
 
 
-def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor) -> None:
-    """residual += the product, in place."""
+def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
+               residual_TO: torch.Tensor) -> torch.Tensor | None:
+    """residual += the product, in place; what cuBLAS is slow to add is left to the next norm."""
     if _multiply(x_TI, weight_OI, bias_O, gated=False, residual_TO=residual_TO) is not None:
-        return
-    if bias_O is None:
-        residual_TO.addmm_(x_TI, weight_OI.t())
-    else:
-        residual_TO += F.linear(x_TI, weight_OI, bias_O)
+        return None
+    if bias_O is not None or (x_TI.shape[0] > MAX_ROWS and x_TI.shape[1] > WIDEST_SUM):
+        return F.linear(x_TI, weight_OI, bias_O)
+    residual_TO.addmm_(x_TI, weight_OI.t())
+    return None
 
 
 def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
@@ -242,7 +246,7 @@ def product(tiles: Tiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.
     to add to x before (or None), where that sum goes."""
     assert x_TI.is_contiguous() and weight.is_contiguous()
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = x_TI.new_empty((rows, outs)) if residual_TO is None else residual_TO
+    out_TO = empty_rows(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     add = residual_TO is not None
     grid, even = (triton.cdiv(outs, tiles.outs),), columns % tiles.columns == 0

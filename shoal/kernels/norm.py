@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.hopper import empty_rows
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 
 ELEMENTS_PER_THREAD = 8    # of 16 bits: one 16-byte access
@@ -34,7 +35,7 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, D: tl.conste
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     assert x_TD.is_contiguous()
-    out_TD = torch.empty_like(x_TD)
+    out_TD = empty_rows(x_TD, *x_TD.shape)
     _launch(x_TD, x_TD, weight_D, out_TD, eps, add=False)
     return out_TD
 
@@ -42,7 +43,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """residual += x in place; returns the norm of the sum."""
     assert x_TD.is_contiguous() and residual_TD.is_contiguous()
-    out_TD = torch.empty_like(x_TD)
+    out_TD = empty_rows(x_TD, *x_TD.shape)
     _launch(x_TD, residual_TD, weight_D, out_TD, eps, add=True)
     return out_TD
 

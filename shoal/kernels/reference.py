@@ -41,9 +41,11 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor) -> None:
-    """residual += the product, in place."""
+def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
+               residual_TO: torch.Tensor) -> torch.Tensor | None:
+    """residual += the product, in place, for None; or leaves the residual alone, and returns the product for another to add."""
     residual_TO += F.linear(x_TI, weight_OI, bias_O)
+    return None
 
 
 def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:

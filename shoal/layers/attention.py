@@ -46,7 +46,8 @@ class Attention(nn.Module):
         if select_S is not None and len(select_S) == 0:    # of a chunk that ends no prompt the cache is all that anyone reads
             return None, residual_TD[:0]
         heads = qkv.view(-1, h + 2 * g, n)
-        out_THN = self.backend.attend(heads[:, :h], heads[:, h:h + g], heads[:, h + g:], kv_layer, step, self.window)
+        out_THN = self.backend.attend(heads[:, :h], heads[:, h:h + g], heads[:, h + g:], kv_layer, step, self.window,
+                                      selected=select_S is not None)
         out, residual = out_THN.view(-1, h * n), residual_TD
         if select_S is not None:
             out, residual = out[select_S], residual[select_S]

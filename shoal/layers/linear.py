@@ -109,8 +109,7 @@ class Linear(nn.Module):
         would round once more before the all-reduce, and of packed weights, after which the norm's C kernel adds in passing."""
         if self.tp.size > 1 or self.packed is not None:
             return self(x_TI)
-        self.ops.linear_add(x_TI, self.weight, self.bias, residual_TO)    # type: ignore[arg-type]
-        return None
+        return self.ops.linear_add(x_TI, self.weight, self.bias, residual_TO)    # type: ignore[arg-type]
 
     def silu_mul(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Of a layer with the parts (gate, up), not split over its inputs: silu(gate) * up."""

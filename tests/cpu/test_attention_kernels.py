@@ -7,6 +7,7 @@ fp16 rounds the weights before the second product (2**-11 each) and the output o
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -247,13 +248,21 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
         lens = [1, 1, *(rng.randint(1, 400) for _ in range(9))]    # two decodes, which are no work
         kv_lens = [n + rng.choice([0, rng.randint(1, 400)]) for n in lens]
         starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
-        work = prefill_work(tuple(starts), tuple(kv_lens), 2, group)
+        work, selected = prefill_work(tuple(starts), tuple(kv_lens), 2, group)
+        assert selected == len(work)
         queries = [(token + i, position + i, seq) for token, count, position, seq in work.tolist() for i in range(count)]
         expected = [(starts[seq] + i, kv_lens[seq] - n + i, seq) for seq, n in enumerate(lens) for i in range(n) if seq >= 2]
         assert sorted(queries) == expected
         assert work[:, 1].max() * heads_an_item(group) <= 128
         ends = (work[:, 1] + work[:, 2]).tolist()
         assert ends == sorted(ends, reverse=True)
+
+        select = np.array(sorted(rng.sample(range(starts[-1]), 5)))
+        chosen, count = prefill_work(tuple(starts), tuple(kv_lens), 2, group, select)
+        assert sorted(chosen.tolist()) == sorted(work.tolist())
+        holds = [bool(((token <= select) & (select < token + n)).any()) for token, n, _, _ in chosen.tolist()]
+        assert holds == [True] * count + [False] * (len(work) - count)
+        assert prefill_work(tuple(starts), tuple(kv_lens), 2, group, select[:0])[1] == 0
 
 
 def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,3 +282,9 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(monkeypatc
         assert (backend.work is not None) == (prefills[0][0] != 99)
         for window in (None, 10):
             case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+        wanted = np.array([0, case.step.num_tokens - 1])
+        step = replace(case.step, host_select=wanted)
+        backend.begin(step)
+        everything, selected = (backend.attend(case.q, case.k, case.v, case.kv_layer, step, None, selected=s) for s in (False, True))
+        assert torch.equal(selected[wanted], everything[wanted])
+        assert backend.work is None or 0 < backend.selected_work <= len(backend.work)

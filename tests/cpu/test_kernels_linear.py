@@ -51,7 +51,7 @@ def test_a_product_that_adds_itself_rounds_twice(rows: int, outs: int, columns: 
     x, weight, b = operands(rows, outs, columns, bias, False)
     residual = torch.randn(rows, outs).to(FP16)
     expected = residual + linear.linear(x, weight, b)
-    linear.linear_add(x, weight, b, residual)
+    assert linear.linear_add(x, weight, b, residual) is None
     assert torch.equal(residual, expected)
 
 
@@ -88,9 +88,16 @@ def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
     for b in (None, bias):
         residual = torch.randn(rows, 6).to(dtype)
         expected = residual.clone()
-        linear.linear_add(x, weight, b, residual)
+        left = linear.linear_add(x, weight, b, residual)
+        residual += 0 if left is None else left
         reference.linear_add(x, weight, b, expected)
         torch.testing.assert_close(residual, expected, rtol=2e-3, atol=1e-3 if dtype == FP16 else 1e-5)    # one rounding, or two
+
+
+def test_a_product_of_many_rows_and_inputs_is_left_to_the_next_norm() -> None:
+    x, weight, residual = torch.randn(300, 12288, dtype=FP16), torch.randn(4, 12288, dtype=FP16), torch.zeros(300, 4, dtype=FP16)
+    assert torch.equal(linear.linear_add(x, weight, None, residual), F.linear(x, weight))    # type: ignore[arg-type]
+    assert linear.linear_add(x[:, :4096].contiguous(), weight[:, :4096].contiguous(), None, residual) is None and residual.any()
 
 
 def test_nothing_is_written_beyond_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
