@@ -90,6 +90,8 @@ class EngineCore:
             self.tp = tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
             self.group.when_failed(tp.abort)    # so that nobody waits on the device for a rank that is gone
         self.runner = ModelRunner(config, files, tp, keep_quantized)
+        if config.device == "cuda":
+            self.collective_rpc("compile_ahead")
         num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
         if num_blocks < 1:
             raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves no room "

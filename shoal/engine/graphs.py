@@ -43,7 +43,7 @@ class StepGraphs(Generic[Key]):
 
     def capture(self, pool: Any) -> None:
         """`pool`: the id of the memory pool that the graphs live in."""
-        self._rehearse(self.keys)
+        self.rehearse()
         self.graphs = {key: self._capture_one(key, pool) for key in self.keys}
 
     def measure(self) -> int:
@@ -51,7 +51,7 @@ class StepGraphs(Generic[Key]):
         if not self.keys:
             return 0
         pool = torch.cuda.graph_pool_handle()
-        self._rehearse(self.keys[:2])
+        self.rehearse(2)
         torch.cuda.empty_cache()
         free = [torch.cuda.mem_get_info()[0]]
         trials = []
@@ -62,9 +62,9 @@ class StepGraphs(Generic[Key]):
         del trials
         return max(0, free[0] - free[1]) + max(0, free[1] - free[-1]) * (len(self.keys) - 1)
 
-    def _rehearse(self, keys: Sequence[Key]) -> None:
+    def rehearse(self, most: int | None = None) -> None:
         with self.rehearsal():
-            for key in keys:
+            for key in self.keys[:most]:
                 self.launch(key)
         torch.cuda.synchronize()
 

@@ -29,6 +29,7 @@ from shoal.engine.rank_commands import RankCommands
 from shoal.engine.regions import CpuRegions, GpuRegions
 from shoal.engine.sampling import LogitShaper, LogprobTensors, concatenate, logprobs, row_pieces, start_copy, unit_rows, upload
 from shoal.errors import ConfigError
+from shoal.kernels.compilation import compiling_ahead
 from shoal.kernels.ops import select_ops
 from shoal.kernels.state import Field, StateLayout
 from shoal.layers.parallel import TensorParallel
@@ -150,6 +151,24 @@ class ModelRunner(RankCommands, KvCommands):
     def block_bytes(self) -> int:
         return int(np.prod(self.cache_shape(1))) * self.dtype.itemsize
 
+    # Compiling
+
+    @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """Where the model has not run yet, compiles its kernels side by side: a step of each sort tells. Ranks must agree on it, as they
+        compute together."""
+        graphs = () if self.config.enforce_eager else self._new_graphs()
+        with compiling_ahead() as compiled, self.model.one_layer_of_each_kind():
+            self._rehearse(1, 1, True)
+            for steps in graphs:
+                steps.rehearse(1)
+            if self.tp.all_reduce(torch.tensor(len(compiled), device=self.device)).item():
+                for steps in graphs:
+                    steps.rehearse()
+                self._rehearse_eager()
+                self._largest_step()
+        self.reset_state()
+
     # Sizing the cache
 
     @torch.inference_mode()
@@ -216,6 +235,11 @@ class ModelRunner(RankCommands, KvCommands):
             pool = self.regions.graph_pool("kv_cache") or torch.cuda.graph_pool_handle()
             self.mixed_graphs.capture(pool)    # the larger ones
             self.graphs.capture(pool)
+        self._rehearse_eager()
+        self.reset_state()
+
+    def _rehearse_eager(self) -> None:
+        """Launches what a step without a graph does."""
         for fresh in (True, False):
             self._rehearse(min(2, self.max_num_seqs), min(8, self.max_model_len // 2), fresh)
         captured = self.mixed_shapes[-1].tokens if self.mixed_shapes else 0
@@ -225,7 +249,6 @@ class ModelRunner(RankCommands, KvCommands):
                     self._rehearse(1, length, True)
         self.ops.apply_updates(self.state, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=self.device))
         self.copy(self.results[0], self.out_B)
-        self.reset_state()
 
     def _new_graphs(self) -> tuple[DecodeGraphs, StepGraphs[MixedShape]]:
         short = self.model.one_layer_of_each_kind

@@ -48,7 +48,14 @@ def test_steps_launch_what_the_start_has_launched(name, variants):
     assert launched and set(launched) <= set(started)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_start_launches_was_compiled_ahead(name, variants):
+    assert set(variants[name]["steps"][0]) <= set(variants[name]["ahead"])
+
+
 def launched_variants(folder: Path, name: str) -> dict:
+    from contextlib import nullcontext
+
     import torch
     import transformers
     import triton
@@ -83,7 +90,8 @@ def launched_variants(folder: Path, name: str) -> dict:
         graphs.append((rehearsed, take()))
 
     StepGraphs.capture = capture
-    torch.cuda.graph_pool_handle = lambda: None
+    torch.cuda.graph_pool_handle = torch.cuda.synchronize = lambda: None
+    runner_module.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
     runner_module.select_backend = lambda config, device, dtype, **heads: TritonBackend(
         *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype)
@@ -94,6 +102,10 @@ def launched_variants(folder: Path, name: str) -> dict:
     llm = LLM(str(folder), **dict(dtype="bfloat16", max_num_seqs=48) | options, load_format="dummy", device="cpu", max_model_len=1024,
               num_gpu_blocks_override=200, max_num_batched_tokens=320, skip_tokenizer_init=True)
     runner = llm.core.runner
+    take()
+    cache, runner.kv = runner.kv, runner._new_cache(1)
+    runner.compile_ahead()
+    ahead, runner.kv = take(), cache
     with torch.inference_mode():
         runner._prepare_steps()
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
@@ -101,7 +113,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     llm.core.builder.mixed_shapes = ()
     prompts = [[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))]
     llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    return {"graphs": graphs, "steps": (started, take())}
+    return {"graphs": graphs, "steps": (started, take()), "ahead": ahead}
 
 
 if __name__ == "__main__":
