@@ -74,30 +74,31 @@ class LLM:
         params = self._params_for(len(prompts), sampling_params)
         if priority is not None and (len(priority) != len(prompts) or not all(isinstance(p, int) for p in priority)):
             raise RequestError(f"priority {priority!r:.80} is not one integer for each of {len(prompts)} prompts; lower runs first")
-        groups = self._add([self._group(p, s, (priority or [0] * len(prompts))[i]) for i, (p, s) in enumerate(zip(prompts, params))])
-        self._run(groups, use_tqdm)
-        return [group.output() for group in groups]
+        with _only_young_garbage:
+            groups = self._add([self._group(p, s, first) for p, s, first in zip(prompts, params, priority or [0] * len(prompts))])
+            self._run(groups, use_tqdm)
+            return [group.output() for group in groups]
 
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
         """One embedding a prompt, in order: the hidden state after its last token, of unit length. Prompts are those of `generate`."""
         embeddings = []
-        for prompt in _as_list(prompts):
-            _, ids, salt = self._tokenize(prompt)
-            number = next(self._ids)
-            request = Request(f"{number}-0", ids, SamplingParams(), arrival=float(number), cache_salt=salt, embed=True)
-            embeddings.append(_Embedding(request))
-        self._run(self._add(embeddings), use_tqdm)
-        return [embedding.result() for embedding in embeddings]
+        with _only_young_garbage:
+            for prompt in _as_list(prompts):
+                _, ids, salt = self._tokenize(prompt)
+                number = next(self._ids)
+                request = Request(f"{number}-0", ids, SamplingParams(), arrival=float(number), cache_salt=salt, embed=True)
+                embeddings.append(_Embedding(request))
+            self._run(self._add(embeddings), use_tqdm)
+            return [embedding.result() for embedding in embeddings]
 
     def _run(self, groups: Sequence[_Group | _Embedding], use_tqdm: bool) -> None:
         """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
-            with _only_young_garbage:
-                for group in groups:    # in turn: looking at all of them at each step takes thousands of small ones a fifth of their time
-                    while not group.finished:
-                        self._step()
-                    bar.update()
+            for group in groups:    # in turn: looking at all of them at each step takes thousands of small ones a fifth of their time
+                while not group.finished:
+                    self._step()
+                bar.update()
         finally:
             self._drop(groups)
             bar.close()
@@ -443,8 +444,9 @@ class _Group:
 
 
 class _OnlyYoungGarbage:
-    """Is collected while somebody is in here, but for once in minutes. A full collection looks at all modules and requests, for 0.1 s in
-    the middle of some step. (To freeze what is there would undo it for others: `gc.unfreeze` does not tell whose it was.)"""
+    """Is collected while somebody is in here, but for once in minutes. A full collection looks at all modules and requests, for 0.1 s,
+    before the first step, in the middle of one, or after the last. (To freeze what is there would undo it for others: `gc.unfreeze` does
+    not tell whose it was.)"""
 
     def __init__(self) -> None:
         self._lock, self._num_inside, self._before = threading.Lock(), 0, gc.get_threshold()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shoal import LLM, SamplingParams
+from shoal.engine import llm
 from tests import tiny
 
 COUNT = 16
@@ -204,6 +205,19 @@ def test_full_collections_wait_for_the_end_of_generate(build, monkeypatch):
     monkeypatch.setattr(engine.core, "step", lambda: within.append(gc.get_threshold()) or step())
     engine.generate(PROMPTS[0], greedy())
     assert {threshold[:2] for threshold in within} == {before[:2]} and min(threshold[2] for threshold in within) >= 1000 * before[2]
+    assert gc.get_threshold() == before
+
+
+def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeypatch):
+    """Thousands of requests are enough garbage for one, and after the last step the next is due for all that the steps have left."""
+    engine, before, within = build("qwen3"), gc.get_threshold(), []
+    for name in ("Request", "RequestOutput"):
+        made = getattr(llm, name)
+        monkeypatch.setattr(llm, name, lambda *args, made=made, **named: within.append(gc.get_threshold()[2]) or made(*args, **named))
+    engine.generate(PROMPTS[:2], greedy())
+    assert len(within) == 4 and min(within) >= 1000 * before[2]
+    with pytest.raises(ValueError, match="not a list of token ids"):
+        engine.generate([PROMPTS[0], [1.5]], greedy())
     assert gc.get_threshold() == before
 
 
