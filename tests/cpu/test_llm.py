@@ -1,12 +1,16 @@
 """The whole engine on tiny checkpoints: the oracle's tokens, however the engine runs them, and clear answers to bad input."""
 
+import enum
 import gc
 import random
+from copy import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shoal import LLM, SamplingParams
+from shoal.api import StructuredOutputsParams
 from shoal.engine import llm
 from tests import tiny
 
@@ -14,6 +18,10 @@ COUNT = 16
 SHARED = random.Random(5).choices(range(256), k=64)
 PROMPTS = [SHARED[:random.Random(i).choice((0, 15, 16, 33, 64))] + random.Random(i + 50).choices(range(256), k=n)
            for i, n in enumerate((1, 3, 15, 16, 17, 40, 64, 100))]
+
+
+class Id(enum.IntEnum):
+    ONE = 1
 
 
 def greedy(**options):
@@ -281,6 +289,35 @@ def test_streams_side_by_side_miss_nothing(build, expected):
 def test_a_streams_outputs_are_snapshots(build):
     outputs = list(build("llama").stream([5, 6, 7], greedy(logprobs=1)))
     assert [len(o.outputs[0].logprobs) for o in outputs] == [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, COUNT + 1))
+
+
+@pytest.mark.parametrize("ids", [[True, 2], [1, 5.0], [1, "2"], [1, None], [1, [2]], {1, 2}, np.array([1.0]), [np.int64(1)]])
+def test_token_ids_are_integers(ids, build):
+    with pytest.raises(ValueError, match="not a list of token ids"):
+        build("llama").generate([{"prompt_token_ids": ids}], greedy())
+
+
+@pytest.mark.parametrize("ids", [(1, 2), range(1, 3), bytes([1, 2]), np.array([1, 2]), [Id.ONE, 2]])
+def test_any_sequence_of_integers_will_do_as_token_ids(ids, build):
+    output = build("llama").generate([{"prompt_token_ids": ids}], greedy())[0]
+    assert output.prompt_token_ids == [1, 2] and output.outputs[0].token_ids == ids_of(build("llama").generate([[1, 2]], greedy()))[0]
+
+
+def test_the_callers_list_of_token_ids_is_not_kept(build):
+    engine, ids = build("llama"), [1, 2]
+    stream = engine.stream(ids, greedy())
+    first = next(stream)
+    ids.append(3)
+    assert first.prompt_token_ids == next(stream).prompt_token_ids == [1, 2]
+    stream.close()
+
+
+def test_a_copy_of_sampling_params_has_all_of_their_fields():
+    params = greedy(n=3, seed=4, stop=["a"], logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+"))
+    own = copy(params)
+    assert own == params and own is not params
+    own.seed = 5
+    assert params.seed == 4
 
 
 @pytest.mark.parametrize("call", [
