@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from msgspec import ValidationError, convert
@@ -437,8 +436,9 @@ class _Group:
 
     def output(self) -> RequestOutput:
         """A snapshot: later steps don't change it."""
-        completions = [replace(c, token_ids=list(c.token_ids), logprobs=None if c.logprobs is None else list(c.logprobs))
-                       for c in (a.completion for a in self.answers)]
+        completions = [CompletionOutput(c.index, c.text, list(c.token_ids), c.cumulative_logprob,
+                                        None if c.logprobs is None else list(c.logprobs), c.finish_reason, c.stop_reason)
+                       for c in (a.completion for a in self.answers)]    # `replace` takes twice as long
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, completions, self.finished,
                              self.answers[0].prompt_logprobs, self.answers[0].num_cached_tokens)
 
