@@ -1,19 +1,28 @@
 """The whole engine on tiny checkpoints: the oracle's tokens, however the engine runs them, and clear answers to bad input."""
 
+import enum
 import gc
 import random
+from copy import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from shoal import LLM, SamplingParams
+from shoal.api import StructuredOutputsParams
+from shoal.engine import llm
 from tests import tiny
 
 COUNT = 16
 SHARED = random.Random(5).choices(range(256), k=64)
 PROMPTS = [SHARED[:random.Random(i).choice((0, 15, 16, 33, 64))] + random.Random(i + 50).choices(range(256), k=n)
            for i, n in enumerate((1, 3, 15, 16, 17, 40, 64, 100))]
+
+
+class Id(enum.IntEnum):
+    ONE = 1
 
 
 def greedy(**options):
@@ -226,6 +235,19 @@ def test_full_collections_wait_for_the_end_of_generate(build, monkeypatch):
     assert gc.get_threshold() == before
 
 
+def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeypatch):
+    """Thousands of requests are enough garbage for one, and after the last step the next is due for all that the steps have left."""
+    engine, before, within = build("qwen3"), gc.get_threshold(), []
+    for name in ("Request", "RequestOutput"):
+        made = getattr(llm, name)
+        monkeypatch.setattr(llm, name, lambda *args, made=made, **named: within.append(gc.get_threshold()[2]) or made(*args, **named))
+    engine.generate(PROMPTS[:2], greedy())
+    assert len(within) == 4 and min(within) >= 1000 * before[2]
+    with pytest.raises(ValueError, match="not a list of token ids"):
+        engine.generate([PROMPTS[0], [1.5]], greedy())
+    assert gc.get_threshold() == before
+
+
 def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypatch):
     """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it never ran."""
     engine = build("qwen3", async_scheduling=True)
@@ -286,6 +308,35 @@ def test_streams_side_by_side_miss_nothing(build, expected):
 def test_a_streams_outputs_are_snapshots(build):
     outputs = list(build("llama").stream([5, 6, 7], greedy(logprobs=1)))
     assert [len(o.outputs[0].logprobs) for o in outputs] == [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, COUNT + 1))
+
+
+@pytest.mark.parametrize("ids", [[True, 2], [1, 5.0], [1, "2"], [1, None], [1, [2]], {1, 2}, np.array([1.0]), [np.int64(1)]])
+def test_token_ids_are_integers(ids, build):
+    with pytest.raises(ValueError, match="not a list of token ids"):
+        build("llama").generate([{"prompt_token_ids": ids}], greedy())
+
+
+@pytest.mark.parametrize("ids", [(1, 2), range(1, 3), bytes([1, 2]), np.array([1, 2]), [Id.ONE, 2]])
+def test_any_sequence_of_integers_will_do_as_token_ids(ids, build):
+    output = build("llama").generate([{"prompt_token_ids": ids}], greedy())[0]
+    assert output.prompt_token_ids == [1, 2] and output.outputs[0].token_ids == ids_of(build("llama").generate([[1, 2]], greedy()))[0]
+
+
+def test_the_callers_list_of_token_ids_is_not_kept(build):
+    engine, ids = build("llama"), [1, 2]
+    stream = engine.stream(ids, greedy())
+    first = next(stream)
+    ids.append(3)
+    assert first.prompt_token_ids == next(stream).prompt_token_ids == [1, 2]
+    stream.close()
+
+
+def test_a_copy_of_sampling_params_has_all_of_their_fields():
+    params = greedy(n=3, seed=4, stop=["a"], logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+"))
+    own = copy(params)
+    assert own == params and own is not params
+    own.seed = 5
+    assert params.seed == 4
 
 
 @pytest.mark.parametrize("call", [
