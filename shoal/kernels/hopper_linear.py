@@ -244,7 +244,7 @@ def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor,
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0) -> TensorDescriptor:
-    """Of tiles of `rows`, which read `rows_read` together: also what lies behind the matrix (`empty_rows`); nobody stores what comes of it."""
+    """Of tiles of `rows`, which read `rows_read` together: also what lies behind the matrix (`empty_rows`), for sums that nobody stores."""
     num_rows, inputs = matrix.shape
     if num_rows < rows_read and matrix.untyped_storage().nbytes() >= (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize:
         num_rows = rows_read
