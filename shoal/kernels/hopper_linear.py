@@ -30,7 +30,7 @@ from shoal.kernels.pdl import pdl_options
 
 MIN_ROWS = 2
 MAX_STAGES = 8              # the code is unrolled over them
-MAX_SPLITS: gl.constexpr = gl.constexpr(4)
+MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10    # of an SM's 227 KiB
 MAX_TILES = 1024            # with parts of their own in a launch; choose_hopper_tiles stays far below
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -87,7 +87,7 @@ def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> H
             wide = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
             columns = 64 if large or wide else 128    # 3 stages at least
             choices = [HopperTiles(block_rows, block_outs, splits, columns)
-                       for splits in range(1, 2 if gated else MAX_SPLITS.value + 1) if splits == 1 or programs * splits <= sms]
+                       for splits in range(1, 2 if gated else MAX_SPLITS + 1) if splits == 1 or programs * splits <= sms]
             return next((tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)), choices[-1])
     return None
 
@@ -119,9 +119,9 @@ def _multiply(x, weight, sums, SWAP: gl.constexpr):
     return warpgroup_mma(left, right.permute((1, 0)), sums, is_async=True)
 
 
-@gluon.jit(do_not_specialize=["T", "tiles", "splits"])
-def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr, O, T, tiles, splits, GATED: gl.constexpr,
-                  ADD: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+@gluon.jit(do_not_specialize=["T", "tiles"])
+def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr, O, T, tiles, GATED: gl.constexpr,
+                  ADD: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
     """Of the tile (program 0, program 1) and the `tiles` * BLOCK_I inputs of program 2."""
     BLOCK_T: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_O: gl.constexpr = weight_desc.block_type.shape[0]
@@ -153,7 +153,7 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
     out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(0, wide))
     out_ptrs = out_ptr + row.to(gl.int64)[:, None] * O + out[None, :]
     inside = (row < T)[:, None] & (out < O)[None, :]
-    if ADD:
+    if ADD and SPLITS == 1:
         before = gl.load(out_ptrs, mask=inside, other=0.0)
 
     ROWS: gl.constexpr = BLOCK_O if SWAP else BLOCK_T
@@ -189,19 +189,21 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(full.index(i))
 
-    if SPLIT:
+    if SPLITS > 1:
         tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-        parts_ptr += tile * splits * (ROWS * COLUMNS)
+        parts_ptr += tile * SPLITS * (ROWS * COLUMNS)
         at = gl.arange(0, ROWS, gl.SliceLayout(1, mma))[:, None] * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
         gl.store(parts_ptr + gl.program_id(2) * (ROWS * COLUMNS) + at, sums)
         barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
-        if gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") < splits - 1:
+        if gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
             return
         gl.store(arrived_ptr + tile, 0)
         barrier()
         sums = gl.load(parts_ptr + at, cache_modifier=".cg")
-        for part in gl.static_range(1, MAX_SPLITS):
-            sums += gl.load(parts_ptr + part * (ROWS * COLUMNS) + at, mask=part < splits, other=0.0, cache_modifier=".cg")
+        for part in gl.static_range(1, SPLITS):
+            sums += gl.load(parts_ptr + part * (ROWS * COLUMNS) + at, cache_modifier=".cg")
+        if ADD:    # only now: registers are short meanwhile
+            before = gl.load(out_ptrs, mask=inside, other=0.0)
 
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
@@ -238,7 +240,7 @@ def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor,
     x_desc = _descriptor(x_TI, tiles.rows, tiles.columns, grid[0] * tiles.rows)
     hopper_kernel[grid](
         x_desc, _descriptor(weight, tiles.outs, tiles.columns), bias, out_TO, parts, arrived, outs, rows, tiles.num_tiles(inputs),
-        tiles.splits, GATED=gated, ADD=residual_TO is not None, SPLIT=tiles.splits > 1,
+        GATED=gated, ADD=residual_TO is not None, SPLITS=tiles.splits,
         STAGES=tiles.stages(inputs, gated), num_warps=4, **pdl_options())
     return out_TO
 

@@ -12,6 +12,7 @@ import triton
 from triton_compile import check_kernels, compile_launches
 
 from shoal.kernels import hopper_linear, linear
+from shoal.kernels.hopper import empty_rows
 from shoal.kernels.hopper_linear import MAX_ROWS, MAX_TILES, SHARED_BYTES, choose_hopper_tiles
 
 H200_SMS = 132
@@ -48,6 +49,20 @@ def test_gated_products_too_narrow_for_most_sms_stay_where_they_were() -> None:
     assert choose_hopper_tiles(8, 1536, 4096, True, H200_SMS) is None    # qwen3-8b's on one of 8 ranks
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5, 8, 48, 130, 256, 257])
+def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
+    x = empty_rows(torch.empty(1, dtype=BF16), rows, 2, 512)
+    assert x.shape == (rows, 2, 512) and x.dtype == BF16 and x.is_contiguous()
+    for outs, inputs, gated in SHAPES:
+        if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
+            read = triton.cdiv(rows, tiles.rows) * tiles.rows
+            assert x.untyped_storage().nbytes() >= read * 1024 * 2
+            assert hopper_linear._descriptor(x.view(rows, 1024), tiles.rows, tiles.columns, read).shape == [read, 1024]
+            alone = torch.empty(rows, 1024, dtype=BF16)    # no memory behind it: nothing is read there
+            assert hopper_linear._descriptor(alone, tiles.rows, tiles.columns, read).shape == [rows, 1024]
+            assert hopper_linear._descriptor(x.view(rows, 1024)[1:], tiles.rows, tiles.columns, read).shape[0] in (rows - 1, read)
+
+
 def _launch(rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, with_bias: bool, add: bool) -> None:
     with torch.device("meta"):
         x, weight = torch.empty(rows, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
@@ -66,9 +81,9 @@ for rows in (8, 16, 32, 64, 128, 256):    # each kernel once
     for outs, inputs, gated in SHAPES:
         if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
             odd = outs % 16 > 0
-            split, stages = tiles.splits > 1, tiles.stages(inputs, gated)
+            stages = tiles.stages(inputs, gated)
             for add in (False, True)[:2 - gated]:
-                case = f"{tiles.rows} x {tiles.outs} x {tiles.columns} {stages=} {split=} {gated=} {odd=} {add=}"
+                case = f"{tiles.rows} x {tiles.outs} x {tiles.columns} {stages=} {tiles.splits=} {gated=} {odd=} {add=}"
                 LAUNCHES.setdefault(case, partial(_launch, rows, outs, inputs, gated, FP16 if odd else BF16, odd, add))
 
 if not triton.knobs.runtime.interpret:    # this file once more, in the process that compiles

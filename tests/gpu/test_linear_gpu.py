@@ -63,6 +63,16 @@ def test_products_that_add_themselves(rows: int, outs: int, columns: int, dtype:
             assert error(residual, before[1:-1] + exact) < 4e-3
 
 
+@pytest.mark.parametrize(("outs", "columns", "gated"), [(1024, 3072, False), (4096, 4096, False), (4096, 12288, False), (3072, 1024, True)])
+@pytest.mark.parametrize("rows", [3, 5, 24, 40, 72, 100, 200])
+def test_what_lies_behind_the_rows_changes_no_bit(rows: int, outs: int, columns: int, gated: bool) -> None:
+    x, weight, _ = operands(rows, outs * (1 + gated), columns, torch.bfloat16)
+    room = torch.full((256, columns), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    room[:rows] = x
+    product = triton_ops.linear_silu_mul if gated else triton_ops.linear
+    assert torch.equal(product(room[:rows], weight, None), product(x, weight, None))
+
+
 @pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 50, 65, 100, 256])
 def test_gated_products(rows: int, size: int, columns: int) -> None:
