@@ -1,5 +1,5 @@
 """Products of few rows with a weight matrix, in Triton: their time is that of reading the weights. Many rows, and float32, go to cuBLAS;
-on Hopper what lies between goes to hopper_linear.py.
+on Hopper what lies between goes to hopper_linear.py, and gate and up of thousands of rows to hopper_gated.py.
 
 A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before the rows are there
 (pdl.py); more go to tensor cores, the weight as the left operand, so that rows are padded to 16 only. Nothing is split over programs:
@@ -25,7 +25,7 @@ from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 
 if HAS_GLUON:
-    from shoal.kernels import hopper_linear
+    from shoal.kernels import hopper_gated, hopper_linear
 
 PIECE = tl.constexpr(2048)    # bytes a thread prefetches
 ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
@@ -205,6 +205,8 @@ def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor
 
 def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
     """silu(first half of the outputs) * second half."""
+    if HAS_GLUON and bias_2F is None and hopper_gated.is_for(x_TI, weight_2FI, sms := hopper_linear.num_sms(x_TI.device)):
+        return hopper_gated.hopper_gated_product(x_TI, weight_2FI, sms)
     y_TF = _multiply(x_TI, weight_2FI, bias_2F, gated=True)
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F)) if y_TF is None else y_TF
 

@@ -1,4 +1,4 @@
-"""Which products go to Hopper's kernel and how they are cut; that it compiles for sm_90 without spills. Gluon has no interpreter: results
+"""Which products go to Hopper's kernels and how they are cut; that they compile for sm_90 without spills. Gluon has no interpreter: results
 are compared in tests/gpu/test_linear_gpu.py."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 from triton_compile import check_kernels, compile_launches
 
-from shoal.kernels import hopper_linear, linear
+from shoal.kernels import hopper_gated, hopper_linear, linear
 from shoal.kernels.hopper import empty_rows
 from shoal.kernels.hopper_linear import MAX_ROWS, MAX_TILES, SHARED_BYTES, choose_hopper_tiles
 
@@ -86,6 +86,10 @@ for rows in (8, 16, 32, 64, 128, 256):    # each kernel once
                 case = f"{tiles.rows} x {tiles.outs} x {tiles.columns} {stages=} {tiles.splits=} {gated=} {odd=} {add=}"
                 LAUNCHES.setdefault(case, partial(_launch, rows, outs, inputs, gated, FP16 if odd else BF16, odd, add))
 
+for size, inputs, dtype in ((3072, 1024, BF16), (1096, 584, FP16)):
+    LAUNCHES[f"gate and up, {size} x {inputs}, many rows"] = partial(
+        _launch, hopper_gated.MIN_ROWS, size, inputs, True, dtype, False, False)
+
 if not triton.knobs.runtime.interpret:    # this file once more, in the process that compiles
     hopper_linear.num_sms = _sms_of_target
 
@@ -94,6 +98,6 @@ compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiles_for_hopper_without_spills(compiled, case: str) -> None:
-    kernels = [kernel for kernel in compiled[case] if kernel.name == "hopper_kernel"]
+    kernels = [kernel for kernel in compiled[case] if kernel.name.startswith("hopper_")]
     assert [kernel.capability for kernel in kernels] == [90]
     check_kernels(kernels)

@@ -81,6 +81,17 @@ def test_gated_products(rows: int, size: int, columns: int) -> None:
     assert error(triton_ops.linear_silu_mul(x, weight, bias), F.silu(gate) * up) < 8e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (1096, 584), (128, 64), (12288, 4096)])
+@pytest.mark.parametrize("rows", [4096, 5003])
+def test_gated_products_of_many_rows(rows: int, size: int, columns: int, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(rows, 2 * size, columns, dtype)
+    gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=1)
+    ours = triton_ops.linear_silu_mul(x, weight, None)
+    assert error(ours, F.silu(gate) * up) < 8e-3
+    assert torch.equal(triton_ops.linear_silu_mul(x[:4096], weight, None), ours[:4096])
+
+
 @pytest.mark.parametrize(("outs", "columns", "gated"), [(4096, 1024, False), (6144, 1024, True), (6144, 4096, False), (74, 2056, True)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 65])
 def test_sum_norm_and_product(rows: int, outs: int, columns: int, gated: bool) -> None:
