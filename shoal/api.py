@@ -144,13 +144,6 @@ class SamplingParams:
                     raise RequestError(f"logit_bias {{{token_id}: {bias}}} is not a token id from 0 up and a number; mend or drop it")
             self.logit_bias = {i: min(max(b, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for i, b in self.logit_bias.items()}    # as vLLM
 
-    def __copy__(self) -> SamplingParams:
-        """Checked already. (copy's own way with slots takes more than twice as long, and each request has its copy.)"""
-        own = object.__new__(type(self))
-        for name in SamplingParams.__slots__:
-            setattr(own, name, getattr(self, name))
-        return own
-
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)

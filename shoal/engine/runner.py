@@ -166,8 +166,8 @@ class ModelRunner(RankCommands, KvCommands):
                 for steps in graphs:
                     steps.rehearse()
                 self._rehearse_eager()
-                self._largest_step()
         self.reset_state()
+        torch.cuda.empty_cache()    # whose memory may be wanted in a region
 
     # Sizing the cache
 

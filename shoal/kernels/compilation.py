@@ -5,6 +5,7 @@ Triton holds Python's lock for a tenth of that; the rest are passes of LLVM, and
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Iterator
@@ -19,17 +20,18 @@ _patching = threading.Lock()    # of Triton's launch, which all engines of a pro
 @contextmanager
 def compiling_ahead() -> Iterator[list[str]]:
     """Meanwhile this thread's Triton launches run nothing, so that results mean nothing: each only gets its kernel ready. The list names
-    those that were not on disk. The first of them is compiled there and then, later ones in threads until the end; if one of these fails,
-    its first true launch says so."""
+    those that were not on disk. The first of them is compiled there and then, later ones in threads until the end; what fails there is
+    tried again, and says so, when it is truly launched."""
     import triton  # only now: a CPU run must not pay for it
 
     compiled: list[str] = []
-    if not hasattr(triton, "AsyncCompileMode"):    # launches then run, and compile, as ever
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None or "ignore_errors" not in inspect.signature(mode).parameters:    # before 3.6: launches run, and compile, as ever
         yield compiled
         return
     with _patching, ExitStack() as patched, ExitStack() as threads:
         run, listener, here = triton.JITFunction.run, triton.knobs.compilation.listener, threading.get_ident()
-        in_threads = False
+        in_threads, met = False, set()
 
         def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             nonlocal in_threads
@@ -37,8 +39,10 @@ def compiling_ahead() -> Iterator[list[str]]:
                 return run(self, *args, grid=grid, warmup=warmup, **options)
             if compiled and not in_threads:
                 in_threads = True
-                pool = threads.enter_context(ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)))
-                threads.enter_context(triton.AsyncCompileMode(pool, ignore_errors=True))
+                pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+                threads.enter_context(mode(pool, ignore_errors=True))
+                threads.enter_context(pool)    # left first: an interrupt while it waits must not keep the mode from its end
+            met.add(self)
             return run(self, *args, grid=grid, warmup=True, **options)
 
         def listen(*, src: Any, cache_hit: bool, **rest: Any) -> None:
@@ -47,6 +51,12 @@ def compiling_ahead() -> Iterator[list[str]]:
             if listener is not None:
                 listener(src=src, cache_hit=cache_hit, **rest)
 
+        def forget_failed() -> None:
+            for kernels, *_ in (cache for function in met for cache in function.device_caches.values()):
+                for key in [key for key, kernel in kernels.items() if isinstance(kernel, triton.FutureKernel)]:
+                    del kernels[key]
+
+        patched.callback(forget_failed)
         patched.callback(setattr, triton.JITFunction, "run", run)
         patched.callback(setattr, triton.knobs.compilation, "listener", listener)
         triton.JITFunction.run, triton.knobs.compilation.listener = launch, listen

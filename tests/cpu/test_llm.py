@@ -3,7 +3,6 @@
 import enum
 import gc
 import random
-from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -310,7 +309,8 @@ def test_a_streams_outputs_are_snapshots(build):
     assert [len(o.outputs[0].logprobs) for o in outputs] == [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, COUNT + 1))
 
 
-@pytest.mark.parametrize("ids", [[True, 2], [1, 5.0], [1, "2"], [1, None], [1, [2]], {1, 2}, np.array([1.0]), [np.int64(1)]])
+@pytest.mark.parametrize("ids", [[True, 2], [1, 5.0], [1, "2"], [1, None], [1, [2]], {1, 2}, np.array([1.0]), [np.int64(1)],
+                                 [1, "\ud800"]])
 def test_token_ids_are_integers(ids, build):
     with pytest.raises(ValueError, match="not a list of token ids"):
         build("llama").generate([{"prompt_token_ids": ids}], greedy())
@@ -333,10 +333,20 @@ def test_the_callers_list_of_token_ids_is_not_kept(build):
 
 def test_a_copy_of_sampling_params_has_all_of_their_fields():
     params = greedy(n=3, seed=4, stop=["a"], logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+"))
-    own = copy(params)
+    own = llm._copy_params(params)
     assert own == params and own is not params
     own.seed = 5
     assert params.seed == 4
+
+
+def test_a_copy_of_a_subclass_of_sampling_params_keeps_what_it_adds():
+    class Tagged(SamplingParams):
+        pass
+
+    params = Tagged(seed=4)
+    params.tag = "x"
+    own = llm._copy_params(params)
+    assert type(own) is Tagged and own.tag == "x" and own.seed == 4
 
 
 @pytest.mark.parametrize("call", [
