@@ -6,7 +6,8 @@ its first weight tiles, as many as shared memory holds, and then waits. Where it
 is ever replaced, and the loop is nothing but tensor-core instructions; a longer slice runs through the tiles as through a ring.
 Few outputs are split over inputs, so that all SMs work: the last program of a tile to arrive adds the parts in a fixed order.
 
-A product that ends in the residual adds itself to it (ADD), rounded as one of its own; its old values too are on their way early.
+A product that ends in the residual adds itself to it (ADD), rounded as one of its own. Its old values too are on their way early, unless
+inputs are split: then registers are short.
 
 32 rows or fewer are the right operand (out^T = weight @ x^T), as the left one comes in 64 rows. Gate and up are two sums of one program,
 rounded as a product of its own would. Us beside cuBLAS's (and its SiLU * up): docs/decisions.md.
@@ -84,8 +85,8 @@ def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> H
         if smallest <= block_outs <= largest and programs <= sms:
             if gated and inputs >= 4096 and 3 * programs < sms:
                 return None
-            wide = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
-            columns = 64 if large or wide else 128    # 3 stages at least
+            narrow = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
+            columns = 64 if large or narrow else 128    # 3 stages at least
             choices = [HopperTiles(block_rows, block_outs, splits, columns)
                        for splits in range(1, 2 if gated else MAX_SPLITS + 1) if splits == 1 or programs * splits <= sms]
             return next((tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)), choices[-1])

@@ -54,7 +54,7 @@ def choose_tiles(rows: int, weight_rows: int, columns: int, gated: bool) -> Tile
         if 3072 < columns <= 4096:    # whole rows, all of them in flight before the wait: a token of qwen3-8b 4378 us to 4250
             return Tiles(1, 4096, 4) if gated else Tiles(2, 4096, 8)
         return Tiles(2, 1024, 4)      # small tiles, more of them at once: a token of qwen3-8b 4230 us to 4103
-    if rows <= 4 and not gated and rows * weight_rows * columns <= 1 << 25:    # 4 rows, 1024 x 3072: 3.8, 6.7; larger: arithmetic bound
+    if rows <= 4 and not gated and triton.next_power_of_2(rows) * weight_rows * columns <= 1 << 25:    # 4 rows, 1024 x 3072: 3.8, 6.7
         return Tiles(4, 256, 1) if columns <= 1024 else Tiles(4, 1024, 4)
     if (rows <= 16 and columns < 4096) or (rows <= 32 and weight_rows >= 24576):    # 16 rows: 3072 x 1024 gated: 5.6, 6.8; head: 75, 80
         return Tiles(64, 128, 4, 5)

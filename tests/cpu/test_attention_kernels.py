@@ -267,11 +267,13 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
 
 def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_plain_torch(q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms) -> None:
+        tiles.append(len(work))
         for token, count, position, seq in work.tolist():
             tile = slice(token, token + count)
             out_THN[tile] = paged_attention(q_THN[tile], kv_layer, torch.tensor([0, count]), torch.tensor([position + count]),
                                             rows_S[seq:seq + 1], block_tables_RM, scale)
 
+    tiles: list[int] = []    # of each launch
     monkeypatch.setattr(backend_module.hopper, "is_supported", lambda *_: True)
     monkeypatch.setattr(backend_module.hopper, "hopper_prefill_attention", in_plain_torch)
     monkeypatch.setattr(backend_module, "HOPPER_FROM", 100)
@@ -287,4 +289,9 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(monkeypatc
         backend.begin(step)
         everything, selected = (backend.attend(case.q, case.k, case.v, case.kv_layer, step, None, selected=s) for s in (False, True))
         assert torch.equal(selected[wanted], everything[wanted])
-        assert backend.work is None or 0 < backend.selected_work <= len(backend.work)
+        assert backend.work is None or tiles[-2:] == [len(backend.work), backend.selected_work]
+    assert 0 < tiles[-1] < tiles[-2]
+    backend.begin(replace(case.step, host_select=np.array([0, 1])))    # decodes alone are wanted: no tile, and no launch
+    count = len(tiles)
+    backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None, selected=True)
+    assert len(tiles) == count

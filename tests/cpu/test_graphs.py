@@ -24,7 +24,9 @@ MODELS = {
                                                             decoder_sparse_step=2, moe_intermediate_size=64), {}),
     "experts at the end": ("Qwen3MoeConfig", dict(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2, decoder_sparse_step=2,
                                                   moe_intermediate_size=64), dict(max_num_seqs=1)),    # a router's product of one row
+    "wide, on another GPU": ("Qwen3Config", dict(num_hidden_layers=2, hidden_size=2560, num_attention_heads=32, head_dim=128), {}),
 }
+WITHOUT_HOPPER = ("wide, on another GPU",)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     from shoal.kernels import hopper_linear, triton_ops
     from tests import tiny
 
-    hopper_linear.num_sms = lambda _: 132
+    hopper_linear.num_sms = lambda _: 0 if name in WITHOUT_HOPPER else 132
     seen: list[str] = []
     graphs = []
     triton.runtime.driver.set_active(_NoDriver())
@@ -111,8 +113,9 @@ def launched_variants(folder: Path, name: str) -> dict:
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
     runner.graphs = runner.mixed_graphs = None    # eager steps, but none of fewer tokens than are ever captured
     llm.core.builder.mixed_shapes = ()
-    prompts = [[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))]
-    llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm.generate([[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))], params, use_tqdm=False)
+    llm.generate([[20 + i] * (100 + i) for i in range(3)], params, use_tqdm=False)    # a step that ends three prompts
     return {"graphs": graphs, "steps": (started, take()), "ahead": ahead}
 
 
