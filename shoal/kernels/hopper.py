@@ -19,8 +19,8 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def empty_rows(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """An empty [T, ...]; up to MAX_ROWS with memory for a power of two of rows, at least 8. hopper_linear.py reads tiles of rows by TMA, which
-    is slow to fill in zeros for rows beyond a matrix: 1024 x 3072 of 208 rows 10.2 us, 7.5 where there is something to read."""
+    """An empty [T, ...]; up to MAX_ROWS with memory for a power of two of rows, at least 8. hopper_linear.py reads tiles of rows by TMA,
+    which is slow to fill in zeros for rows beyond a matrix: 1024 x 3072 of 208 rows 10.2 us, 7.5 where there is something to read."""
     rows = shape[0]
     if rows > MAX_ROWS or rows == (room := max(8, 1 << (rows - 1).bit_length())):
         return like.new_empty(shape)
