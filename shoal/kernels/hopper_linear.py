@@ -6,8 +6,7 @@ its first weight tiles, as many as shared memory holds, and then waits. Where it
 is ever replaced, and the loop is nothing but tensor-core instructions; a longer slice runs through the tiles as through a ring.
 Few outputs are split over inputs, so that all SMs work: the last program of a tile to arrive adds the parts in a fixed order.
 
-A product that ends in the residual adds itself to it (ADD), rounded as one of its own. Its old values too are on their way early, unless
-inputs are split: then registers are short.
+A product that ends in the residual adds itself to it (ADD), rounded as one of its own. Its old values too are on their way early.
 
 32 rows or fewer are the right operand (out^T = weight @ x^T), as the left one comes in 64 rows. Gate and up are two sums of one program,
 rounded as a product of its own would. Us beside cuBLAS's (and its SiLU * up): docs/decisions.md.
@@ -154,7 +153,7 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
     out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(0, wide))
     out_ptrs = out_ptr + row.to(gl.int64)[:, None] * O + out[None, :]
     inside = (row < T)[:, None] & (out < O)[None, :]
-    if ADD and SPLITS == 1:
+    if ADD:
         before = gl.load(out_ptrs, mask=inside, other=0.0)
 
     ROWS: gl.constexpr = BLOCK_O if SWAP else BLOCK_T
@@ -203,8 +202,6 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
         sums = gl.load(parts_ptr + at, cache_modifier=".cg")
         for part in gl.static_range(1, SPLITS):
             sums += gl.load(parts_ptr + part * (ROWS * COLUMNS) + at, cache_modifier=".cg")
-        if ADD:    # only now: registers are short meanwhile
-            before = gl.load(out_ptrs, mask=inside, other=0.0)
 
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
