@@ -55,6 +55,11 @@ def test_what_the_start_launches_was_compiled_ahead(name, variants):
     assert set(variants[name]["steps"][0]) <= set(variants[name]["ahead"])
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_start_that_finds_its_kernels_on_disk_looks_at_few(name, variants):
+    assert 0 < len(variants[name]["probed"]) < len(variants[name]["ahead"])
+
+
 def launched_variants(folder: Path, name: str) -> dict:
     from contextlib import nullcontext
 
@@ -107,7 +112,10 @@ def launched_variants(folder: Path, name: str) -> dict:
     take()
     cache, runner.kv = runner.kv, runner._new_cache(1)
     runner.compile_ahead()
-    ahead, runner.kv = take(), cache
+    ahead = take()
+    runner_module.compiling_ahead = lambda: nullcontext([])
+    runner.compile_ahead()
+    probed, runner.kv = take(), cache
     with torch.inference_mode():
         runner._prepare_steps()
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
@@ -116,7 +124,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     llm.generate([[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))], params, use_tqdm=False)
     llm.generate([[20 + i] * (100 + i) for i in range(3)], params, use_tqdm=False)    # a step that ends three prompts
-    return {"graphs": graphs, "steps": (started, take()), "ahead": ahead}
+    return {"graphs": graphs, "steps": (started, take()), "ahead": ahead, "probed": probed}
 
 
 if __name__ == "__main__":
