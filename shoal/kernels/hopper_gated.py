@@ -17,7 +17,9 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from shoal.kernels import hopper_linear
+from shoal.kernels.hopper_linear import DTYPES, descriptor, silu_mul
 
 MIN_ROWS = 4096                              # below, two launches cost the host less than this one
 ROWS: gl.constexpr = gl.constexpr(64)        # of a warpgroup
@@ -25,7 +27,6 @@ BLOCK_F: gl.constexpr = gl.constexpr(128)
 BLOCK_I: gl.constexpr = gl.constexpr(64)     # 128 bytes, which tensor cores and TMA swizzle as one row
 STAGES: gl.constexpr = gl.constexpr(4)
 GROUP: gl.constexpr = gl.constexpr(16)
-LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
 
 @gluon.jit
@@ -79,8 +80,7 @@ def _multiply(out_ptr, x_smem, weight_smem, full, free, T, F, steps, row_tiles, 
         gate, up = warpgroup_mma_wait(0, deps=[gate, up])
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
 
-        gate = gate.to(dtype).to(gl.float32)
-        result = (gate / (1.0 + gl.exp(-gate)) * up.to(dtype).to(gl.float32)).to(dtype)
+        result = silu_mul(gate, up, dtype)
         row = (2 * row_tile + HALF) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
         out = out_tile * BLOCK_F + gl.arange(0, BLOCK_F, gl.SliceLayout(0, wide))
         gl.store(out_ptr + row.to(gl.int64)[:, None] * F + out[None, :], gl.convert_layout(result, wide),
@@ -104,20 +104,19 @@ def hopper_gated_kernel(x_desc, weight_desc, out_ptr, T, F, steps, row_tiles, ou
     ], [4, 1], [232, 40])    # warps, and registers a thread, of all but the first
 
 
-def is_for(x_TI: torch.Tensor, weight_2FI: torch.Tensor, sms: int) -> bool:
-    """`sms`: of a Hopper GPU, or 0. TMA reads, and the end stores, 16 bytes at a time."""
-    size, inputs = weight_2FI.shape[0] // 2, weight_2FI.shape[1]
-    return sms > 0 and x_TI.shape[0] >= MIN_ROWS and x_TI.dtype in (torch.bfloat16, torch.float16) and inputs % 8 == size % 8 == 0
+def is_for(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> bool:
+    """On Hopper; TMA reads, and the end stores, 16 bytes at a time."""
+    (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
+    return rows >= MIN_ROWS and x_TI.dtype in DTYPES and inputs % 8 == size % 8 == 0 and hopper_linear.num_sms(x_TI.device) > 0
 
 
-def hopper_gated_product(x_TI: torch.Tensor, weight_2FI: torch.Tensor, sms: int) -> torch.Tensor:
+def hopper_gated_product(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.Tensor:
     """[T, F]; gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of rows."""
     assert x_TI.is_contiguous() and weight_2FI.is_contiguous()
     (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
     out_TF = x_TI.new_empty((rows, size))
     row_tiles, out_tiles = triton.cdiv(rows, 2 * ROWS.value), triton.cdiv(size, BLOCK_F.value)
-    x_desc = TensorDescriptor(x_TI, [rows, inputs], [inputs, 1], [ROWS.value, BLOCK_I.value], LAYOUT)
-    weight_desc = TensorDescriptor(weight_2FI, [2 * size, inputs], [inputs, 1], [BLOCK_F.value, BLOCK_I.value], LAYOUT)
-    hopper_gated_kernel[(min(sms, row_tiles * out_tiles),)](
-        x_desc, weight_desc, out_TF, rows, size, triton.cdiv(inputs, BLOCK_I.value), row_tiles, out_tiles, num_warps=4, maxnreg=168)
+    hopper_gated_kernel[(min(hopper_linear.num_sms(x_TI.device), row_tiles * out_tiles),)](
+        descriptor(x_TI, ROWS.value, BLOCK_I.value), descriptor(weight_2FI, BLOCK_F.value, BLOCK_I.value), out_TF, rows, size,
+        triton.cdiv(inputs, BLOCK_I.value), row_tiles, out_tiles, num_warps=4, maxnreg=168)
     return out_TF

@@ -107,6 +107,13 @@ def _wait_for_inputs(PDL: gl.constexpr):
 
 
 @gluon.jit
+def silu_mul(gate, up, dtype: gl.constexpr):
+    """Of float32 sums, each rounded first, as a product of its own would be."""
+    gate = gate.to(dtype).to(gl.float32)
+    return (gate / (1.0 + gl.exp(-gate)) * up.to(dtype).to(gl.float32)).to(dtype)
+
+
+@gluon.jit
 def _load_weight(weight_desc, full, weight_smem, up_smem, out, O, column, GATED: gl.constexpr, pred):
     tma.async_copy_global_to_shared(weight_desc, [out, column], full, weight_smem, pred=pred)
     if GATED:
@@ -209,10 +216,7 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
         sums += gl.load(bias_ptr + at_bias, mask=at_bias < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
         if GATED:
             up_sums += gl.load(bias_ptr + O + at_bias, mask=at_bias < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
-    result = sums.to(DTYPE)
-    if GATED:
-        gate = result.to(gl.float32)
-        result = (gate / (1.0 + gl.exp(-gate)) * up_sums.to(DTYPE).to(gl.float32)).to(DTYPE)
+    result = silu_mul(sums, up_sums, DTYPE) if GATED else sums.to(DTYPE)
     if SWAP:
         result = result.permute((1, 0))
     result = gl.convert_layout(result, wide)
@@ -235,15 +239,14 @@ def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor,
         assert grid[0] * grid[1] <= MAX_TILES
         parts = x_TI.new_empty(grid[0] * grid[1] * tiles.splits * tiles.rows * tiles.outs, dtype=torch.float32)
         arrived = _arrived(x_TI.device)
-    x_desc = _descriptor(x_TI, tiles.rows, tiles.columns, grid[0] * tiles.rows)
+    x_desc = descriptor(x_TI, tiles.rows, tiles.columns, grid[0] * tiles.rows)
     hopper_kernel[grid](
-        x_desc, _descriptor(weight, tiles.outs, tiles.columns), bias, out_TO, parts, arrived, outs, rows, tiles.num_tiles(inputs),
-        GATED=gated, ADD=residual_TO is not None, SPLITS=tiles.splits,
-        STAGES=tiles.stages(inputs, gated), num_warps=4, **pdl_options())
+        x_desc, descriptor(weight, tiles.outs, tiles.columns), bias, out_TO, parts, arrived, outs, rows, tiles.num_tiles(inputs),
+        GATED=gated, ADD=residual_TO is not None, SPLITS=tiles.splits, STAGES=tiles.stages(inputs, gated), num_warps=4, **pdl_options())
     return out_TO
 
 
-def _descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0) -> TensorDescriptor:
+def descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0) -> TensorDescriptor:
     """Of tiles of `rows`, which read `rows_read` together: also what lies behind the matrix (`empty_rows`), for sums that nobody stores."""
     num_rows, inputs = matrix.shape
     if num_rows < rows_read and matrix.untyped_storage().nbytes() >= (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize:

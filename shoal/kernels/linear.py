@@ -205,8 +205,8 @@ def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor
 
 def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
     """silu(first half of the outputs) * second half."""
-    if HAS_GLUON and bias_2F is None and hopper_gated.is_for(x_TI, weight_2FI, sms := hopper_linear.num_sms(x_TI.device)):
-        return hopper_gated.hopper_gated_product(x_TI, weight_2FI, sms)
+    if HAS_GLUON and bias_2F is None and hopper_gated.is_for(x_TI, weight_2FI):
+        return hopper_gated.hopper_gated_product(x_TI, weight_2FI)
     y_TF = _multiply(x_TI, weight_2FI, bias_2F, gated=True)
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F)) if y_TF is None else y_TF
 

@@ -57,11 +57,11 @@ def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
         if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
             read = triton.cdiv(rows, tiles.rows) * tiles.rows
             assert x.untyped_storage().nbytes() >= read * 1024 * 2
-            assert hopper_linear._descriptor(x.view(rows, 1024), tiles.rows, tiles.columns, read).shape == [read, 1024]
+            assert hopper_linear.descriptor(x.view(rows, 1024), tiles.rows, tiles.columns, read).shape == [read, 1024]
             alone = torch.empty(rows, 1024, dtype=BF16)    # no memory behind it: nothing is read there
-            assert hopper_linear._descriptor(alone, tiles.rows, tiles.columns, read).shape == [rows, 1024]
+            assert hopper_linear.descriptor(alone, tiles.rows, tiles.columns, read).shape == [rows, 1024]
             there_is_room = (1 + read) * 1024 * 2 <= x.untyped_storage().nbytes()
-            later = hopper_linear._descriptor(x.view(rows, 1024)[1:], tiles.rows, tiles.columns, read)
+            later = hopper_linear.descriptor(x.view(rows, 1024)[1:], tiles.rows, tiles.columns, read)
             assert later.shape[0] == (read if there_is_room else rows - 1)
 
 
