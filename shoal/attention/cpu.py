@@ -32,6 +32,9 @@ class CpuBackend:
         if self._library is not None:
             self._library.shoal_set_threads(torch.get_num_threads())
 
+    def reads_k(self, window: int | None) -> bool:
+        return True
+
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, step: StepInput,
                window: int | None, selected: bool = False) -> torch.Tensor:
         if self._library is None or q_THN.dtype != torch.float32 or kv_layer.dtype != torch.float32:

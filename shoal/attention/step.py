@@ -68,6 +68,10 @@ class AttentionBackend(Protocol):
     def begin(self, step: StepInput) -> None:
         """Called once before the layers of an eager step, or before capture."""
 
+    def reads_k(self, window: int | None) -> bool:
+        """Whether `attend` may read this step's k as it is passed, not from the cache alone."""
+        ...
+
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
                step: StepInput, window: int | None, selected: bool = False) -> torch.Tensor:
         """[T, H, N] for [T, H, N] queries. The step's own k and v are in `kv_layer` already; they are passed for fresh prefills.

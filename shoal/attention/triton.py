@@ -81,6 +81,9 @@ class TritonBackend:
                                                            step.host_select)
             self.work = step.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True).view(work.shape)
 
+    def reads_k(self, window: int | None) -> bool:
+        return self.work is None or window is not None
+
     def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
                step: StepInput, window: int | None, selected: bool = False) -> torch.Tensor:
         out_THN = empty_rows(q_THN, *q_THN.shape)

@@ -150,6 +150,7 @@ class Scheduler:
         """The next step, or None if nothing can run before an `update` (or `add`)."""
         scheduled: list[ScheduledSeq] = []
         budget = self._schedule_decodes(scheduled, self._max_num_batched_tokens)
+        scheduled.sort(key=_length, reverse=True)    # attention begins with the longest, so that those which end it are short
         num_decodes = len(scheduled)
         cap = self._prefill_cap()
         for seq in self.running:
@@ -483,3 +484,7 @@ class Scheduler:
 
 def _turn(seq: Sequence) -> tuple[float, ...]:
     return seq.turn
+
+
+def _length(entry: ScheduledSeq) -> int:
+    return entry.start

@@ -53,7 +53,7 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 
 def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
                        positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
-                       num_heads: int, num_kv_heads: int) -> None:
+                       num_heads: int, num_kv_heads: int, keep_k: bool = True) -> None:
     if LIBRARY is None or qkv.dtype != torch.float32:
         reference.qk_norm_rope_store(qkv, q_weight, k_weight, eps, cos_sin, positions_T, rows_T, block_tables_RM, kv_layer, num_heads,
                                      num_kv_heads)

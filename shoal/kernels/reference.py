@@ -63,10 +63,11 @@ def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_w
 
 def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
                        positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
-                       num_heads: int, num_kv_heads: int) -> None:
+                       num_heads: int, num_kv_heads: int, keep_k: bool = True) -> None:
     """Normalises (if there are weights) and rotates the q and k heads of qkv [T, (H + 2G) * N] in place, and stores k and v.
 
-    cos_sin: [max_position, N], cosines then sines. Nothing is stored for padding (row or position -1), whose qkv is left undefined.
+    cos_sin: [max_position, N], cosines then sines. Nothing is stored for padding (row or position -1), whose qkv is left undefined;
+    so may k be, in qkv, if nobody reads it there (not `keep_k`).
     """
     head_dim = cos_sin.shape[1]
     heads = qkv.view(qkv.shape[0], -1, head_dim)

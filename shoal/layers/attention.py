@@ -42,7 +42,7 @@ class Attention(nn.Module):
         q_norm = self.q_norm.weight if self.q_norm is not None else None
         k_norm = self.k_norm.weight if self.k_norm is not None else None
         self.ops.qk_norm_rope_store(qkv, q_norm, k_norm, self.eps, cos_sin, step.positions_T, step.rows_T, step.block_tables_RM,
-                                    kv_layer, h, g)
+                                    kv_layer, h, g, self.backend.reads_k(self.window))
         if select_S is not None and len(select_S) == 0:    # of a chunk that ends no prompt the cache is all that anyone reads
             return None, residual_TD[:0]
         heads = qkv.view(-1, h + 2 * g, n)

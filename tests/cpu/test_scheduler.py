@@ -74,7 +74,7 @@ def test_prompts_are_computed_together_and_then_decoded_together():
     assert (plan.num_decodes, plan.num_tokens) == (0, 15) and all(e.samples for e in plan.scheduled)
     update(s, plan)
     plan = s.schedule()
-    assert summary(plan) == [("a", 5, 1), ("b", 9, 1), ("c", 1, 1)] and (plan.num_decodes, plan.num_tokens) == (3, 3)
+    assert summary(plan) == [("b", 9, 1), ("a", 5, 1), ("c", 1, 1)] and (plan.num_decodes, plan.num_tokens) == (3, 3)
 
 
 def test_a_long_prompt_is_cut_to_the_budget_and_samples_once_at_its_end():
@@ -95,7 +95,19 @@ def test_decodes_come_first_and_prompts_share_what_is_left():
     assert step(s) == [("a", 4, 1), ("b", 4, 1), ("c", 0, 8)]
     assert step(s) == [("a", 5, 1), ("b", 5, 1), ("c", 8, 8)]
     assert step(s) == [("a", 6, 1), ("b", 6, 1), ("c", 16, 4), ("d", 0, 3)]
-    assert step(s) == [("a", 7, 1), ("b", 7, 1), ("c", 20, 1), ("d", 3, 1)]
+    assert step(s) == [("c", 20, 1), ("a", 7, 1), ("b", 7, 1), ("d", 3, 1)]
+
+
+def test_decodes_come_longest_first_and_keep_their_order_when_others_join_and_leave():
+    s = make(max_num_batched_tokens=64)
+    for name, n in (("a", 3), ("b", 9), ("c", 3), ("d", 6)):
+        s.add(request(name, n))
+    step(s)
+    assert step(s) == [("b", 9, 1), ("d", 6, 1), ("a", 3, 1), ("c", 3, 1)]
+    s.add(request("e", 8))
+    assert step(s) == [("b", 10, 1), ("d", 7, 1), ("a", 4, 1), ("c", 4, 1), ("e", 0, 8)]
+    s.abort("d")
+    assert step(s) == [("b", 11, 1), ("e", 8, 1), ("a", 5, 1), ("c", 5, 1)]
 
 
 def test_prompts_begun_go_on_before_new_ones():
@@ -634,7 +646,7 @@ def test_a_sequence_in_lockstep_waits_for_its_token_and_others_don_t():
     first, second = s.schedule(), s.schedule()
     assert summary(second) == [("free", 5, 1), ("banned", 5, 1)]
     update(s, first)
-    assert summary(s.schedule()) == [("free", 6, 1), ("lockstep", 5, 1), ("banned", 6, 1)]
+    assert summary(s.schedule()) == [("free", 6, 1), ("banned", 6, 1), ("lockstep", 5, 1)]
 
 
 def test_rows_and_blocks_of_an_ended_sequence_go_to_the_next_one():
