@@ -2,11 +2,13 @@
 of its own, a fifth of the product for 1024 inputs.
 
 Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) ahead of them by four tiles of inputs, over
-the ends of output tiles too; two warpgroups of 64 rows share each tile of gate and up, and round both as products of their own would.
-Tiles are taken in groups of 16 tiles of rows, so that what runs side by side reads few rows and weights, from the L2 cache.
+the ends of output tiles too; two warpgroups of 64 rows share each tile of gate and up, which are the two halves of one product, and round
+both as products of their own would. TMA also stores the results. One warpgroup is two steps ahead of the other, so that the tensor cores
+have one's products while the other ends a tile. Tiles are taken in groups of 16 tiles of rows, so that what runs side by side reads few
+rows and weights, from the L2 cache.
 
 bf16, one H200, us of the quickest and of the median launch, beside cuBLAS and silu_mul: 16,384 rows, 3072 x 1024 356, 391 (374, 417), 12288
-x 4096 5026, 5192 (5177, 5288); 4,096 rows 89 (96) and 1240 (1224). While the warpgroups end a tile the tensor cores rest.
+x 4096 5026, 5192 (5177, 5288); 4,096 rows 89 (96) and 1240 (1224).
 T rows · I inputs · F outputs. Oracle: reference.py.
 """
 
@@ -16,9 +18,10 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from shoal.kernels import hopper_linear
+from shoal.kernels.hopper import barrier
 from shoal.kernels.hopper_linear import DTYPES, descriptor, silu_mul
 
 MIN_ROWS = 4096                              # below, two launches cost the host less than this one
@@ -26,6 +29,7 @@ ROWS: gl.constexpr = gl.constexpr(64)        # of a warpgroup
 BLOCK_F: gl.constexpr = gl.constexpr(128)
 BLOCK_I: gl.constexpr = gl.constexpr(64)     # 128 bytes, which tensor cores and TMA swizzle as one row
 STAGES: gl.constexpr = gl.constexpr(4)
+LEAD: gl.constexpr = gl.constexpr(2)         # steps that one warpgroup is ahead of the other
 GROUP: gl.constexpr = gl.constexpr(16)
 
 
@@ -58,54 +62,62 @@ def _fetch(x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_t
 
 
 @gluon.jit
-def _multiply(out_ptr, x_smem, weight_smem, full, free, T, F, steps, row_tiles, out_tiles, HALF: gl.constexpr):
+def _multiply(out_desc, x_smem, weight_smem, out_smem, full, free, ahead, steps, row_tiles, out_tiles, HALF: gl.constexpr):
     """A warpgroup: half of each tile's rows."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F, 16])
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_F, 16])
     dtype: gl.constexpr = x_smem.dtype
+    weights = weight_smem._reinterpret(dtype, [STAGES, 2 * BLOCK_F, BLOCK_I], weight_smem.layout)    # gate above up
     count = 0
     for item in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
         row_tile, out_tile = _tile(item, row_tiles, out_tiles)
-        gate = gl.zeros([ROWS, BLOCK_F], gl.float32, mma)
-        up = gl.zeros([ROWS, BLOCK_F], gl.float32, mma)
+        if HALF == 1:    # the other is less than STAGES steps ahead, so never by two tiles
+            mbarrier.wait(ahead, count // steps & 1, pred=steps > STAGES)
+        sums = gl.zeros([ROWS, 2 * BLOCK_F], gl.float32, mma)
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
-            x = x_smem.index(2 * stage + HALF)
-            gate = warpgroup_mma(x, weight_smem.index(2 * stage).permute((1, 0)), gate, is_async=True)
-            up = warpgroup_mma(x, weight_smem.index(2 * stage + 1).permute((1, 0)), up, is_async=True)
-            gate, up = warpgroup_mma_wait(2, deps=[gate, up])
+            sums = warpgroup_mma(x_smem.index(2 * stage + HALF), weights.index(stage).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=[sums])
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)    # the stage before is done with
+            if HALF == 0:
+                mbarrier.arrive(ahead, pred=step == LEAD)
             count += 1
-        gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+        sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
 
+        gate, up = gl.split(sums.reshape((ROWS, 2, BLOCK_F)).permute((0, 2, 1)))
         result = silu_mul(gate, up, dtype)
-        row = (2 * row_tile + HALF) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
-        out = out_tile * BLOCK_F + gl.arange(0, BLOCK_F, gl.SliceLayout(0, wide))
-        gl.store(out_ptr + row.to(gl.int64)[:, None] * F + out[None, :], gl.convert_layout(result, wide),
-                 mask=(row < T)[:, None] & (out < F)[None, :])
+        tma.store_wait(0)    # the last tile's results have been read
+        barrier()
+        out_smem.store(result)
+        fence_async_shared()
+        barrier()            # one thread speaks for all
+        tma.async_copy_shared_to_global(out_desc, [(2 * row_tile + HALF) * ROWS, out_tile * BLOCK_F], out_smem)
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["T", "row_tiles"])
-def hopper_gated_kernel(x_desc, weight_desc, out_ptr, T, F, steps, row_tiles, out_tiles):
+@gluon.jit(do_not_specialize=["row_tiles"])
+def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_tiles):
     dtype: gl.constexpr = x_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_I], x_desc.layout)
     weight_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_F, BLOCK_I], weight_desc.layout)    # gate, up
+    out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_F], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ahead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ahead, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     gl.warp_specialize([
-        (_multiply, (out_ptr, x_smem, weight_smem, full, free, T, F, steps, row_tiles, out_tiles, 0)),
-        (_multiply, (out_ptr, x_smem, weight_smem, full, free, T, F, steps, row_tiles, out_tiles, 1)),
+        (_multiply, (out_desc, x_smem, weight_smem, out_smem.index(0), full, free, ahead, steps, row_tiles, out_tiles, 0)),
+        (_multiply, (out_desc, x_smem, weight_smem, out_smem.index(1), full, free, ahead, steps, row_tiles, out_tiles, 1)),
         (_fetch, (x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_tiles, out_tiles)),
     ], [4, 1], [232, 40])    # warps, and registers a thread, of all but the first
 
 
 def is_for(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> bool:
-    """On Hopper; TMA reads, and the end stores, 16 bytes at a time."""
+    """On Hopper; TMA reads and stores 16 bytes at a time."""
     (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
     return rows >= MIN_ROWS and x_TI.dtype in DTYPES and inputs % 8 == size % 8 == 0 and hopper_linear.num_sms(x_TI.device) > 0
 
@@ -117,6 +129,7 @@ def hopper_gated_product(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.
     out_TF = x_TI.new_empty((rows, size))
     row_tiles, out_tiles = triton.cdiv(rows, 2 * ROWS.value), triton.cdiv(size, BLOCK_F.value)
     hopper_gated_kernel[(min(hopper_linear.num_sms(x_TI.device), row_tiles * out_tiles),)](
-        descriptor(x_TI, ROWS.value, BLOCK_I.value), descriptor(weight_2FI, BLOCK_F.value, BLOCK_I.value), out_TF, rows, size,
-        triton.cdiv(inputs, BLOCK_I.value), row_tiles, out_tiles, num_warps=4, maxnreg=168)
+        descriptor(x_TI, ROWS.value, BLOCK_I.value), descriptor(weight_2FI, BLOCK_F.value, BLOCK_I.value),
+        descriptor(out_TF, ROWS.value, BLOCK_F.value), size, triton.cdiv(inputs, BLOCK_I.value), row_tiles, out_tiles,
+        num_warps=4, maxnreg=168)
     return out_TF

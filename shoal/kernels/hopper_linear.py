@@ -107,10 +107,41 @@ def _wait_for_inputs(PDL: gl.constexpr):
 
 
 @gluon.jit
+def _rounded(sums, dtype: gl.constexpr):
+    """To `dtype` and back, pair by pair: the conversion of one number is as slow as an exponential."""
+    if dtype == gl.bfloat16:
+        rounded = gl.inline_asm_elementwise("""{
+            .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $3, $2;
+            shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xffff0000;
+            }""", "=r,=r,r,r", [sums], gl.float32, True, 2)
+    else:
+        rounded = gl.inline_asm_elementwise("""{
+            .reg .b32 pair;
+            .reg .b16 low, high;
+            cvt.rn.f16x2.f32 pair, $3, $2;
+            mov.b32 {low, high}, pair;
+            cvt.f32.f16 $0, low;
+            cvt.f32.f16 $1, high;
+            }""", "=r,=r,r,r", [sums], gl.float32, True, 2)
+    return rounded
+
+
+@gluon.jit
 def silu_mul(gate, up, dtype: gl.constexpr):
-    """Of float32 sums, each rounded first, as a product of its own would be."""
-    gate = gate.to(dtype).to(gl.float32)
-    return (gate / (1.0 + gl.exp(-gate)) * up.to(dtype).to(gl.float32)).to(dtype)
+    """Of float32 sums, each rounded first, as a product of its own would be. SiLU is x / (1 + exp(-x)) to the bit, but 0 below -87: what
+    exp and the quotient do for results below 2^-126 would triple its multiplications."""
+    gate = _rounded(gate, dtype)
+    silu = gl.inline_asm_elementwise("""{
+        .reg .f32 y;
+        mul.f32 y, $1, 0fBFB8AA3B;    // -log2(e)
+        ex2.approx.ftz.f32 y, y;
+        add.f32 y, y, 0f3F800000;
+        rcp.approx.ftz.f32 y, y;
+        mul.f32 $0, $1, y;
+        }""", "=f,f", [gate], gl.float32, True, 1)
+    return (silu * _rounded(up, dtype)).to(dtype)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton_compile import check_kernels, compile_launches
 
 from shoal.kernels import triton_ops
 from shoal.kernels.moe import Blocks, moe_with
+from shoal.kernels.norm import MANY_ROWS
 from shoal.kernels.state import StateLayout
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -24,6 +25,8 @@ for size, dtype in ((576, torch.float32), (1024, BF16), (4096, BF16), (16384, BF
     x, weight = torch.zeros(2, size, dtype=dtype), torch.ones(size, dtype=dtype)
     LAUNCHES[f"rms_norm {size} {dtype}"] = lambda x=x, w=weight: triton_ops.rms_norm(x, w, 1e-6)
     LAUNCHES[f"add_rms_norm {size} {dtype}"] = lambda x=x, w=weight: triton_ops.add_rms_norm(x, x.clone(), w, 1e-6)
+    many = torch.zeros(MANY_ROWS + 1, size, dtype=dtype, device="meta")
+    LAUNCHES[f"add_rms_norm of many rows {size} {dtype}"] = lambda x=many, w=weight: triton_ops.add_rms_norm(x, x.clone(), w, 1e-6)
     LAUNCHES[f"silu_mul {size} {dtype}"] = lambda x=x: triton_ops.silu_mul(x)
     LAUNCHES[f"embed {size} {dtype}"] = lambda x=x: triton_ops.embed(_ints(3), x)
 
