@@ -3,9 +3,8 @@ of its own, a fifth of the product for 1024 inputs.
 
 Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) ahead of them by four tiles of inputs, over
 the ends of output tiles too; two warpgroups of 64 rows share each tile of gate and up, which are the two halves of one product, and round
-both as products of their own would. TMA also stores the results. One warpgroup is two steps ahead of the other, so that the tensor cores
-have one's products while the other ends a tile. Tiles are taken in groups of 16 tiles of rows, so that what runs side by side reads few
-rows and weights, from the L2 cache.
+both as products of their own would. TMA also stores the results. Tiles are taken in groups of 16 tiles of rows, so that what runs side by
+side reads few rows and weights, from the L2 cache.
 
 bf16, one H200, us of the quickest and of the median launch, beside cuBLAS and silu_mul: 16,384 rows, 3072 x 1024 356, 391 (374, 417), 12288
 x 4096 5026, 5192 (5177, 5288); 4,096 rows 89 (96) and 1240 (1224).
@@ -29,7 +28,6 @@ ROWS: gl.constexpr = gl.constexpr(64)        # of a warpgroup
 BLOCK_F: gl.constexpr = gl.constexpr(128)
 BLOCK_I: gl.constexpr = gl.constexpr(64)     # 128 bytes, which tensor cores and TMA swizzle as one row
 STAGES: gl.constexpr = gl.constexpr(4)
-LEAD: gl.constexpr = gl.constexpr(2)         # steps that one warpgroup is ahead of the other
 GROUP: gl.constexpr = gl.constexpr(16)
 
 
@@ -62,7 +60,7 @@ def _fetch(x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_t
 
 
 @gluon.jit
-def _multiply(out_desc, x_smem, weight_smem, out_smem, full, free, ahead, steps, row_tiles, out_tiles, HALF: gl.constexpr):
+def _multiply(out_desc, x_smem, weight_smem, out_smem, full, free, steps, row_tiles, out_tiles, HALF: gl.constexpr):
     """A warpgroup: half of each tile's rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_F, 16])
     dtype: gl.constexpr = x_smem.dtype
@@ -70,8 +68,6 @@ def _multiply(out_desc, x_smem, weight_smem, out_smem, full, free, ahead, steps,
     count = 0
     for item in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
         row_tile, out_tile = _tile(item, row_tiles, out_tiles)
-        if HALF == 1:    # the other is less than STAGES steps ahead, so never by two tiles
-            mbarrier.wait(ahead, count // steps & 1, pred=steps > STAGES)
         sums = gl.zeros([ROWS, 2 * BLOCK_F], gl.float32, mma)
         for step in range(steps):
             stage = count % STAGES
@@ -79,8 +75,6 @@ def _multiply(out_desc, x_smem, weight_smem, out_smem, full, free, ahead, steps,
             sums = warpgroup_mma(x_smem.index(2 * stage + HALF), weights.index(stage).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, deps=[sums])
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)    # the stage before is done with
-            if HALF == 0:
-                mbarrier.arrive(ahead, pred=step == LEAD)
             count += 1
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
@@ -104,14 +98,12 @@ def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_
     out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_F], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ahead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ahead, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     gl.warp_specialize([
-        (_multiply, (out_desc, x_smem, weight_smem, out_smem.index(0), full, free, ahead, steps, row_tiles, out_tiles, 0)),
-        (_multiply, (out_desc, x_smem, weight_smem, out_smem.index(1), full, free, ahead, steps, row_tiles, out_tiles, 1)),
+        (_multiply, (out_desc, x_smem, weight_smem, out_smem.index(0), full, free, steps, row_tiles, out_tiles, 0)),
+        (_multiply, (out_desc, x_smem, weight_smem, out_smem.index(1), full, free, steps, row_tiles, out_tiles, 1)),
         (_fetch, (x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_tiles, out_tiles)),
     ], [4, 1], [232, 40])    # warps, and registers a thread, of all but the first
 
