@@ -173,7 +173,7 @@ SAMPLING = {"greedy": (0.0, 0, 1.0), "temperature": (0.6, 0, 1.0), "top_k 20, to
             "top_k 2000": (1.0, 2000, 1.0)}    # temperature, top_k, top_p
 
 
-PICKS = ((8, 16), (16, 16), (8, 8), (8, 4), (16, 8))    # elements a thread of the first kernel, warps of the second
+PICKS = (4, 8, 16, 32)    # warps
 
 
 def bench_sample(sweep: bool) -> None:
@@ -189,10 +189,9 @@ def bench_sample(sweep: bool) -> None:
                 table.view(torch.float32)[:, Field.TEMPERATURE], table.view(torch.float32)[:, Field.TOP_P] = temperature, top_p
                 others = []
                 for tiles in (1, 2, 4, 8) if sweep and kind == "peaked" else ():
-                    for logits, warps in PICKS:
-                        with mock.patch.multiple(sample, tiles_per_program=mock.Mock(return_value=tiles), PICK_WARPS=warps,
-                                                 LOGITS_PER_THREAD=logits):
-                            others.append((microseconds(run), f"{tiles} tiles a program, {logits} logits a thread, {warps} warps pick"))
+                    for warps in PICKS:
+                        with mock.patch.multiple(sample, tiles_per_program=mock.Mock(return_value=tiles), PICK_WARPS=warps):
+                            others.append((microseconds(run), f"{tiles} tiles a program, {warps} warps pick"))
                 show("sample", f"{num_seqs} x 151936 {kind}, {name}", microseconds(run), num_seqs * 151936 * 2, others)
 
 

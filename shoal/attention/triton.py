@@ -18,7 +18,9 @@ if HAS_GLUON:
     from shoal.kernels import hopper_attention as hopper
 
 PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once
-WAVES = 3                 # a decode batch that fills the GPU is cut this fine, so that unequal lengths even out
+WAVES = 3                 # a decode batch that just fills the GPU is cut this fine, so that unequal lengths even out
+LARGE = 1.4               # times as many (sequence, kv head) as programs at once: of a large batch only what is long for it is cut,
+MAX_PROGRAMS = 4096       # into as many as this leaves each
 CAPTURED_WAVES = 4        # of decodes in a captured mixed step, most of them empty
 MIN_SPLIT = 64            # fewest keys that are worth a program of their own
 FULL_SPLIT = 160          # and that the longest sequence gives each: many programs for few keys cost more than they bring
@@ -29,11 +31,17 @@ HOPPER_FROM = 512         # prefill tokens of a step from which Hopper's own ker
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
-    """Into how many programs the keys of one (sequence, kv head) are cut: fixed by sizes that a captured graph fixes too."""
-    tasks = num_seqs * num_kv_heads
-    slots = num_sms * PROGRAMS_PER_SM
-    splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)    # few tasks: one full wave of equal programs
+    """Into how many programs the keys of one (sequence, kv head) are cut at most: fixed by sizes that a captured graph fixes too."""
+    tasks, slots = num_seqs * num_kv_heads, num_sms * PROGRAMS_PER_SM
+    if is_large(num_seqs, num_kv_heads, num_sms):
+        splits = MAX_PROGRAMS // tasks
+    else:
+        splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)    # few tasks: one full wave of equal programs
     return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
+
+
+def is_large(num_seqs: int, num_kv_heads: int, num_sms: int) -> bool:
+    return num_seqs * num_kv_heads >= LARGE * num_sms * PROGRAMS_PER_SM
 
 
 def captured_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
@@ -90,6 +98,7 @@ class TritonBackend:
         if step.num_decodes:
             choose = captured_splits if step.captured_mixed else decode_splits
             splits = choose(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
+            large = not step.captured_mixed and is_large(step.num_decodes, self.num_kv_heads, self.num_sms)
             parts, prefix_lens_S = 0, None
             if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
                 parts, prefix_lens_S = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms), step.prefixes.lens_S
@@ -97,7 +106,7 @@ class TritonBackend:
                                  step.num_decodes, PREFIX_PROGRAMS_PER_SM * self.num_sms, splits, parts, self.scale)
             decode_attention(q_THN, kv_layer, out_THN, step.rows_S, step.kv_lens_S, step.block_tables_RM, self.workspace,
                              step.num_decodes, splits, self.scale, window, min_split=MIN_SPLIT,
-                             prefix_lens_S=prefix_lens_S, max_parts=parts)
+                             prefix_lens_S=prefix_lens_S, max_parts=parts, by_mean=large)
         if step.num_seqs > step.num_decodes:
             self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected)
         return out_THN

@@ -29,8 +29,9 @@ def attend(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
     backend.attend(q, k, v, kv_layer, step, window)
 
 
-def cascade(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_seqs: int, block_size: int = 16) -> None:
-    """One layer of a captured decode step, which looks for shared prefixes."""
+def cascade(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_seqs: int, block_size: int = 16,
+            window: int | None = None) -> None:
+    """One layer of a captured decode step, which looks for shared prefixes, unless it has a window."""
     backend = TritonBackend(num_heads, num_kv_heads, head_dim, block_size, num_seqs, 4096, torch.device("cpu"), dtype)
     q = torch.zeros(num_seqs, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[:, :num_heads * head_dim].unflatten(1, (-1, head_dim))
     kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
@@ -39,7 +40,7 @@ def cascade(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ints = state[:num_seqs]
     step = StepInput(ints, ints, ints, ints, state[:num_seqs + 1], ints, layout.block_tables(state), num_decodes=num_seqs,
                      max_query_len=1, max_kv_len=4096, prefixes=SharedPrefixes(*layout.prefixes(state)))
-    backend.attend(q, q, q, kv_layer, step, None)
+    backend.attend(q, q, q, kv_layer, step, window)
 
 
 def hopper(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16) -> None:
@@ -64,6 +65,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "head size 256": partial(attend, 8, 2, 256, BF16),
     "71 heads on one": partial(attend, 71, 1, 64, BF16),
     "qwen3-8b cascade": partial(cascade, 32, 8, 128, BF16, 256),
+    "mistral, a large batch": partial(cascade, 32, 8, 128, BF16, 128, window=4096),
     "qwen3-0.6b cascade of 16": partial(cascade, 16, 8, 128, BF16, 16),
     "fp32 cascade": partial(cascade, 16, 8, 128, FP32, 16),
     "head size 80, cascade": partial(cascade, 9, 3, 80, FP16, 64, 256),
