@@ -19,7 +19,7 @@ import torch
 import triton
 
 from shoal.attention.step import SharedPrefixes, StepInput
-from shoal.attention.triton import MIN_SPLIT, PREFIX_PROGRAMS_PER_SM, TritonBackend, decode_splits, is_large, prefix_parts
+from shoal.attention.triton import MIN_SPLIT, PREFIX_PROGRAMS_PER_SM, TritonBackend, decode_splits, prefix_parts
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, decode_tiles, prefill_attention, prefill_tiles
 from shoal.kernels.prefix_attention import prefix_attention, prefix_tiles
 from shoal.kernels.state import MAX_GROUPS, GroupField
@@ -122,8 +122,7 @@ class Step:
                          step.num_seqs, programs, splits, parts, self.backend.scale, tiles)
         if not only_prefix:
             decode_attention(self.q, self.cache[:, layer], self.out, step.rows_S, step.kv_lens_S, step.block_tables_RM, self.workspace,
-                             step.num_seqs, splits, self.backend.scale, min_split=MIN_SPLIT, prefix_lens_S=prefixes.lens_S, max_parts=parts,
-                             by_mean=is_large(step.num_seqs, 8, self.backend.num_sms))
+                             step.num_seqs, splits, self.backend.scale, min_split=MIN_SPLIT, prefix_lens_S=prefixes.lens_S, max_parts=parts)
 
     def attend(self, layer: int = 0) -> torch.Tensor:
         return self.backend.attend(self.q, self.k, self.v, self.cache[:, layer], self.step, None)
@@ -131,8 +130,7 @@ class Step:
     def decode(self, splits: int, tiles: Tiles, min_split: int, workspace: DecodeWorkspace, layer: int) -> None:
         step = self.step
         decode_attention(self.q, self.cache[:, layer], self.out, step.rows_S, step.kv_lens_S, step.block_tables_RM, workspace,
-                         step.num_decodes, splits, self.backend.scale, None, tiles, min_split,
-                         by_mean=is_large(step.num_decodes, 8, self.backend.num_sms))
+                         step.num_decodes, splits, self.backend.scale, None, tiles, min_split)
 
     def prefill(self, tiles: Tiles, paged: bool) -> None:
         step = self.step

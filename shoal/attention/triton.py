@@ -19,8 +19,9 @@ if HAS_GLUON:
 
 PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once
 WAVES = 3                 # a decode batch that just fills the GPU is cut this fine, so that unequal lengths even out
-LARGE = 1.4               # times as many (sequence, kv head) as programs at once: of a large batch only what is long for it is cut,
-MAX_PROGRAMS = 4096       # into as many as this leaves each
+LARGE = 1.4               # times as many (sequence, kv head) as programs at once: results of a large batch need not be weighed,
+CUT = 16                  # but for the longest sequences, if they would keep the others waiting,
+CUT_SPLITS = 4            # which are cut this fine
 CAPTURED_WAVES = 4        # of decodes in a captured mixed step, most of them empty
 MIN_SPLIT = 64            # fewest keys that are worth a program of their own
 FULL_SPLIT = 160          # and that the longest sequence gives each: many programs for few keys cost more than they bring
@@ -31,10 +32,10 @@ HOPPER_FROM = 512         # prefill tokens of a step from which Hopper's own ker
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
-    """Into how many programs the keys of one (sequence, kv head) are cut at most: fixed by sizes that a captured graph fixes too."""
+    """Into how many programs the keys of one (sequence, kv head) are cut: fixed by sizes that a captured graph fixes too."""
     tasks, slots = num_seqs * num_kv_heads, num_sms * PROGRAMS_PER_SM
     if is_large(num_seqs, num_kv_heads, num_sms):
-        splits = MAX_PROGRAMS // tasks
+        splits = 1
     else:
         splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)    # few tasks: one full wave of equal programs
     return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
@@ -76,7 +77,8 @@ class TritonBackend:
         self.work: torch.Tensor | None = None    # of the step, if Hopper's kernel gets its prefills; tiles with selected tokens first
         self.selected_work = 0                   # how many those are
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
-        partials = max(s * (max(splits(s, num_kv_heads, max_model_len, self.num_sms) for splits in (decode_splits, captured_splits))
+        partials = max(s * (max(decode_splits(s, num_kv_heads, max_model_len, self.num_sms), CUT_SPLITS,
+                                captured_splits(s, num_kv_heads, max_model_len, self.num_sms))
                             + prefix_parts(s, num_kv_heads, self.num_sms)) for s in range(1, max_num_seqs + 1))
         self.workspace = DecodeWorkspace.allocate(partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device)
 
@@ -98,7 +100,9 @@ class TritonBackend:
         if step.num_decodes:
             choose = captured_splits if step.captured_mixed else decode_splits
             splits = choose(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
-            large = not step.captured_mixed and is_large(step.num_decodes, self.num_kv_heads, self.num_sms)
+            num_cut = None
+            if not step.captured_mixed and is_large(step.num_decodes, self.num_kv_heads, self.num_sms):
+                num_cut, splits = min(CUT, step.num_decodes), CUT_SPLITS
             parts, prefix_lens_S = 0, None
             if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
                 parts, prefix_lens_S = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms), step.prefixes.lens_S
@@ -106,7 +110,7 @@ class TritonBackend:
                                  step.num_decodes, PREFIX_PROGRAMS_PER_SM * self.num_sms, splits, parts, self.scale)
             decode_attention(q_THN, kv_layer, out_THN, step.rows_S, step.kv_lens_S, step.block_tables_RM, self.workspace,
                              step.num_decodes, splits, self.scale, window, min_split=MIN_SPLIT,
-                             prefix_lens_S=prefix_lens_S, max_parts=parts, by_mean=large)
+                             prefix_lens_S=prefix_lens_S, max_parts=parts, num_cut=num_cut)
         if step.num_seqs > step.num_decodes:
             self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected)
         return out_THN

@@ -110,8 +110,8 @@ def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED
 def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr, parts_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr,
                   scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, splits, max_parts, min_split,
                   GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
-                  LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr,
-                  CHUNK: tl.constexpr, PDL: tl.constexpr):
+                  CUT: tl.constexpr, LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_PAD: tl.constexpr,
+                  ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One query token a sequence; grid (G, splits, S). A sequence's keys are shared out evenly over at most `splits` programs.
 
     The grid is fixed when a graph is captured, lengths are read here: programs beyond a length leave at once, and a sequence that
@@ -120,8 +120,9 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
 
     Lengths and block tables are older than the layer (pdl.py): they are read before the wait for the kernel before.
 
-    LENGTHS (or 0): a power of two of sequences, whose mean decides: who has no more than 1.5 times as many keys is not cut. A large batch
-    fills the GPU without, results need not be weighed, and a few long sequences among many do not keep all waiting.
+    CUT > 0: a large batch, which fills the GPU uncut, in order of length; grid (G, 1, S + CUT * (splits - 1)). Only the first CUT sequences
+    are cut, and only if they have more than 1.5 times the mean's keys; the programs at the grid's end, which usually have nothing to
+    do, take what is behind their first split. LENGTHS: S rounded up.
 
     SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in `parts_ptr[seq]` parts, while
     this one works on the other keys; they are weighed together with the splits.
@@ -130,6 +131,10 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2)
+    num_seqs = tl.num_programs(2) - CUT * (splits - 1)
+    if CUT > 0 and seq >= num_seqs:
+        split = 1 + (seq - num_seqs) % (splits - 1)
+        seq = (seq - num_seqs) // (splits - 1)
     num_kv_heads = tl.num_programs(0)
     kv_len = tl.load(kv_lens_ptr + seq, cache_modifier=".cg")
     row = tl.load(rows_ptr + seq, cache_modifier=".cg").to(tl.int64)
@@ -139,15 +144,18 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
         start = tl.maximum(kv_len - WINDOW, 0)
     if SHARED:
         start = tl.minimum(tl.load(prefix_lens_ptr + seq, cache_modifier=".cg"), kv_len)
-    if LENGTHS > 0:
-        each = tl.arange(0, LENGTHS)
-        lens = tl.load(kv_lens_ptr + each, mask=each < tl.num_programs(2), other=0, cache_modifier=".cg")
-        num_lens = tl.sum((lens > 0).to(tl.int32), axis=0)
-        if WINDOW > 0:
-            lens = tl.minimum(lens, WINDOW)
-        if SHARED:
-            lens -= tl.minimum(tl.load(prefix_lens_ptr + each, mask=each < tl.num_programs(2), other=0, cache_modifier=".cg"), lens)
-        min_split = tl.maximum(min_split, 3 * tl.sum(lens, axis=0) // (2 * tl.maximum(num_lens, 1)))
+    if CUT > 0:
+        least = kv_len
+        if seq < CUT:
+            each = tl.arange(0, LENGTHS)
+            lens = tl.load(kv_lens_ptr + each, mask=each < num_seqs, other=0, cache_modifier=".cg")
+            num_lens = tl.sum((lens > 0).to(tl.int32), axis=0)
+            if WINDOW > 0:
+                lens = tl.minimum(lens, WINDOW)
+            if SHARED:
+                lens -= tl.minimum(tl.load(prefix_lens_ptr + each, mask=each < num_seqs, other=0, cache_modifier=".cg"), lens)
+            least = 3 * tl.sum(lens, axis=0) // (2 * tl.maximum(num_lens, 1))
+        min_split = tl.maximum(min_split, least)
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
     active = tl.cdiv(kv_len - start, split_len)
     if split >= tl.maximum(active, 1):    # without waiting, as the first split does: its registers are the next kernel's at once
@@ -223,9 +231,10 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
 def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor, rows_S: torch.Tensor, kv_lens_S: torch.Tensor,
                      block_tables_RM: torch.Tensor, workspace: DecodeWorkspace, num_seqs: int, splits: int, scale: float,
                      window: int | None = None, tiles: Tiles | None = None, min_split: int = 64,
-                     prefix_lens_S: torch.Tensor | None = None, max_parts: int = 0, by_mean: bool = False) -> None:
-    """Sequence s < num_seqs has the one query q_THN[s]; writes out_THN[s]. `min_split`: fewest keys worth a program of their own;
-    `by_mean`: and 1.5 times the mean of all sequences.
+                     prefix_lens_S: torch.Tensor | None = None, max_parts: int = 0, num_cut: int | None = None) -> None:
+    """Sequence s < num_seqs has the one query q_THN[s]; writes out_THN[s]. `min_split`: fewest keys worth a program of their own.
+    `num_cut`: only so many sequences may be split, the first, which ought to be the longest, and only if they have more than 1.5 times
+    the mean's keys.
 
     With `prefix_lens_S`, `prefix_attention` of the same `splits` and `max_parts` was launched just before: it has those keys."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
@@ -238,12 +247,13 @@ def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch
     tiles = tiles or decode_tiles(head_dim, q_THN.dtype)
     head_dim_pad = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(group)
-    decode_kernel[(num_kv_heads, splits, num_seqs)](
+    grid = (num_kv_heads, splits, num_seqs) if num_cut is None else (num_kv_heads, 1, num_seqs + num_cut * (splits - 1))
+    decode_kernel[grid](
         q_THN, kv_layer, out_THN, rows_S, kv_lens_S, prefix_lens_S if shared else rows_S, workspace.parts, block_tables_RM,
         workspace.partial, workspace.lse, workspace.arrived,
         scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), *kv_layer.stride()[:3], splits, max_parts, min_split,
         GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SHARED=shared,
-        LENGTHS=triton.next_power_of_2(num_seqs) if by_mean and splits > 1 else 0,
+        CUT=num_cut or 0, LENGTHS=triton.next_power_of_2(num_seqs) if num_cut else 0,
         BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows,
         # with a prefix most programs weigh, and few results: a large tile would be mostly masked
         CHUNK=max(2, (2048 if shared else 8192) // (rows * head_dim_pad)),

@@ -39,7 +39,7 @@ def share(case: Case, groups: Groups) -> SharedPrefixes:
 
 
 def cascade(case: Case, groups: Groups, splits: int = 2, max_parts: int = 3, programs: int = 5, block_m: int = 16,
-            workspace: DecodeWorkspace | None = None) -> DecodeWorkspace:
+            workspace: DecodeWorkspace | None = None, num_cut: int | None = None) -> DecodeWorkspace:
     """Both kernels on small tiles, so that a few keys make several parts."""
     prefixes = share(case, groups)
     num_seqs, num_heads, head_dim = case.q.shape
@@ -49,7 +49,8 @@ def cascade(case: Case, groups: Groups, splits: int = 2, max_parts: int = 3, pro
     prefix_attention(case.q, case.kv_layer, prefixes.groups, prefixes.members_S, case.block_tables_RM, workspace, num_seqs, programs,
                      splits, max_parts, case.scale, tiles)
     decode_attention(case.q, case.kv_layer, out, case.step.rows_S, case.step.kv_lens_S, case.block_tables_RM, workspace, num_seqs, splits,
-                     case.scale, None, Tiles(16, 16, 4, 2), min_split=16, prefix_lens_S=prefixes.lens_S, max_parts=max_parts)
+                     case.scale, None, Tiles(16, 16, 4, 2), min_split=16, prefix_lens_S=prefixes.lens_S, max_parts=max_parts,
+                     num_cut=num_cut)
     case.check(out)
     assert not workspace.arrived.any()
     return workspace
@@ -61,6 +62,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MIXED = [(1, n) for n in (70, 65, 0, 101, 90, 64, 7, 66, 200, 0)]
+
+
+@pytest.mark.parametrize("num_cut", [1, 4, 10])
+def test_a_large_batch_is_cut_by_keys_of_its_own(num_cut: int) -> None:
+    cascade(Case([MIXED[i] for i in (8, 3, 4, 0, 7, 1, 5, 6, 2, 9)]), [([0, 2, 6], 7), ([1, 3, 4], 8)], splits=3, num_cut=num_cut)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
