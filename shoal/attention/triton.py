@@ -20,7 +20,7 @@ if HAS_GLUON:
 PROGRAMS_PER_SM = 4       # decode programs that fit on an SM at once
 WAVES = 3                 # a decode batch that just fills the GPU is cut this fine, so that unequal lengths even out
 LARGE = 1.4               # times as many (sequence, kv head) as programs at once: results of a large batch need not be weighed,
-CUT = 16                  # but for the longest sequences, if they would keep the others waiting,
+CUT = 8                   # but for the longest sequences, if they would keep the others waiting,
 CUT_SPLITS = 4            # which are cut this fine
 CAPTURED_WAVES = 4        # of decodes in a captured mixed step, most of them empty
 MIN_SPLIT = 64            # fewest keys that are worth a program of their own

@@ -250,6 +250,16 @@ def test_the_backend_answers_padded_mixed_steps(num_decodes: int, room: tuple[in
     case.check_padded(TritonBackend(6, 2, 16, 8, 8, 256, torch.device("cpu"), torch.float32), room)
 
 
+@pytest.mark.parametrize("lengths", [[150, 90, 80] + [10] * 24 + [0] * 3, [10, 0, 7, 200] * 8], ids=len)
+@pytest.mark.parametrize("window", [None, 30])
+def test_the_backend_answers_large_batches(lengths: list[int], window: int | None) -> None:
+    case = Case([(1, n) for n in lengths], num_decodes=len(lengths))
+    backend = TritonBackend(4, 2, 16, 8, len(lengths), 256, torch.device("cpu"), torch.float32)
+    assert is_large(len(lengths), 2, backend.num_sms)
+    case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
+    assert not backend.workspace.arrived.any()
+
+
 def test_splits_fill_the_gpu_and_never_outrun_the_keys() -> None:
     for num_seqs in range(1, 513):
         for max_kv_len in (1, 64, 1000, 131072):

@@ -112,6 +112,14 @@ def test_decode_at_the_sizes_that_are_measured(lengths: list[int]) -> None:
     case.check(case.attend())
 
 
+@pytest.mark.parametrize("lengths", [
+    [9000, 7000, 2000] + [300] * 120, [300] * 120 + [9000, 7000], [20_000] * 20 + [64] * 200 + [0] * 36], ids=len)
+@pytest.mark.parametrize("window", [None, 4096])
+def test_a_large_batch_with_some_long_contexts(lengths: list[int], window: int | None) -> None:
+    case = Case(decodes(lengths), num_decodes=len(lengths))
+    case.check(case.attend(window), window)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_decode_of_a_very_long_context(dtype: torch.dtype) -> None:
     case = Case(decodes([131072, 1, 100_001]), dtype=dtype, num_decodes=3)
