@@ -122,7 +122,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
 
     CUT > 0: a large batch, which fills the GPU uncut, in order of length; grid (G, 1, S + CUT * (splits - 1)). Only the first CUT sequences
     are cut, and only if they have more than 1.5 times the mean's keys; the programs at the grid's end, which usually have nothing to
-    do, take what is behind their first split. LENGTHS: S rounded up.
+    do, take what is behind their first split. LENGTHS: a power of two, S at least, the same for all sizes.
 
     SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in `parts_ptr[seq]` parts, while
     this one works on the other keys; they are weighed together with the splits.
@@ -154,7 +154,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
                 lens = tl.minimum(lens, WINDOW)
             if SHARED:
                 lens -= tl.minimum(tl.load(prefix_lens_ptr + each, mask=each < num_seqs, other=0, cache_modifier=".cg"), lens)
-            least = 3 * tl.sum(lens, axis=0) // (2 * tl.maximum(num_lens, 1))
+            least = tl.sum(lens, axis=0) // tl.maximum(num_lens, 1) * 3 // 2
         min_split = tl.maximum(min_split, least)
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
     active = tl.cdiv(kv_len - start, split_len)
@@ -253,7 +253,7 @@ def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch
         workspace.partial, workspace.lse, workspace.arrived,
         scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), *kv_layer.stride()[:3], splits, max_parts, min_split,
         GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SHARED=shared,
-        CUT=num_cut or 0, LENGTHS=triton.next_power_of_2(num_seqs) if num_cut else 0,
+        CUT=num_cut or 0, LENGTHS=triton.next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
         BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows,
         # with a prefix most programs weigh, and few results: a large tile would be mostly masked
         CHUNK=max(2, (2048 if shared else 8192) // (rows * head_dim_pad)),

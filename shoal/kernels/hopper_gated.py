@@ -6,8 +6,8 @@ the ends of output tiles too; two warpgroups of 64 rows share each tile of gate 
 both as products of their own would. TMA also stores the results. Tiles are taken in groups of 16 tiles of rows, so that what runs side by
 side reads few rows and weights, from the L2 cache.
 
-bf16, one H200, us of the median launch, beside cuBLAS's product without the activation, in one run: 16,384 rows, 3072 x 1024 291 (281), 12288
-x 4096 4753 (4794); 4,096 rows 86 (83) and 1133 (1124).
+bf16, one H200, us of the median launch, beside cuBLAS's product without the activation, in one run: 16,384 rows, 3072 x 1024 291 (281),
+12288 x 4096 4753 (4794); 4,096 rows 86 (83) and 1133 (1124).
 T rows · I inputs · F outputs. Oracle: reference.py.
 """
 
