@@ -83,6 +83,22 @@ def test_many_tokens_take_more_heads_a_program(one_wave: int, monkeypatch: pytes
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
+def test_k_that_nobody_reads_in_qkv_is_stored_in_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "ONE_WAVE", 2)
+    tokens, heads, kv_heads, head_dim = 65, 5, 3, 16
+    qkv, weight, cos_sin = torch.randn(tokens, 11 * head_dim), torch.randn(head_dim), torch.randn(tokens, head_dim)
+    positions, rows = torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+    tables = torch.randperm(5, dtype=torch.int32).view(1, 5)
+    results = []
+    for keep_k in (True, False):
+        x, kv = qkv.clone(), torch.zeros(5, 2, kv_heads, 16, head_dim)
+        triton_ops.qk_norm_rope_store(x, weight, weight, 1e-6, cos_sin, positions, rows, tables, kv, heads, kv_heads, keep_k)
+        results.append((x.view(tokens, -1, head_dim), kv))
+    (kept, kept_kv), (x, kv) = results
+    assert torch.equal(kv, kept_kv) and torch.equal(x[:, :heads], kept[:, :heads]) and torch.equal(x[:, -kv_heads:], kept[:, -kv_heads:])
+    assert torch.equal(x[:, heads:-kv_heads], qkv.view(tokens, -1, head_dim)[:, heads:-kv_heads]), "written for nobody"
+
+
 @DTYPES
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "top_k", "hidden", "size"), [

@@ -84,7 +84,8 @@ class Case:
 
     def attend(self, window: int | None = None) -> torch.Tensor:
         self.backend.begin(self.step)
-        return self.backend.attend(self.q, self.k, self.v, self.kv_layer, self.step, window)
+        k = self.k if self.backend.reads_k(window) else torch.full_like(self.k, float("nan"))    # who doesn't read it won't see
+        return self.backend.attend(self.q, k, self.v, self.kv_layer, self.step, window)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         step = self.step
