@@ -42,7 +42,7 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: in
 
 
 def is_large(num_seqs: int, num_kv_heads: int, num_sms: int) -> bool:
-    return num_seqs * num_kv_heads >= LARGE * num_sms * PROGRAMS_PER_SM
+    return num_seqs >= CUT and num_seqs * num_kv_heads >= LARGE * num_sms * PROGRAMS_PER_SM
 
 
 def captured_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
@@ -102,7 +102,7 @@ class TritonBackend:
             splits = choose(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
             num_cut = None
             if not step.captured_mixed and is_large(step.num_decodes, self.num_kv_heads, self.num_sms):
-                num_cut, splits = min(CUT, step.num_decodes), CUT_SPLITS
+                num_cut, splits = CUT, CUT_SPLITS
             parts, prefix_lens_S = 0, None
             if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
                 parts, prefix_lens_S = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms), step.prefixes.lens_S

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shoal.api import FinishReason, Request, Stats
@@ -150,7 +151,7 @@ class Scheduler:
         """The next step, or None if nothing can run before an `update` (or `add`)."""
         scheduled: list[ScheduledSeq] = []
         budget = self._schedule_decodes(scheduled, self._max_num_batched_tokens)
-        scheduled.sort(key=_length, reverse=True)    # attention begins with the longest, so that those which end it are short
+        scheduled.sort(key=attrgetter("start"), reverse=True)    # attention begins with the longest and ends with short ones
         num_decodes = len(scheduled)
         cap = self._prefill_cap()
         for seq in self.running:
@@ -484,7 +485,3 @@ class Scheduler:
 
 def _turn(seq: Sequence) -> tuple[float, ...]:
     return seq.turn
-
-
-def _length(entry: ScheduledSeq) -> int:
-    return entry.start

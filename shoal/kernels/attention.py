@@ -121,8 +121,8 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     Lengths and block tables are older than the layer (pdl.py): they are read before the wait for the kernel before.
 
     CUT > 0: a large batch, which fills the GPU uncut, in order of length; grid (G, 1, S + CUT * (splits - 1)). Only the first CUT sequences
-    are cut, and only if they have more than 1.5 times the mean's keys; the programs at the grid's end, which usually have nothing to
-    do, take what is behind their first split. LENGTHS: a power of two, S at least, the same for all sizes.
+    are cut, and only if they have more than 1.5 times the mean's keys, in splits of as many or of a quarter of theirs; the programs at the
+    grid's end, which usually have nothing to do, take what is behind their first split. LENGTHS: a power of two, S at least, the same for all sizes.
 
     SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in `parts_ptr[seq]` parts, while
     this one works on the other keys; they are weighed together with the splits.
@@ -242,6 +242,7 @@ def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch
     assert q_THN.stride()[1:] == (head_dim, 1) and out_THN.is_contiguous() and kv_layer.stride()[3:] == (head_dim, 1)
     assert block_tables_RM.stride(1) == 1 and num_seqs * num_kv_heads <= workspace.arrived.numel()
     shared = prefix_lens_S is not None
+    assert num_cut is None or 0 < num_cut <= num_seqs
     assert not (shared and window) and (shared or max_parts == 0)
     assert splits + max_parts == 1 or num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
     tiles = tiles or decode_tiles(head_dim, q_THN.dtype)

@@ -11,6 +11,7 @@ from triton_compile import check_kernels, compile_launches
 from shoal.kernels import triton_ops
 from shoal.kernels.moe import Blocks, moe_with
 from shoal.kernels.norm import MANY_ROWS
+from shoal.kernels.rope import ONE_WAVE
 from shoal.kernels.state import StateLayout
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -37,7 +38,7 @@ def _rope(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dty
     kv_layer = torch.zeros(2, 3, 2, kv_heads, 16, head_dim, dtype=dtype)[:, 1]
     tables = StateLayout(4, 20).block_tables(_ints(StateLayout(4, 20).size))
     triton_ops.qk_norm_rope_store(qkv, weight, weight, 1e-6, torch.zeros(64, head_dim), _ints(tokens), _ints(tokens), tables, kv_layer,
-                                  heads, kv_heads)
+                                  heads, kv_heads, keep_k=tokens <= ONE_WAVE)
 
 
 for case in ((1, 16, 8, 128, True, BF16), (100, 16, 8, 128, True, BF16), (100, 32, 8, 128, False, BF16), (100, 64, 8, 128, True, BF16),
