@@ -122,7 +122,8 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
 
     CUT > 0: a large batch, which fills the GPU uncut, in order of length; grid (G, 1, S + CUT * (splits - 1)). Only the first CUT sequences
     are cut, and only if they have more than 1.5 times the mean's keys, in splits of as many or of a quarter of theirs; the programs at the
-    grid's end, which usually have nothing to do, take what is behind their first split. LENGTHS: a power of two, S at least, the same for all sizes.
+    grid's end, which usually have nothing to do, take what is behind their first split. LENGTHS: a power of two, S at least, for all sizes
+    the same.
 
     SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in `parts_ptr[seq]` parts, while
     this one works on the other keys; they are weighed together with the splits.
