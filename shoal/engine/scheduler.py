@@ -43,7 +43,7 @@ class ScheduledSeq:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """First `num_decodes` sequences whose one input token lies in their row on the device, then prefill chunks."""
+    """First `num_decodes` sequences whose one input token lies in their row on the device, the longest first, then prefill chunks."""
 
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
