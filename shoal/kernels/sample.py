@@ -105,7 +105,7 @@ def _measure_tiles(logits_ptr, rows_ptr, table_ptr, work_ptr, logits_stride, tab
         wait_for_previous(PDL)
         loaded = tl.load(logits_ptr + s * logits_stride + token, mask=token < V, other=float("-inf"))
     row = tl.load(rows_ptr + s, cache_modifier=".cg").to(tl.int64)
-    fields_ptr = table_ptr + tl.maximum(row, 0) * table_stride    # constants of a step: of few rows they are read before the logits are there
+    fields_ptr = table_ptr + tl.maximum(row, 0) * table_stride    # a step's constants: of few rows they are read before the wait
     has_filters = _has_filters(fields_ptr)
     scale = 1.0 / tl.maximum(_load_float(fields_ptr + TEMPERATURE), COLDEST)
     if TILES == 1:
