@@ -45,7 +45,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     arguments = parser.parse_args()
     for name in arguments.models.split(","):
-        llm = LLM(write_model(tempfile.mkdtemp(), name), load_format="dummy", max_model_len=max(4608, arguments.context + arguments.tokens + FEW))
+        longest = arguments.context + arguments.tokens + FEW
+        llm = LLM(write_model(tempfile.mkdtemp(), name), load_format="dummy", max_model_len=max(4608, longest))
         for rows in map(int, arguments.rows.split(",")):
             print(f"{name:11} {rows:4d} rows {microseconds(llm, rows, arguments.context, arguments.tokens):9.1f} us", flush=True)
         llm.exit()
