@@ -173,7 +173,7 @@ SAMPLING = {"greedy": (0.0, 0, 1.0), "temperature": (0.6, 0, 1.0), "top_k 20, to
             "top_k 2000": (1.0, 2000, 1.0)}    # temperature, top_k, top_p
 
 
-PICKS = (4, 8, 16, 32)    # warps
+PICKS = (4, 8, 16, 32)    # warps of the second kernel
 
 
 def bench_sample(sweep: bool) -> None:

@@ -15,7 +15,7 @@ from shoal.models.config import RopeConfig
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """(float32 [head_dim / 2] angles a position, the factor on cosines and sines)."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # in units of 2 pi positions; rounded once: with AVX-512 numpy's float32 power is a bit off torch's, which llama3's blend makes five
+    # in units of 2 pi positions; rounded once: a last bit in which float32 powers of numpy and torch differ grows tenfold in llama3's blend
     wavelengths = (np.float64(rope.theta) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / wavelengths
     if rope.kind == "linear":
