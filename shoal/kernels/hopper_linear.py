@@ -99,7 +99,7 @@ def tiles_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> HopperTi
 
 
 @gluon.jit
-def _wait_for_inputs(PDL: gl.constexpr):
+def wait_for_inputs(PDL: gl.constexpr):
     """pdl.py's, in Gluon."""
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -181,7 +181,7 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
         mbarrier.expect(full.index(i), BYTES)
         column = first_column + i * BLOCK_I
         _load_weight(weight_desc, full.index(i), weight_smem.index(i), up_smem.index(i), first_out, O, column, GATED, True)
-    _wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
     for i in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(x_desc, [first_row, first_column + i * BLOCK_I], full.index(i), x_smem.index(i))
 

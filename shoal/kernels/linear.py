@@ -1,5 +1,6 @@
 """Products of few rows with a weight matrix, in Triton: their time is that of reading the weights. Many rows, and float32, go to cuBLAS;
-on Hopper what lies between goes to hopper_linear.py, and gate and up of thousands of rows to hopper_gated.py.
+on Hopper what lies between goes to hopper_linear.py, gate and up of thousands of rows to hopper_gated.py, and one row of a large weight to
+hopper_row.py.
 
 A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before the rows are there
 (pdl.py); more go to tensor cores, the weight as the left operand, so that rows are padded to 16 only. Nothing is split over programs:
@@ -25,7 +26,7 @@ from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 
 if HAS_GLUON:
-    from shoal.kernels import hopper_gated, hopper_linear
+    from shoal.kernels import hopper_gated, hopper_linear, hopper_row
 
 PIECE = tl.constexpr(2048)    # bytes a thread prefetches
 ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
@@ -215,6 +216,8 @@ def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_w
                     bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """One kernel for one narrow row, whose sum is a tensor of its own: no program may write what others still read. A token of qwen3-0.6b
     735 us to 699; of four rows, and of qwen3-8b, it was 5 and 10 % slower than with a norm of its own. x None: there is no sum."""
+    if x_TD is None and HAS_GLUON and hopper_row.is_for(residual_TD, weight):
+        return hopper_row.hopper_row_product(residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps), residual_TD
     tiles = _tiles(residual_TD, weight, gated)
     if tiles is None or residual_TD.shape[0] > 1 or residual_TD.shape[1] > FUSED_COLUMNS:
         normed_TD = rms_norm(residual_TD, norm_weight_D, eps) if x_TD is None else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
@@ -229,6 +232,8 @@ def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_w
 def _multiply(x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
               residual_TO: torch.Tensor | None = None) -> torch.Tensor | None:
     """None: cuBLAS is as fast."""
+    if HAS_GLUON and hopper_row.is_for(x_TI, weight):
+        return hopper_row.hopper_row_product(x_TI, weight, bias, gated, residual_TO)
     if HAS_GLUON and (hopper_tiles := hopper_linear.tiles_for(x_TI, weight, gated)):
         return hopper_linear.hopper_product(hopper_tiles, x_TI, weight, bias, gated, residual_TO)
     tiles = _tiles(x_TI, weight, gated)

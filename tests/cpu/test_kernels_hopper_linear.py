@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 import triton
-from triton_compile import check_kernels, compile_launches
+from triton_compile import SHARED_LIMIT, check_kernels, compile_launches
 
-from shoal.kernels import hopper_gated, hopper_linear, linear
+from shoal.kernels import hopper_gated, hopper_linear, hopper_row, linear
 from shoal.kernels.hopper import empty_rows
 from shoal.kernels.hopper_linear import MAX_ROWS, MAX_TILES, SHARED_BYTES, choose_hopper_tiles
 
@@ -65,6 +65,30 @@ def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
             assert later.shape[0] == (read if there_is_room else rows - 1)
 
 
+@pytest.mark.parametrize(("rows", "weight_rows", "inputs", "dtype"), [
+    (2, 6144, 4096, BF16), (0, 6144, 4096, BF16), (1, 4096, 1024, BF16), (1, 1024, 4096, BF16), (1, 4096, 4104, BF16),
+    (1, 4096, hopper_row.LARGEST + 16, BF16), (1, 6144, 4096, torch.float32)])
+def test_the_ring_is_for_one_row_of_a_large_weight(rows: int, weight_rows: int, inputs: int, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(hopper_linear, "num_sms", lambda _: H200_SMS)
+    large = torch.empty(6144, 4096, dtype=BF16, device="meta")
+    assert hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large)
+    x, weight = torch.empty(rows, inputs, dtype=dtype, device="meta"), torch.empty(weight_rows, inputs, dtype=dtype, device="meta")
+    assert not hopper_row.is_for(x, weight)
+    monkeypatch.setattr(hopper_linear, "num_sms", lambda _: 0)
+    assert not hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large)
+
+
+def _launch_row(outs: int, inputs: int, gated: bool, normed: bool, dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        x, weight = torch.empty(1, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
+        if normed:
+            linear.add_norm_linear(None, x, torch.empty(inputs, dtype=dtype), 1e-6, weight, None, gated)
+        elif gated:
+            linear.linear_silu_mul(x, weight, torch.empty(2 * outs, dtype=dtype))
+        else:
+            linear.linear_add(x, weight, None, torch.empty(1, outs, dtype=dtype))
+
+
 def _launch(rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, with_bias: bool, add: bool) -> None:
     with torch.device("meta"):
         x, weight = torch.empty(rows, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
@@ -92,6 +116,12 @@ for size, inputs, dtype in ((3072, 1024, BF16), (1096, 584, FP16)):
     LAUNCHES[f"gate and up, {size} x {inputs}, many rows"] = partial(
         _launch, hopper_gated.MIN_ROWS, size, inputs, True, dtype, False, False)
 
+for outs, inputs, gated, normed, dtype in (
+        (6144, 4096, False, True, BF16), (4096, 4096, False, False, BF16), (12288, 4096, True, True, BF16),
+        (4096, 12288, False, False, BF16), (9728, 2560, True, True, FP16), (2560, 9728, False, False, FP16),
+        (25600, 5120, True, False, BF16), (5120, 25600, False, False, BF16)):
+    LAUNCHES[f"one row, {outs} x {inputs} {gated=} {normed=} {dtype}"] = partial(_launch_row, outs, inputs, gated, normed, dtype)
+
 if not triton.knobs.runtime.interpret:    # this file once more, in the process that compiles
     hopper_linear.num_sms = _sms_of_target
 
@@ -103,3 +133,8 @@ def test_compiles_for_hopper_without_spills(compiled, case: str) -> None:
     kernels = [kernel for kernel in compiled[case] if kernel.name.startswith("hopper_")]
     assert [kernel.capability for kernel in kernels] == [90]
     check_kernels(kernels)
+
+
+def test_an_sm_has_one_program_of_a_ring(compiled) -> None:
+    rings = [kernel for kernels in compiled.values() for kernel in kernels if kernel.name == "hopper_row_kernel"]
+    assert len(rings) == 8 and all(2 * kernel.shared > SHARED_LIMIT[90] for kernel in rings)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import hopper_linear, linear, triton_ops
+from shoal.kernels import hopper_linear, hopper_row, linear, triton_ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -36,7 +36,7 @@ def check_replays(launch: Callable[[], torch.Tensor], expected: torch.Tensor) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("outs", "columns"), [
-    (4096, 1024), (1024, 3072), (151936, 1024), (1000, 576), (37, 2056), (6144, 4096), (1016, 1544)])
+    (4096, 1024), (1024, 3072), (151936, 1024), (1000, 576), (37, 2056), (6144, 4096), (1016, 1544), (2051, 2576)])
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 17, 31, 33, 100, 255, 300])
 def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(rows, outs, columns, dtype)
@@ -45,18 +45,19 @@ def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("outs", "columns"), [
-    (1024, 2048), (1024, 3072), (1000, 576), (37, 2056), (4096, 4096), (4096, 12288), (1016, 1544)])
+    (1024, 2048), (1024, 3072), (1000, 576), (37, 2056), (4096, 4096), (4096, 12288), (1016, 1544), (2560, 9728)])
 @pytest.mark.parametrize("rows", [0, 1, 2, 4, 7, 16, 17, 31, 33, 64, 100, 255, 300])
 def test_products_that_add_themselves(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, some_bias = operands(rows, outs, columns, dtype)
     hopper = hopper_linear.tiles_for(x, weight, False) if linear.HAS_GLUON else None
+    ring = linear.HAS_GLUON and hopper_row.is_for(x, weight)
     for bias in (None, some_bias):
         room = torch.randn(rows + 2, outs, device=DEVICE).to(dtype)
         before, residual = room.clone(), room[1:-1]
         left = triton_ops.linear_add(x, weight, bias, residual)
         residual += 0 if left is None else left
         assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
-        if hopper or linear._tiles(x, weight, False):
+        if hopper or ring or linear._tiles(x, weight, False):
             assert torch.equal(residual, before[1:-1] + triton_ops.linear(x, weight, bias))
         elif rows:
             exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -73,7 +74,7 @@ def test_what_lies_behind_the_rows_changes_no_bit(rows: int, outs: int, columns:
     assert torch.equal(product(room[:rows], weight, None), product(x, weight, None))
 
 
-@pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130)])
+@pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130), (2053, 2576)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 50, 65, 100, 256])
 def test_gated_products(rows: int, size: int, columns: int) -> None:
     x, weight, bias = operands(rows, 2 * size, columns, torch.bfloat16)
@@ -124,11 +125,12 @@ def test_a_chain_of_sums_norms_and_products_is_in_order_and_equal_each_time() ->
     check_replays(lambda: chain(wait=False), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 64, 300])
-def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "hidden", "size"), [(1, 1024, 3072), (2, 1024, 3072), (16, 1024, 3072), (64, 1024, 3072),
+                                                      (300, 1024, 3072), (1, 2560, 9728), (1, 4096, 12288)])
+def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time(rows: int, hidden: int, size: int) -> None:
     """Each pair of kernels reads the residual and writes it in place, as a layer's halves do."""
-    x, up, _ = operands(rows, 2 * 3072, 1024, torch.bfloat16)
-    down, norm_weight = operands(1, 1024, 3072, torch.bfloat16)[1], torch.ones(1024, device=DEVICE, dtype=torch.bfloat16)
+    x, up, _ = operands(rows, 2 * size, hidden, torch.bfloat16)
+    down, norm_weight = operands(1, hidden, size, torch.bfloat16)[1], torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16)
 
     def chain(wait: bool) -> torch.Tensor:
         residual = x.clone()
@@ -141,6 +143,18 @@ def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time
 
     expected = chain(wait=True)
     check_replays(lambda: chain(wait=False), expected)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("outs", "inputs"), [(6144, 4096), (2051, 2576)])
+def test_a_norm_inside_a_ring_gives_the_norms_own_bits(outs: int, inputs: int, gated: bool) -> None:
+    x, weight, bias = operands(1, outs * (1 + gated), inputs, torch.bfloat16)
+    if not (linear.HAS_GLUON and hopper_row.is_for(x, weight)):
+        pytest.skip("needs Hopper")
+    norm_weight = torch.rand_like(x[0])
+    ours, _ = triton_ops.add_norm_linear(None, x, norm_weight, 1e-6, weight, bias, gated)
+    apart = triton_ops.rms_norm(x, norm_weight, 1e-6)
+    assert torch.equal(ours, (triton_ops.linear_silu_mul if gated else triton_ops.linear)(apart, weight, bias))
 
 
 def test_a_chain_of_dependent_launches_is_in_order_and_equal_each_time() -> None:
