@@ -7,7 +7,7 @@ import itertools
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -75,16 +75,20 @@ class LLM:
         if priority is not None and (len(priority) != len(prompts) or not all(isinstance(p, int) for p in priority)):
             raise RequestError(f"priority {priority!r:.80} is not one integer for each of {len(prompts)} prompts; lower runs first")
         with _only_young_garbage:
-            made = (self._group(p, s, first) for p, s, first in zip(prompts, params, priority or [0] * len(prompts)))
-            groups = self._add(made, steps=True)
+            groups = self._add([self._group(p, s, first) for p, s, first in zip(prompts, params, priority or [0] * len(prompts))])
             self._run(groups, use_tqdm)
             return [group.output() for group in groups]
 
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
         """One embedding a prompt, in order: the hidden state after its last token, of unit length. Prompts are those of `generate`."""
+        embeddings = []
         with _only_young_garbage:
-            embeddings = self._add((self._embedding(prompt) for prompt in _as_list(prompts)), steps=True)
-            self._run(embeddings, use_tqdm)
+            for prompt in _as_list(prompts):
+                _, ids, salt = self._tokenize(prompt)
+                number = next(self._ids)
+                request = Request(f"{number}-0", ids, SamplingParams(), arrival=float(number), cache_salt=salt, embed=True)
+                embeddings.append(_Embedding(request))
+            self._run(self._add(embeddings), use_tqdm)
             return [embedding.result() for embedding in embeddings]
 
     def _run(self, groups: Sequence[_Group | _Embedding], use_tqdm: bool) -> None:
@@ -315,32 +319,17 @@ class LLM:
             raise RequestError(f"the prompt {ids!r:.80} is not a list of token ids; give text or integers")
         return text, own, salt
 
-    def _embedding(self, prompt: Prompt) -> _Embedding:
-        _, ids, salt = self._tokenize(prompt)
-        number = next(self._ids)
-        return _Embedding(Request(f"{number}-0", ids, SamplingParams(), arrival=float(number), cache_salt=salt, embed=True))
-
-    def _add(self, groups: Iterable[Groups], steps: bool = False) -> list[Groups]:
-        """Adds all or none. With `steps` the first one goes out as soon as it is full, and one more for every max_num_seqs requests after
-        that, so that the rest is made and added while the device works. (Where all must be there to tell whose turn it is, none does.)"""
-        config = self.config
-        added: list[Groups] = []
-        steps &= self.core.depth > 0 and config.scheduling_policy == "fcfs"
-        room, budget = config.max_num_seqs or 0, config.max_num_batched_tokens or 0    # of the next step, while it is not full
+    def _add(self, groups: list[Groups]) -> list[Groups]:
+        """Adds all or none."""
         try:
             for group in groups:
-                added.append(group)
                 for answer in group.answers:
                     self.core.add(answer.request)
                     self._answers[answer.request.request_id] = answer
-                    room, budget = room - 1, budget - len(answer.request.prompt_token_ids)
-                if steps and (room <= 0 or budget <= 0):
-                    room, budget = config.max_num_seqs or 0, sys.maxsize    # who has a prefix in the cache takes less: wait for many
-                    self._step()
         except BaseException:
-            self._drop(added)
+            self._drop(groups)
             raise
-        return added
+        return groups
 
     def _drop(self, groups: Sequence[_Group | _Embedding]) -> None:
         """Forgets finished answers and aborts the rest."""

@@ -4,13 +4,12 @@ Such a product is the reading of its weight, and what costs time is when nothing
 ends. So a program stays on its SM and goes through groups of weight rows, a row a warp, with a ring of tiles in shared memory that are on
 their way: they are asked for before the row of inputs is there (pdl.py), and each that is used makes place for a later one. As the ring
 takes more than half of an SM's memory, there is one such program an SM; the next product's begins when it ends, and fills its ring while
-others still work. (With rings of 96 KB the next product's came early and in pairs, to half of the SMs: 4468 us a token of qwen3-8b.) At
-first no more than two tiles are asked for at a time, lest attention's keys stand in line behind them.
+others still work. (With rings of 96 KB the next product's came early and in pairs, to half of the SMs: 4468 us a token of qwen3-8b.)
 
 The row is normalised by each program, rounded as the norm's own kernel does, and kept in shared memory.
 
-One stream at 1,100 tokens, us a token, with linear.py's elementwise products and with these: qwen3-8b 4119 and 3871, a 4B model 2674 and
-2526, a 1.7B model 1309 and 1257. qwen3-0.6b's weights are too small: 660 and 727.
+One stream at 1,100 tokens, us a token, with linear.py's elementwise products and with these: qwen3-8b 4119 and 3877, a 4B model 2674 and
+2528, a 1.7B model 1309 and 1257. qwen3-0.6b's weights are too small: 660 and 727.
 I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
 """
 
@@ -32,7 +31,6 @@ OUTS: gl.constexpr = gl.constexpr(8)        # a group: an output a warp
 PART: gl.constexpr = gl.constexpr(256)      # inputs that a warp reads at once, 16 bytes a thread
 PARTS: gl.constexpr = gl.constexpr(4)       # of a tile, 16 KB of weights
 STAGES: gl.constexpr = gl.constexpr(8)      # of the ring; half as many of a gated product, whose tiles are of gate and of up
-AHEAD: gl.constexpr = gl.constexpr(2)       # tiles on their way at first
 
 
 @gluon.jit
@@ -73,8 +71,6 @@ def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I,
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     tiles = mine * pieces
     for i in gl.static_range(RING):
-        if i >= AHEAD // (1 + GATED):
-            async_copy.wait_group(AHEAD // (1 + GATED) - 1)
         _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED, EVEN)
     at = gl.arange(0, BLOCK_X, gl.BlockedLayout([8], [32], [num_warps], [0]))
     if norm_ptr is not None:

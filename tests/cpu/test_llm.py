@@ -203,32 +203,6 @@ def test_a_bad_request_in_a_batch_adds_none_of_it(build):
     assert engine.stats().num_waiting == engine.stats().num_running == 0
 
 
-@pytest.mark.parametrize(("options", "launched"), [
-    (dict(async_scheduling=True, max_num_batched_tokens=32), [0, 0, 1, 1, 1, 1, 1, 1]),    # 2 prompts of 16 tokens are a full step
-    (dict(async_scheduling=True, max_num_seqs=3), [0, 0, 0, 1, 1, 1, 2, 2]),
-    (dict(async_scheduling=False, max_num_batched_tokens=32), [0] * 8),
-    (dict(async_scheduling=True, max_num_batched_tokens=32, scheduling_policy="priority"), [0] * 8),
-], ids=str)
-def test_the_device_works_while_later_requests_are_made(options, launched, build, monkeypatch):
-    engine = build("qwen3", **options)
-    add, launch, found, steps = engine.core.add, engine.core._launch, [], []
-    monkeypatch.setattr(engine.core, "add", lambda request: found.append(len(steps)) or add(request))
-    monkeypatch.setattr(engine.core, "_launch", lambda plan: steps.append(plan) or launch(plan))
-    prompts = [[i] * 16 for i in range(8)]
-    answers = ids_of(engine.generate(prompts, greedy()))
-    assert found == launched
-    assert answers == [ids_of(engine.generate([prompt], greedy()))[0] for prompt in prompts]
-
-
-def test_a_bad_request_behind_a_step_that_is_under_way_leaves_nothing_behind(build, expected):
-    engine = build("qwen3", async_scheduling=True, max_num_batched_tokens=32)
-    with pytest.raises(ValueError, match="vocabulary"):
-        engine.generate([[7] * 40, [8] * 40, [100_000]], greedy())
-    assert not engine._answers
-    assert ids_of(engine.generate(PROMPTS, greedy())) == expected
-    assert engine.stats().num_running == engine.stats().num_waiting == 0
-
-
 def test_an_unknown_option_suggests_the_nearest():
     with pytest.raises(ValueError, match="max_model_len"):
         LLM("nowhere", max_modellen=3)
