@@ -46,7 +46,7 @@ class Tiles:
 
 def choose_tiles(rows: int, weight_rows: int, columns: int, gated: bool) -> Tiles | None:
     """None: cuBLAS is as fast. All from a sweep on an H200 in bf16 (benchmarks/kernels.py linear), where most products of 2 rows and more
-    are hopper_linear.py's since; us beside cuBLAS's:"""
+    are hopper_linear.py's since, and large weights of one row hopper_row.py's; us beside cuBLAS's:"""
     if rows == 1:    # 4096 x 1024: 3.4, 4.8; 1024 x 3072: 2.5, 6.6; 1024 x 2048: 2.1, 12.6; 4096 x 4096: 9.1, 12.4; 151936 x 1024: 70, 74
         if columns <= 1024:
             return Tiles(4, 1024, 4) if weight_rows <= 4096 else Tiles(8, 512, 4)
@@ -214,8 +214,8 @@ def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch
 
 def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
                     bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kernel for one narrow row, whose sum is a tensor of its own: no program may write what others still read. A token of qwen3-0.6b
-    735 us to 699; of four rows, and of qwen3-8b, it was 5 and 10 % slower than with a norm of its own. x None: there is no sum."""
+    """One kernel for one row, whose sum is a tensor of its own: no program may write what others still read. A token of qwen3-0.6b 735 us
+    to 699; of four rows it was 5 % slower than with a norm of its own, a wide row 10 %, but for hopper_row.py. x None: there is no sum."""
     if x_TD is None and HAS_GLUON and hopper_row.is_for(residual_TD, weight):
         return hopper_row.hopper_row_product(residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps), residual_TD
     tiles = _tiles(residual_TD, weight, gated)
