@@ -4,7 +4,7 @@ Such a product is the reading of its weight, and what costs time is when nothing
 ends. So a program stays on its SM and goes through groups of weight rows, a row a warp, with a ring of tiles in shared memory that are on
 their way: they are asked for before the row of inputs is there (pdl.py), and each that is used makes place for a later one. As the ring
 takes more than half of an SM's memory, there is one such program an SM; the next product's begins when it ends, and fills its ring while
-others still work. (With rings of 96 KB the next product's came early and in pairs, to half of the SMs: 4468 us a token of qwen3-8b.)
+others still work. (With rings of 96 KB the next product's came early and in pairs, to half of the SMs: 4485 us a token of qwen3-8b.)
 
 The row is normalised by each program, rounded as the norm's own kernel does, and kept in shared memory.
 
@@ -25,7 +25,7 @@ from shoal.kernels import hopper_linear
 from shoal.kernels.hopper_linear import DTYPES, silu_mul, wait_for_inputs
 from shoal.kernels.pdl import pdl_options
 
-SMALLEST = 2048                             # rows and inputs of a weight
+SMALLEST = 2048                             # outputs and inputs
 LARGEST = 32768                             # inputs, which lie in shared memory beside the ring
 OUTS: gl.constexpr = gl.constexpr(8)        # a group: an output a warp
 PART: gl.constexpr = gl.constexpr(256)      # inputs that a warp reads at once, 16 bytes a thread
@@ -54,6 +54,7 @@ def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.con
 def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I, pieces, GATED: gl.constexpr, ADD: gl.constexpr,
                       EVEN: gl.constexpr, BLOCK_X: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
     """Groups of outputs from this program's own on, `pieces` tiles each. EVEN: whole tiles. BLOCK_X >= I."""
+    gl.static_assert(num_warps == OUTS)
     DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
     RING: gl.constexpr = STAGES // (1 + GATED)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])    # output, input
@@ -92,7 +93,7 @@ def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I,
         sums = gl.zeros([OUTS, PART], gl.float32, layout)
         up_sums = gl.zeros([OUTS, PART], gl.float32, layout)
         for piece in range(pieces):
-            async_copy.wait_group(RING - 1)
+            async_copy.wait_group(RING - 1)    # there is a group for each tile, those beyond the last too
             for part in gl.static_range(PARTS):
                 place, of_row = i % RING * PARTS + part, piece * PARTS + part
                 some = xs.index(of_row).load(gl.SliceLayout(0, layout)).to(gl.float32)[None, :]
@@ -100,7 +101,7 @@ def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I,
                 up_product = product
                 if GATED:
                     up_product = up_weights.index(place).load(layout).to(gl.float32) * some
-                if not EVEN:    # nobody knows what lies there
+                if not EVEN:    # no promise that what was not copied is zeros
                     product = gl.where(of_row * PART + column < I, product, 0.0)
                     up_product = gl.where(of_row * PART + column < I, up_product, 0.0)
                 sums += product
@@ -116,12 +117,13 @@ def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I,
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)
+    async_copy.wait_group(0)    # the next program's ring lies in the same memory
 
 
-def is_for(x_TI: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
     """One row, and a weight that is large in both directions, on Hopper."""
-    rows, inputs = x_TI.shape
-    return (rows == 1 and x_TI.dtype in DTYPES and min(weight.shape) >= SMALLEST and inputs <= LARGEST and inputs % 16 == 0
+    (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
+    return (rows == 1 and x_TI.dtype in DTYPES and min(outs, inputs) >= SMALLEST and inputs <= LARGEST and inputs % 16 == 0
             and hopper_linear.num_sms(x_TI.device) > 0)
 
 

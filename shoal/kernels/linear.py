@@ -6,7 +6,7 @@ A few rows are multiplied elementwise in float32 with tiles of the weight, the f
 (pdl.py); more go to tensor cores, the weight as the left operand, so that rows are padded to 16 only. Nothing is split over programs:
 a result is one sum in a fixed order. GATED: weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the
 product, rounded as one of its own, is added to what the output holds, the residual; that is asked for before the product, not after it.
-RMSNorm before a product of one row, and a residual sum before that, are part of it: w (g * x) / rms(x) needs rms(x) at its end only.
+RMSNorm before a product of one narrow row, and a residual sum before that, are part of it: w (g * x) / rms(x) needs rms(x) at its end only.
 T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
 """
 
@@ -31,7 +31,7 @@ if HAS_GLUON:
 PIECE = tl.constexpr(2048)    # bytes a thread prefetches
 ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
 WIDEST_SUM = 8192             # inputs of a product of many rows to which cuBLAS adds: 16,384 x 4096 x 12288 takes 12 % longer then
-FUSED_COLUMNS = 2048          # widest input whose norm is part of a product: each program reads x, the residual and the norm's weight whole
+FUSED_COLUMNS = 2048          # widest whose norm is part of an elementwise product: each program reads x, the residual, the norm's weight whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_w
                     bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """One kernel for one row, whose sum is a tensor of its own: no program may write what others still read. A token of qwen3-0.6b 735 us
     to 699; of four rows it was 5 % slower than with a norm of its own, a wide row 10 %, but for hopper_row.py. x None: there is no sum."""
-    if x_TD is None and HAS_GLUON and hopper_row.is_for(residual_TD, weight):
+    if x_TD is None and HAS_GLUON and hopper_row.is_for(residual_TD, weight, gated):
         return hopper_row.hopper_row_product(residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps), residual_TD
     tiles = _tiles(residual_TD, weight, gated)
     if tiles is None or residual_TD.shape[0] > 1 or residual_TD.shape[1] > FUSED_COLUMNS:
@@ -232,7 +232,7 @@ def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_w
 def _multiply(x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
               residual_TO: torch.Tensor | None = None) -> torch.Tensor | None:
     """None: cuBLAS is as fast."""
-    if HAS_GLUON and hopper_row.is_for(x_TI, weight):
+    if HAS_GLUON and hopper_row.is_for(x_TI, weight, gated):
         return hopper_row.hopper_row_product(x_TI, weight, bias, gated, residual_TO)
     if HAS_GLUON and (hopper_tiles := hopper_linear.tiles_for(x_TI, weight, gated)):
         return hopper_linear.hopper_product(hopper_tiles, x_TI, weight, bias, gated, residual_TO)

@@ -72,10 +72,11 @@ def launched_variants(folder: Path, name: str) -> dict:
     from shoal.attention.triton import TritonBackend
     from shoal.engine import runner as runner_module
     from shoal.engine.graphs import StepGraphs
-    from shoal.kernels import hopper_linear, triton_ops
+    from shoal.kernels import hopper_linear, hopper_row, triton_ops
     from tests import tiny
 
     hopper_linear.num_sms = lambda _: 0 if name in WITHOUT_HOPPER else 132
+    hopper_row.SMALLEST = 32    # these models are small
     seen: list[str] = []
     graphs = []
     triton.runtime.driver.set_active(_NoDriver())

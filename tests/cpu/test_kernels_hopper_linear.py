@@ -71,11 +71,17 @@ def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
 def test_the_ring_is_for_one_row_of_a_large_weight(rows: int, weight_rows: int, inputs: int, dtype: torch.dtype, monkeypatch) -> None:
     monkeypatch.setattr(hopper_linear, "num_sms", lambda _: H200_SMS)
     large = torch.empty(6144, 4096, dtype=BF16, device="meta")
-    assert hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large)
+    assert hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large, gated=True)
     x, weight = torch.empty(rows, inputs, dtype=dtype, device="meta"), torch.empty(weight_rows, inputs, dtype=dtype, device="meta")
-    assert not hopper_row.is_for(x, weight)
+    assert not hopper_row.is_for(x, weight, gated=False)
     monkeypatch.setattr(hopper_linear, "num_sms", lambda _: 0)
-    assert not hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large)
+    assert not hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large, gated=True)
+
+
+def test_the_ring_is_for_gated_products_of_as_many_outputs(monkeypatch) -> None:
+    monkeypatch.setattr(hopper_linear, "num_sms", lambda _: H200_SMS)
+    x, shard = (torch.empty(rows, 4096, dtype=BF16, device="meta") for rows in (1, 3072))    # of qwen3-8b's gate and up on one of 8 ranks
+    assert hopper_row.is_for(x, shard, gated=False) and not hopper_row.is_for(x, shard, gated=True)
 
 
 def _launch_row(outs: int, inputs: int, gated: bool, normed: bool, dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ def check_replays(launch: Callable[[], torch.Tensor], expected: torch.Tensor) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("outs", "columns"), [
-    (4096, 1024), (1024, 3072), (151936, 1024), (1000, 576), (37, 2056), (6144, 4096), (1016, 1544), (2051, 2576)])
+    (4096, 1024), (1024, 3072), (151936, 1024), (1000, 576), (37, 2056), (6144, 4096), (1000, 4096), (1016, 1544), (2051, 2576)])
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 17, 31, 33, 100, 255, 300])
 def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(rows, outs, columns, dtype)
@@ -45,12 +45,12 @@ def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("outs", "columns"), [
-    (1024, 2048), (1024, 3072), (1000, 576), (37, 2056), (4096, 4096), (4096, 12288), (1016, 1544), (2560, 9728)])
+    (1024, 2048), (1024, 3072), (1000, 576), (37, 2056), (4096, 4096), (4096, 12288), (1016, 1544), (2051, 9728)])
 @pytest.mark.parametrize("rows", [0, 1, 2, 4, 7, 16, 17, 31, 33, 64, 100, 255, 300])
 def test_products_that_add_themselves(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, some_bias = operands(rows, outs, columns, dtype)
     hopper = hopper_linear.tiles_for(x, weight, False) if linear.HAS_GLUON else None
-    ring = linear.HAS_GLUON and hopper_row.is_for(x, weight)
+    ring = linear.HAS_GLUON and hopper_row.is_for(x, weight, False)
     for bias in (None, some_bias):
         room = torch.randn(rows + 2, outs, device=DEVICE).to(dtype)
         before, residual = room.clone(), room[1:-1]
@@ -74,7 +74,8 @@ def test_what_lies_behind_the_rows_changes_no_bit(rows: int, outs: int, columns:
     assert torch.equal(product(room[:rows], weight, None), product(x, weight, None))
 
 
-@pytest.mark.parametrize(("size", "columns"), [(3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130), (2053, 2576)])
+@pytest.mark.parametrize(("size", "columns"), [
+    (3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130), (1000, 4096), (2053, 2576)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 50, 65, 100, 256])
 def test_gated_products(rows: int, size: int, columns: int) -> None:
     x, weight, bias = operands(rows, 2 * size, columns, torch.bfloat16)
@@ -146,15 +147,16 @@ def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("outs", "inputs"), [(6144, 4096), (2051, 2576)])
-def test_a_norm_inside_a_ring_gives_the_norms_own_bits(outs: int, inputs: int, gated: bool) -> None:
+@pytest.mark.parametrize(("outs", "inputs"), [(6144, 4096), (2051, 2576), (2048, 8192)])
+def test_a_norm_inside_a_ring_rounds_as_the_norm_itself(outs: int, inputs: int, gated: bool) -> None:
     x, weight, bias = operands(1, outs * (1 + gated), inputs, torch.bfloat16)
-    if not (linear.HAS_GLUON and hopper_row.is_for(x, weight)):
+    if not (linear.HAS_GLUON and hopper_row.is_for(x, weight, gated)):
         pytest.skip("needs Hopper")
     norm_weight = torch.rand_like(x[0])
     ours, _ = triton_ops.add_norm_linear(None, x, norm_weight, 1e-6, weight, bias, gated)
     apart = triton_ops.rms_norm(x, norm_weight, 1e-6)
-    assert torch.equal(ours, (triton_ops.linear_silu_mul if gated else triton_ops.linear)(apart, weight, bias))
+    expected = (triton_ops.linear_silu_mul if gated else triton_ops.linear)(apart, weight, bias)
+    assert error(ours, expected.float()) < 2e-4    # the sums of squares have different orders: here and there a last bit
 
 
 def test_a_chain_of_dependent_launches_is_in_order_and_equal_each_time() -> None:
