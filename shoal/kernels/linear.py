@@ -31,7 +31,7 @@ if HAS_GLUON:
 PIECE = tl.constexpr(2048)    # bytes a thread prefetches
 ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
 WIDEST_SUM = 8192             # inputs of a product of many rows to which cuBLAS adds: 16,384 x 4096 x 12288 takes 12 % longer then
-FUSED_COLUMNS = 2048          # widest whose norm is part of an elementwise product: each program reads x, the residual, the norm's weight whole
+FUSED_COLUMNS = 2048          # widest whose norm is part of elementwise products: each program reads x, residual and norm whole
 
 
 @dataclass(frozen=True, slots=True)
