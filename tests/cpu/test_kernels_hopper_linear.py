@@ -84,15 +84,10 @@ def test_the_ring_is_for_gated_products_of_as_many_outputs(monkeypatch) -> None:
     assert hopper_row.is_for(x, shard, gated=False) and not hopper_row.is_for(x, shard, gated=True)
 
 
-def _launch_row(outs: int, inputs: int, gated: bool, normed: bool, dtype: torch.dtype) -> None:
+def _launch_normed(outs: int, inputs: int, gated: bool, dtype: torch.dtype) -> None:
     with torch.device("meta"):
         x, weight = torch.empty(1, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
-        if normed:
-            linear.add_norm_linear(None, x, torch.empty(inputs, dtype=dtype), 1e-6, weight, None, gated)
-        elif gated:
-            linear.linear_silu_mul(x, weight, torch.empty(2 * outs, dtype=dtype))
-        else:
-            linear.linear_add(x, weight, None, torch.empty(1, outs, dtype=dtype))
+        linear.add_norm_linear(None, x, torch.empty(inputs, dtype=dtype), 1e-6, weight, None, gated)
 
 
 def _launch(rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, with_bias: bool, add: bool) -> None:
@@ -122,11 +117,12 @@ for size, inputs, dtype in ((3072, 1024, BF16), (1096, 584, FP16)):
     LAUNCHES[f"gate and up, {size} x {inputs}, many rows"] = partial(
         _launch, hopper_gated.MIN_ROWS, size, inputs, True, dtype, False, False)
 
-for outs, inputs, gated, normed, dtype in (
-        (6144, 4096, False, True, BF16), (4096, 4096, False, False, BF16), (12288, 4096, True, True, BF16),
-        (4096, 12288, False, False, BF16), (9728, 2560, True, True, FP16), (2560, 9728, False, False, FP16),
-        (25600, 5120, True, False, BF16), (5120, 25600, False, False, BF16)):
-    LAUNCHES[f"one row, {outs} x {inputs} {gated=} {normed=} {dtype}"] = partial(_launch_row, outs, inputs, gated, normed, dtype)
+for outs, inputs, gated, dtype in ((6144, 4096, False, BF16), (12288, 4096, True, BF16), (9728, 2560, True, FP16)):
+    LAUNCHES[f"one row with its norm, {outs} x {inputs} {gated=} {dtype}"] = partial(_launch_normed, outs, inputs, gated, dtype)
+
+for outs, inputs, gated, dtype in ((4096, 4096, False, BF16), (4096, 12288, False, BF16), (2560, 9728, False, FP16),
+                                   (25600, 5120, True, BF16), (5120, 25600, False, BF16)):    # gated: with a bias, else added
+    LAUNCHES[f"one row, {outs} x {inputs} {gated=} {dtype}"] = partial(_launch, 1, outs, inputs, gated, dtype, gated, not gated)
 
 if not triton.knobs.runtime.interpret:    # this file once more, in the process that compiles
     hopper_linear.num_sms = _sms_of_target
