@@ -13,7 +13,7 @@ test: .venv/ready-test
 	$(BIN)/python -m pytest tests
 
 check: .venv/ready-test
-	$(BIN)/ruff check shoal tests benchmarks
+	$(BIN)/ruff check shoal tests benchmarks examples
 	$(BIN)/mypy
 
 # On a machine with a GPU, with the torch that is installed there.
