@@ -26,15 +26,16 @@ def get_weather(city: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", default="smollm2")
     arguments = parser.parse_args()
 
-    model = ChatOpenAI(base_url=arguments.base_url, api_key="none", model=arguments.model, temperature=0, max_tokens=200)
+    model = ChatOpenAI(base_url=arguments.base_url, api_key="none", model=arguments.model, temperature=0,
+                       max_tokens=200)
     print("shape:", model.with_structured_output(City, method="json_schema").invoke("Tell me about Paris."))
-    answer = model.bind_tools([get_weather], tool_choice="get_weather").invoke("What is the weather in Paris?")
-    for call in answer.tool_calls:
+    caller = model.bind_tools([get_weather], tool_choice="get_weather")
+    for call in caller.invoke("What is the weather in Paris?").tool_calls:
         print("call:", call["name"], call["args"], "->", get_weather.invoke(call["args"]))
 
 

@@ -2,8 +2,8 @@
 
     python examples/offline_batch.py questions.jsonl answers.jsonl --model Qwen/Qwen3-0.6B
 
-Each line of the input is an object with `messages`, and may have an `id`. All requests are given to the engine at once, as it batches
-them better than any loop outside could.
+Each line of the input is an object with `messages`, and may have an `id`. All requests are given to the engine
+at once, as it batches them better than any loop outside could.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from shoal import LLM, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("questions", type=Path)
     parser.add_argument("answers", type=Path)
     parser.add_argument("--model", default="smollm2", help="a folder, a .gguf file or a hub id")
@@ -28,7 +28,8 @@ def main() -> None:
     with arguments.answers.open("w") as file:
         for number, (question, output) in enumerate(zip(questions, outputs)):
             answer = output.outputs[0]
-            line = {"id": question.get("id", number), "answer": answer.text, "finish_reason": answer.finish_reason}
+            line = {"id": question.get("id", number), "answer": answer.text,
+                    "finish_reason": answer.finish_reason}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     print(f"{len(questions)} answers in {arguments.answers}")
 

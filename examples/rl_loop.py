@@ -1,10 +1,11 @@
-"""A reinforcement-learning loop in which the trainer and the engine share one card: while one works, the other's memory is given back.
+"""A reinforcement-learning loop in which the trainer and the engine share one card.
 
     python examples/rl_loop.py Qwen/Qwen3-0.6B --steps 20
 
-The reward is a toy (answers that do not repeat themselves) and the update is REINFORCE against the mean of a group; what matters is
-the order of sleep, training, new weights and waking. The engine's cache is only taken again when the trainer's gradients are gone, so
-that both are never there at once. It runs on the CPU as well.
+While one of them works, the other's memory is given back. The reward is a toy (answers that do not repeat
+themselves) and the update is REINFORCE against the mean of a group; what matters is the order of sleep, training,
+new weights and waking. The engine's cache is only taken again when the trainer's gradients are gone, so that both
+are never there at once. It runs on the CPU as well.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def reward(token_ids: list[int]) -> float:
 
 
 def train(trainer: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list) -> float:
-    """Makes answers that were better than their group's mean more likely, the others less. Returns the mean reward."""
+    """Makes answers that were better than their group's mean more likely. Returns the mean reward."""
     device = next(trainer.parameters()).device
     rewards = torch.tensor([[reward(answer.token_ids) for answer in group.outputs] for group in groups])
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
@@ -40,17 +41,20 @@ def train(trainer: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder or a hub id of safetensors that transformers can train")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--group-size", type=int, default=8, help="answers a prompt")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6, help="the engine's share of the card while it is awake")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6,
+                        help="the engine's share of the card while it is awake")
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    llm = LLM(arguments.model, enable_sleep_mode=True, gpu_memory_utilization=arguments.gpu_memory_utilization, max_model_len=512)
-    trainer = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    llm = LLM(arguments.model, enable_sleep_mode=True, max_model_len=512,
+              gpu_memory_utilization=arguments.gpu_memory_utilization)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    trainer = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
     optimizer = torch.optim.SGD(trainer.parameters(), lr=1e-3)
     params = SamplingParams(n=arguments.group_size, temperature=1.0, max_tokens=arguments.max_tokens)
     for step in range(arguments.steps):
