@@ -1,14 +1,16 @@
 "use strict";
 // The chat page: what is shown, what is asked of the server, and what the buttons do.
 
-const $ = id => document.getElementById(id), log = $("log"), input = $("input"), scroll = $("scroll"), options = $("options");
+const $ = id => document.getElementById(id);
+const log = $("log"), input = $("input"), scroll = $("scroll"), options = $("options");
 const MOST_FILE_BYTES = 256 * 1024;  // of one message's files together
 
 let conversations = storedConversations();
-let current = newConversation();      // the one that is shown; among `conversations` once it holds something
+let current = newConversation();      // the one that is shown; among `conversations` once it has a message
 let models = [];                      // what the server offers
 let attached = [];                    // files of the message that is being written
-let editing = null;                   // while the last question is edited: {text, files} that were there before
+let editing = null;                   // while the last question is edited: the {text, files} it displaced
+let atEnd = true;                     // the end of the conversation is in sight
 const running = new Map();            // conversation -> AbortController of the answer being written to it
 const updates = new WeakMap();        // message -> the function that shows it as it is now
 
@@ -28,7 +30,7 @@ function iconButton(name, label, onclick) {
   return Object.assign(button, {type: "button", ariaLabel: label, title: label, onclick});
 }
 
-/** A line above the message, with a button that does something about it if there is an `action`; none for no text. */
+/** A line above the message's field with a button that ends it and calls `action`. No line for no text. */
 function notice(text, {failed = true, label = "Dismiss", action = () => {}} = {}) {
   const [line, button] = $("notice").children;
   $("notice").hidden = !text;
@@ -58,8 +60,8 @@ function store(conversation) {
   try {
     storeConversation(conversation);
   } catch {
-    notice("This conversation lasts only until its tab is closed: the browser's storage is full or switched off. "
-      + "Deleting old conversations makes room.");
+    notice("This conversation lasts only until its tab is closed: the browser's storage is full or switched "
+      + "off. Deleting old conversations makes room.");
   }
 }
 
@@ -96,7 +98,8 @@ function remove(conversation) {
 
 function showList() {
   $("list").replaceChildren(...conversations.map(conversation => {
-    const title = make("button", "title", conversation.title), row = make("li", running.has(conversation) ? "running" : "", title);
+    const title = make("button", "title", conversation.title);
+    const row = make("li", running.has(conversation) ? "running" : "", title);
     title.title = conversation.title;
     title.onclick = () => open(conversation);
     if (conversation === current) title.ariaCurrent = "page";
@@ -133,7 +136,7 @@ function showConversation() {
   chooseModel();
   showState();
   showList();
-  scroll.scrollTop = scroll.scrollHeight;
+  scrollToEnd();
 }
 
 /** Shows what depends on whether an answer is being written, and which turn is the last. */
@@ -143,8 +146,12 @@ function showState() {
   $("send").hidden = busy;
   $("stop").hidden = !busy;
   const lastQuestion = [...log.querySelectorAll(".turn.user")].at(-1);
-  for (const button of log.querySelectorAll(".retry")) button.hidden = busy || button.closest(".turn") !== log.lastElementChild;
-  for (const foot of log.querySelectorAll(".edit")) foot.hidden = busy || foot.parentElement !== lastQuestion;
+  for (const retry of log.querySelectorAll(".retry")) {
+    retry.hidden = busy || retry.closest(".turn") !== log.lastElementChild;
+  }
+  for (const edit of log.querySelectorAll(".edit")) {
+    edit.hidden = busy || edit.closest(".turn") !== lastQuestion;
+  }
 }
 
 // Turns
@@ -164,8 +171,11 @@ function questionParts(message) {
 }
 
 function fileView({name, text}) {
-  const bytes = make("span", "size", size(new Blob([text]).size));
-  return make("details", "file", make("summary", "", name, bytes), make("pre", "", text));
+  return make("details", "file", make("summary", "", name, sizeOf(text)), make("pre", "", text));
+}
+
+function sizeOf(text) {
+  return make("span", "size", size(new Blob([text]).size));
 }
 
 function answerParts(message, turn) {
@@ -197,9 +207,12 @@ function answerParts(message, turn) {
 /** Shows a message as it is now, and goes on following its end if that was in sight. */
 function draw(conversation, message) {
   if (conversation !== current) return;
-  const follows = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 90;
   updates.get(message)(running.has(conversation));
-  if (follows) scroll.scrollTop = scroll.scrollHeight;
+  if (atEnd) scrollToEnd();
+}
+
+function scrollToEnd() {
+  scroll.scrollTop = scroll.scrollHeight;
 }
 
 // Asking the server
@@ -223,7 +236,7 @@ function requestBody({messages, options: {system, stop, thinking, ...numbers}}) 
   return JSON.stringify(body);
 }
 
-/** A message as the model reads it: its files between fences that are longer than any in them, then its text. */
+/** A message as the model reads it: its files between fences longer than any in them, then its text. */
 function promptOf({content, files = []}) {
   const parts = files.map(({name, text}) => {
     const longest = Math.max(2, ...(text.match(/`+/g) || []).map(ticks => ticks.length));
@@ -244,7 +257,8 @@ async function failure(response) {
   }
   const kind = [response.status, error?.type].filter(Boolean).join(", ");
   const hints = [response.status === 401 && "The key goes into Settings.", later && `Retry in ${later} s.`];
-  return new Error([`${error?.message || text.slice(0, 300) || response.statusText} (${kind})`, ...hints].filter(Boolean).join(" "));
+  const message = error?.message || text.slice(0, 300) || response.statusText;
+  return new Error([`${message} (${kind})`, ...hints].filter(Boolean).join(" "));
 }
 
 /** The JSON of each `data:` line of a stream, until [DONE]. */
@@ -263,7 +277,7 @@ async function* events(response) {
   }
 }
 
-/** Takes the answers of a conversation's last question away; -> the one that was there. */
+/** Takes the answer to a conversation's last question away, and returns it; null if there was none. */
 function takeAnswer({messages}) {
   let taken = null;
   while (messages.length && messages.at(-1).role !== "user") taken = messages.pop();
@@ -280,17 +294,19 @@ async function answer(conversation) {
   log.append(turnOf(message));
   showState();
   showList();
-  scroll.scrollTop = scroll.scrollHeight;
+  scrollToEnd();
   try {
     await receive(conversation, message, body, control.signal);
   } catch (error) {
-    message.error = error instanceof TypeError ? `The server does not answer: ${error.message}.` : error.message;
+    const isLost = error instanceof TypeError;  // that is how fetch says that there is no connection
+    message.error = isLost ? `The server does not answer: ${error.message}.` : error.message;
   }
+  const isEmpty = !message.content && !message.reasoning;
   // A new try that brought nothing must not cost the answer that was there.
-  if (before && !message.content && !message.reasoning) Object.assign(message, {...before, error: message.error});
+  if (before && isEmpty) Object.assign(message, before, {error: message.error});
   running.delete(conversation);
-  draw(conversation, message);
   showState();
+  draw(conversation, message);
   if (conversations.includes(conversation)) save(conversation);  // unless it was deleted meanwhile
 }
 
@@ -335,11 +351,11 @@ function take(chunk, message, timing) {
 }
 
 function figuresOf({began, first, last, tokens, counted, reason}) {
-  const parts = [];
+  const parts = [], rate = (tokens - 1) / (last - first) * 1000;
   if (first) parts.push(`${((first - began) / 1000).toFixed(2)} s to first token`);
-  if (tokens > 1 && last > first) parts.push(`${((tokens - 1) / (last - first) * 1000).toFixed(1)} tokens/s`);
+  if (tokens > 1 && last > first) parts.push(`${rate.toFixed(1)} tokens/s`);
   if (tokens) parts.push(`${counted ? "" : "about "}${tokens} token${tokens > 1 ? "s" : ""}`);
-  if (reason && reason !== "stop") parts.push({length: "cut at the limit", stopped: "stopped"}[reason] || reason);
+  if (reason && reason !== "stop") parts.push(reason === "length" ? "cut at the limit" : reason);
   return parts.join(" · ");
 }
 
@@ -356,7 +372,7 @@ async function loadModels() {
   }
 }
 
-/** Selects the conversation's model, or the server's first, and says how long a conversation with it may be. */
+/** Selects the conversation's model, or else the server's first, and says how long its context is. */
 function chooseModel() {
   if (models.some(({id}) => id === current.model)) $("model").value = current.model;
   $("model").disabled = models.length < 2;
@@ -423,7 +439,7 @@ function cancelEditing() {
 function showFiles() {
   $("files").replaceChildren(...attached.map(file => {
     const drop = () => { attached = attached.filter(other => other !== file); showFiles(); };
-    return make("li", "", file.name, make("span", "size", size(new Blob([file.text]).size)), iconButton("cross", `Remove ${file.name}`, drop));
+    return make("li", "", file.name, sizeOf(file.text), iconButton("cross", `Remove ${file.name}`, drop));
   }));
 }
 
@@ -445,8 +461,8 @@ async function attach(files) {
 async function textFile(file) {
   const bytes = attached.reduce((sum, {text}) => sum + new Blob([text]).size, file.size);
   if (bytes > MOST_FILE_BYTES) {
-    throw new Error(`“${file.name}” (${size(file.size)}) is too large: a message's files may have ${size(MOST_FILE_BYTES)} together. `
-      + "Attach the part that matters.");
+    throw new Error(`“${file.name}” (${size(file.size)}) is too large: a message's files may have `
+      + `${size(MOST_FILE_BYTES)} together. Attach the part that matters.`);
   }
   try {
     const text = new TextDecoder("utf-8", {fatal: true}).decode(await file.arrayBuffer());
@@ -463,6 +479,11 @@ function showTheme() {
   $("theme").ariaLabel = $("theme").title = "Theme: " + (theme || "as the system");
   return theme;
 }
+
+scroll.onscroll = () => {
+  atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 90;
+};
+new ResizeObserver(() => { if (atEnd) scrollToEnd(); }).observe(scroll);  // a phone's keyboard, a notice
 
 $("composer").onsubmit = event => {
   event.preventDefault();
@@ -481,7 +502,9 @@ document.onkeydown = event => {
   else running.get(current)?.abort();
 };
 for (const button of $("empty").querySelectorAll("button")) button.onclick = () => submit(button.textContent);
-for (const button of document.querySelectorAll(".new")) button.onclick = () => open(newConversation("", current.model));
+for (const button of document.querySelectorAll(".new")) {
+  button.onclick = () => open(newConversation("", current.model));
+}
 $("editing").lastElementChild.onclick = cancelEditing;
 addEventListener("popstate", openFromAddress);
 matchMedia("(min-width: 860px)").onchange = () => $("sidebar").hidePopover();
@@ -524,7 +547,9 @@ options.onsubmit = event => {
   $("settings").close();
 };
 options.oninput = () => {
-  for (const field of options.elements) if (field.name && field.checkValidity()) current.options[field.name] = field.value;
+  for (const field of options.elements) {
+    if (field.name && field.checkValidity()) current.options[field.name] = field.value;
+  }
   if (conversations.includes(current)) store(current);
 };
 $("key").onchange = () => {
@@ -532,10 +557,10 @@ $("key").onchange = () => {
   loadModels();
 };
 
-// Another tab kept or deleted a conversation. What is shown here stays; what is being answered here stays ours.
+// Another tab kept or deleted a conversation. The one that is shown or answered here stays as it is.
 addEventListener("storage", event => {
   if (!event.key?.startsWith(ENTRY)) return;
-  const ours = [...running.keys(), current].filter(conversation => conversations.includes(conversation));
+  const ours = conversations.filter(conversation => conversation === current || running.has(conversation));
   const others = storedConversations().filter(({id}) => !ours.some(conversation => conversation.id === id));
   conversations = [...ours, ...others].sort((a, b) => b.changed - a.changed);
   showList();

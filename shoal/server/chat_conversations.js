@@ -1,9 +1,10 @@
 "use strict";
-// The conversations, as this browser keeps them (localStorage): one entry each, so that saving one is cheap and two
-// tabs do not overwrite each other's.
+// The conversations, as this browser keeps them (localStorage): one entry each, so that saving one is cheap
+// and two tabs do not overwrite each other's.
 //
-// A conversation is {id, title, changed (milliseconds since 1970), model, options (fields of the settings), messages}.
-// A message is {role, content}; a question may have files [{name, text}], an answer reasoning, figures and an error.
+// A conversation is {id, title, changed, model, options, messages}: `changed` in milliseconds since 1970,
+// `options` the fields of the settings. A message is {role, content}; a question may have files, each
+// {name, text}; an answer has reasoning and may have figures and an error.
 
 const ENTRY = "shoal.chat.", MOST_CONVERSATIONS = 100;
 
@@ -16,9 +17,10 @@ function storage(name) {
   }
 }
 
+/** A conversation without messages, with an id of its own if none is given. */
 function newConversation(id, model) {
-  return {id: id || Date.now().toString(36) + Math.random().toString(36).slice(2, 8), title: "", changed: Date.now(), model,
-    options: {}, messages: []};
+  const now = Date.now(), unique = now.toString(36) + Math.random().toString(36).slice(2, 8);
+  return {id: id || unique, title: "", changed: now, model, options: {}, messages: []};
 }
 
 /** All conversations that are kept, the latest first. */

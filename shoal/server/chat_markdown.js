@@ -1,6 +1,6 @@
 "use strict";
-// Markdown, the common part of it, as elements. Everything becomes elements and text nodes: no text that a model or a
-// person wrote is ever read as HTML.
+// Markdown, the common part of it, as elements. Everything becomes elements and text nodes: no text that a
+// model or a person wrote is ever read as HTML.
 
 /** An element with a class and children; a child that is a string becomes text. */
 function make(tag, className, ...children) {
@@ -38,7 +38,9 @@ function link(label, url) {
   return Object.assign(make("a", "", label), {href: url, target: "_blank", rel: "noopener noreferrer"});
 }
 
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/, HEADING = /^(#{1,6})\s+(.*?)#*$/;
+// A quote within more than twenty others is text, for a line of ">" alone must not exhaust the stack.
+const QUOTE = /^>(?!(\s?>){20})\s?/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/, HEADING = /^(#{1,6})\s+(.*)$/;
 const FENCE = /^\s*(```+|~~~+)\s*([^\s`]*)/, RULE = /^\s*([-*_])(\s*\1){2,}\s*$/;
 const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 
@@ -66,13 +68,18 @@ function blockAt(lines, start) {
     // While the fence is open, a last line that is empty or begins like the closing fence is not code yet.
     const isCut = closing === lines.length && fence[1].startsWith(lines[closing - 1].trim());
     const text = lines.slice(start + 1, isCut ? closing - 1 : closing).join("\n");
-    return {kind: "code", language: fence[2].toLowerCase(), text, end: Math.min(closing + 1, lines.length)};
+    const end = Math.min(closing + 1, lines.length);
+    return {kind: "code", language: fence[2].toLowerCase(), text, end};
   }
-  if (heading) return {kind: "heading", level: heading[1].length, text: heading[2], end: start + 1};
+  if (heading) {
+    const text = heading[2].replace(/\s#+\s*$/, "");
+    return {kind: "heading", level: heading[1].length, text, end: start + 1};
+  }
   if (RULE.test(line)) return {kind: "rule", end: start + 1};
-  if (line.startsWith(">")) {
-    const end = endOf(i => lines[i].startsWith(">"));
-    return {kind: "quote", text: lines.slice(start, end).map(row => row.replace(/^>\s?/, "")).join("\n"), end};
+  if (QUOTE.test(line)) {
+    const end = endOf(i => QUOTE.test(lines[i]));
+    const rows = lines.slice(start, end).map(row => row.replace(QUOTE, ""));
+    return {kind: "quote", text: rows.join("\n"), end};
   }
   if (ITEM.test(line)) {
     const belongs = row => ITEM.test(row) || /^\s+\S/.test(row);
@@ -83,7 +90,7 @@ function blockAt(lines, start) {
     const end = endOf(i => lines[i].includes("|"));
     return {kind: "table", lines: lines.slice(start, end), end};
   }
-  const isOther = i => [FENCE, HEADING, ITEM].some(other => other.test(lines[i])) || isTable(lines, i);
+  const isOther = i => [FENCE, HEADING, RULE, QUOTE, ITEM].some(other => other.test(lines[i])) || isTable(lines, i);
   const end = endOf(i => lines[i].trim() && !isOther(i));
   return {kind: "text", lines: lines.slice(start, end), end};
 }
@@ -92,7 +99,7 @@ function isTable(lines, i) {
   return lines[i].includes("|") && lines[i + 1]?.includes("-") && TABLE_RULE.test(lines[i + 1]);
 }
 
-/** A list's items as blocks; rows that are indented further than the first one belong to the item before them. */
+/** A list's items as blocks; rows that are indented further than the first belong to the item before them. */
 function itemsOf(rows) {
   const depth = ITEM.exec(rows[0])[1].length, items = [];
   const beginsItem = row => ITEM.test(row) && ITEM.exec(row)[1].length <= depth;
@@ -105,7 +112,7 @@ function itemsOf(rows) {
   return items;
 }
 
-/** What is inside an item: its text, which may go on in rows of its own, then blocks, without their indent. */
+/** What is in an item: its text, which may go on in rows of its own, then blocks, without their indent. */
 function insideOf([first, ...inner]) {
   const begin = inner.findIndex(row => !row.trim() || ITEM.test(row) || FENCE.test(row));
   const plain = begin < 0 ? inner : inner.slice(0, begin), rest = inner.slice(plain.length);
@@ -115,7 +122,7 @@ function insideOf([first, ...inner]) {
   return [{kind: "line", source: text}, ...blocks];
 }
 
-/** Shows a text in `body`. When it is called again with more of the text, what was finished stays as it is. */
+/** Shows a text in `body`. Called again with more of the text, it leaves what was finished as it is. */
 function showMarkdown(body, text) {
   showBlocks(body, blocksOf(text));
 }
@@ -146,8 +153,12 @@ function elementOf(block) {
     case "heading": return make("h" + Math.min(5, block.level + 2), "", ...inline(block.text));
     case "rule": return make("hr");
     case "table": return table(block.lines);
-    default: return make("p", "", ...block.lines.flatMap((line, i) => [...(i ? [make("br")] : []), ...inline(line)]));
+    default: return paragraph(block.lines);
   }
+}
+
+function paragraph(lines) {
+  return make("p", "", ...lines.flatMap((line, i) => [i ? make("br") : "", ...inline(line)]));
 }
 
 function growing(element, blocksIn) {
@@ -161,18 +172,26 @@ function listOf(mark) {
 
 function table(rows) {
   const cells = row => row.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map(cell => cell.trim());
-  const align = cells(rows[1]).map(rule => (rule.endsWith(":") ? (rule.startsWith(":") ? "center" : "right") : ""));
-  const line = (tag, row) => make("tr", "", ...cells(row).slice(0, align.length).map(
-    (cell, i) => make(tag, align[i], ...inline(cell.replaceAll("\\|", "|")))));
-  return make("div", "table", make("table", "",
-    make("thead", "", line("th", rows[0])), make("tbody", "", ...rows.slice(2).map(row => line("td", row)))));
+  const aligned = cells(rows[1]).map(rule => {
+    if (!rule.endsWith(":")) return "";
+    return rule.startsWith(":") ? "center" : "right";
+  });
+  const cellOf = (tag, text, i) => make(tag, aligned[i], ...inline(text.replaceAll("\\|", "|")));
+  const line = (tag, row) => {
+    const texts = cells(row).slice(0, aligned.length);
+    return make("tr", "", ...texts.map((text, i) => cellOf(tag, text, i)));
+  };
+  const head = make("thead", "", line("th", rows[0]));
+  const body = make("tbody", "", ...rows.slice(2).map(row => line("td", row)));
+  return make("div", "table", make("table", "", head, body));
 }
 
 /** A block of code under a bar with its language and a button that copies it. Each line is coloured once. */
 function codeBlock() {
   const language = make("span"), code = make("code");
   let shown = "", finished = 0, open = null, tail = null;
-  const lineOf = (runs, end) => make("span", "line", ...runs.map(([kind, run]) => (kind ? make("span", kind, run) : run)), end);
+  const nodeOf = ([kind, run]) => (kind ? make("span", kind, run) : run);
+  const lineOf = (runs, end) => make("span", "line", ...runs.map(nodeOf), end);
   const bar = make("div", "bar", language, copyButton(() => shown, "Copy code"));
   const root = make("div", "code", bar, make("pre", "", code));
   root.show = block => {
@@ -203,7 +222,7 @@ function copyButton(text, label) {
   return button;
 }
 
-/** Copies a text; -> whether it worked. Browsers hide navigator.clipboard from pages that came by plain HTTP. */
+/** Copies a text; says whether it worked. Pages that came by plain HTTP have no navigator.clipboard. */
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);

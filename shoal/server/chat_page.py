@@ -1,7 +1,8 @@
-"""The chat page: chat.html with its style and scripts put into it, under a policy that keeps everything else out of it.
+"""The chat page: chat.html with its style and scripts put into it, under a policy that keeps all else out of it.
 
-What is served is one page without outside assets. Its policy names the hashes of its own scripts and style, computed here from the text
-that is served, so that nothing injected could run and the page may talk to this server alone.
+What is served is one page without outside assets. Its policy names the hashes of its own scripts and style,
+computed here from the text that is served, so that nothing injected could run and the page may talk to this
+server alone.
 """
 
 from __future__ import annotations
