@@ -40,6 +40,13 @@ function notice(text, {failed = true, label = "Dismiss", action = () => {}} = {}
   button.onclick = () => { notice(""); action(); };
 }
 
+/** Keeps a value for the next time that the page is loaded, if the browser lets it. */
+function keep(kind, name, value) {
+  try {
+    window[kind].setItem(name, value);
+  } catch { /* Storage is full or forbidden: the value lasts as long as the page. */ }
+}
+
 function size(bytes) {
   if (bytes < 1000) return `${bytes} bytes`;
   return bytes < 1e6 ? `${Math.round(bytes / 1024)} KB` : `${(bytes / 1024 / 1024).toFixed(1)} MB`;
@@ -94,9 +101,11 @@ function remove(conversation) {
     if (shown) open(conversation);
     showList();
   }});
+  $("notice").lastElementChild.focus();
 }
 
 function showList() {
+  if ($("list").querySelector("input")) return;  // a title that is being changed stays; rename() comes back
   $("list").replaceChildren(...conversations.map(conversation => {
     const title = make("button", "title", conversation.title);
     const row = make("li", running.has(conversation) ? "running" : "", title);
@@ -114,6 +123,7 @@ function rename(conversation, row) {
   const field = Object.assign(make("input"), {value: conversation.title, ariaLabel: "Title", maxLength: 100});
   const done = keep => {
     field.onblur = null;
+    field.remove();
     if (keep && field.value.trim()) {
       conversation.title = field.value.trim();
       store(conversation);
@@ -218,7 +228,7 @@ function scrollToEnd() {
 // Asking the server
 
 function headers() {
-  const key = storage("sessionStorage")?.getItem("shoal.key");
+  const key = $("key").value.trim();
   return {"Content-Type": "application/json", ...(key ? {Authorization: "Bearer " + key} : {})};
 }
 
@@ -372,7 +382,7 @@ async function loadModels() {
   }
 }
 
-/** Selects the conversation's model, or else the server's first, and says how long its context is. */
+/** Selects the conversation's model if the server has it, and says how long the context is. */
 function chooseModel() {
   if (models.some(({id}) => id === current.model)) $("model").value = current.model;
   $("model").disabled = models.length < 2;
@@ -418,9 +428,7 @@ function write(text, files) {
 function keepDraft() {
   input.style.height = "auto";
   input.style.height = input.scrollHeight + "px";
-  try {
-    sessionStorage.setItem("shoal.draft", input.value);
-  } catch { /* A draft that is too long to be kept can still be sent. */ }
+  keep("sessionStorage", "shoal.draft", input.value);
 }
 
 function beginEditing(message) {
@@ -473,11 +481,9 @@ async function textFile(file) {
 
 // Events
 
-function showTheme() {
-  const theme = storage("localStorage")?.getItem("shoal.theme") || "";
+function showTheme(theme) {
   document.documentElement.dataset.theme = theme;
   $("theme").ariaLabel = $("theme").title = "Theme: " + (theme || "as the system");
-  return theme;
 }
 
 scroll.onscroll = () => {
@@ -501,7 +507,13 @@ document.onkeydown = event => {
   if (editing) cancelEditing();
   else running.get(current)?.abort();
 };
-for (const button of $("empty").querySelectorAll("button")) button.onclick = () => submit(button.textContent);
+for (const button of $("empty").querySelectorAll("button")) {
+  button.onclick = () => {
+    const draft = input.value;
+    submit(button.textContent);
+    write(draft, attached);  // what was being written is not lost
+  };
+}
 for (const button of document.querySelectorAll(".new")) {
   button.onclick = () => open(newConversation("", current.model));
 }
@@ -535,9 +547,9 @@ $("model").onchange = () => {
   if (conversations.includes(current)) store(current);
 };
 $("theme").onclick = () => {
-  const next = {"": "light", light: "dark", dark: ""}[showTheme()];
-  storage("localStorage")?.setItem("shoal.theme", next);
-  showTheme();
+  const next = {"": "light", light: "dark", dark: ""}[document.documentElement.dataset.theme];
+  keep("localStorage", "shoal.theme", next);
+  showTheme(next);
 };
 $("open-settings").onclick = () => $("settings").showModal();
 $("close-settings").onclick = () => $("settings").close();
@@ -553,7 +565,7 @@ options.oninput = () => {
   if (conversations.includes(current)) store(current);
 };
 $("key").onchange = () => {
-  storage("sessionStorage")?.setItem("shoal.key", $("key").value.trim());
+  keep("sessionStorage", "shoal.key", $("key").value.trim());
   loadModels();
 };
 
@@ -569,7 +581,7 @@ addEventListener("storage", event => {
 addEventListener("visibilitychange", () => { if (document.hidden) [...running.keys()].forEach(store); });
 addEventListener("pagehide", () => [...running.keys()].forEach(store));
 
-showTheme();
+showTheme(storage("localStorage")?.getItem("shoal.theme") || "");
 openFromAddress();
 write(storage("sessionStorage")?.getItem("shoal.draft") || "", []);
 $("key").value = storage("sessionStorage")?.getItem("shoal.key") || "";

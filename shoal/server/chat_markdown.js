@@ -90,7 +90,8 @@ function blockAt(lines, start) {
     const end = endOf(i => lines[i].includes("|"));
     return {kind: "table", lines: lines.slice(start, end), end};
   }
-  const isOther = i => [FENCE, HEADING, RULE, QUOTE, ITEM].some(other => other.test(lines[i])) || isTable(lines, i);
+  const others = [FENCE, HEADING, RULE, QUOTE, ITEM];
+  const isOther = i => others.some(other => other.test(lines[i])) || isTable(lines, i);
   const end = endOf(i => lines[i].trim() && !isOther(i));
   return {kind: "text", lines: lines.slice(start, end), end};
 }

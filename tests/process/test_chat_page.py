@@ -298,6 +298,17 @@ def test_a_full_storage_is_told_and_the_page_goes_on(open_page, served):
     assert "Are you there?" in served.last_prompt() and titles(page) == ["Are you there?"]
 
 
+def test_a_draft_outlives_a_reload_and_a_suggestion(open_page, served):
+    served.say("It scatters.")
+    page = open_page()
+    page.get_by_label("Message").fill("half a question")
+    page.reload()
+    expect(page.locator("#model option")).to_have_count(1)
+    page.get_by_role("button", name="Why is the sky blue?").click()
+    expect(page.locator(".turn.assistant .body")).to_have_text("It scatters.", timeout=WAIT_MS)
+    assert page.get_by_label("Message").input_value() == "half a question"
+
+
 def test_storage_that_is_forbidden_or_broken_costs_no_page(open_page, served):
     served.say("Yes.")
     page = open_page()
