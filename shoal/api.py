@@ -275,6 +275,19 @@ class MemoryReport:
     in_use_bytes: int = 0        # of device memory, still mapped in regions
 
 
+@dataclass(slots=True)
+class SleepState:
+    """What of a worker sleeps. Whoever is asked says what is so, not what was asked for last."""
+
+    level: int | None = None                          # the deepest since all was awake; 0: only paused; None: awake
+    asleep: set[str] = field(default_factory=set)     # tags of the regions that are given back
+    kept: str = ""                                    # where the sleeping weights are: "host", "file"; "": dropped, or awake
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.level is not None
+
+
 def check_tags(tags: Sequence[str] | None) -> list[str]:
     """All tags for None. Raises ConfigError for unknown ones."""
     if tags is None:
@@ -299,12 +312,13 @@ class Control(Protocol):
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
         """Level 0 pauses scheduling only, 1 keeps the weights in host memory and drops the KV cache, 2 drops both. `mode` says what happens
-        to running requests: "wait" for their end, "abort" them, "keep" them for after the wake-up. Raises ConfigError."""
+        to running requests: "wait" for their end, "abort" them, "keep" them for after the wake-up. Levels 1 and 2 need sleep mode: else
+        they raise ConfigError, as do unknown levels, tags and modes."""
         ...
 
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport: ...
 
-    async def is_sleeping(self) -> bool: ...
+    async def sleep_state(self) -> SleepState: ...
 
     async def reset_prefix_cache(self) -> bool: ...
 
