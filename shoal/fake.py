@@ -157,9 +157,9 @@ class FakeEngine:
         return {"rank0.embed": f"{self.weights_version:016x}"}
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
+        kept = {"weights"} if self.state.kept == "host" else set()
         return {tag: {"device_bytes": 0 if tag in self.state.asleep else 1 << 30, "reserved_bytes": 1 << 30,
-                      "host_bytes": 1 << 30 if tag == "weights" and self.state.kept == "host" else 0, "ready_bytes": 0}
-                for tag in MEMORY_TAGS}
+                      "host_bytes": 1 << 30 if tag in kept else 0, "ready_bytes": 0} for tag in MEMORY_TAGS}
 
     async def start_profile(self, folder: str) -> None:
         self._profiling = folder

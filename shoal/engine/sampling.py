@@ -60,8 +60,9 @@ def start_copy(x: torch.Tensor) -> torch.Tensor:
 def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
     """On a CPU, PyTorch's operations on few elements run on one thread meanwhile.
 
-    Its threads meet at the end of each operation, and all wait where another process has the core of one: beside a busy
-    process that took half of a constrained token's time. Threads save such operations next to nothing.
+    Its threads meet at the end of each operation, and all wait where another process has the core of one:
+    beside a busy process that took most of a constrained token's time. Threads save such operations next to
+    nothing.
     """
     if device.type != "cpu" or num_elements > FEW_ELEMENTS:
         yield
@@ -121,7 +122,8 @@ class LogitShaper:
         with few_threads(self.device, self.vocab_size):
             for new in extras.new_penalty_rows:
                 self.prompt_mask[new.row].zero_()[self._ids(new.prompt_ids)] = True
-                self.output_counts[new.row] = torch.bincount(self._ids(new.output_ids), minlength=self.vocab_size)
+                counts = torch.bincount(self._ids(new.output_ids), minlength=self.vocab_size)
+                self.output_counts[new.row] = counts
 
     def count(self, tokens_S: torch.Tensor, extras: Extras) -> None:
         """Adds the step's tokens to the counts of its rows with penalties."""
@@ -152,8 +154,9 @@ class LogitShaper:
 def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> LogprobTensors:
     """Log-probabilities of the raw logits, as vLLM's default `raw_logprobs`. num -1: the whole vocabulary."""
     vocab_size = logits_SV.shape[1]
+    k = vocab_size if num < 0 else min(num, vocab_size)
     with few_threads(logits_SV.device, logits_SV.numel()):
-        return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, vocab_size if num < 0 else min(num, vocab_size)))
+        return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, k))
 
 
 def unit_rows(hidden_SD: torch.Tensor, samples: list[int]) -> torch.Tensor:

@@ -1,6 +1,6 @@
-// Masks of logits; sampling and the start of a decode step, on the rows of the batch state. What is drawn is said in
-// reference.py; here it is a few passes over a row's logits: the best, and the tiles' masses or, where top_k or top_p
-// cut, a histogram and the noise, whose logarithms only tokens that may win pay for.
+// Masks of logits; sampling and the start of a decode step, on the rows of the batch state. What is drawn is
+// said in reference.py; here it is a few passes over a row's logits: the best, and the tiles' masses or,
+// where top_k or top_p cut, a histogram and the noise, whose logarithms only tokens that may win pay for.
 
 #include <stdlib.h>
 
@@ -186,16 +186,17 @@ static void keep_unit(void *shared, int g, int thread) {
     (void)thread;
     for (int start = 0; start < job->n; start += 32) {
         const uint32_t word = mask[start / 32];
+        float *restrict x = logits + start;
         if (job->n - start >= 32)    // apart, so that the compiler knows the count
-            for (int i = 0; i < 32; i++) logits[start + i] = word >> i & 1 ? logits[start + i] : -INFINITY;
+            for (int i = 0; i < 32; i++) x[i] = word >> i & 1 ? x[i] : -INFINITY;
         else
-            for (int i = 0; i < job->n - start; i++) logits[start + i] = word >> i & 1 ? logits[start + i] : -INFINITY;
+            for (int i = 0; i < job->n - start; i++) x[i] = word >> i & 1 ? x[i] : -INFINITY;
     }
 }
 
 // In row rows[g] of the logits only tokens whose bit in mask g is set stay possible.
-void shoal_keep_bits(float *logits, int64_t logits_stride, int n, const int64_t *rows, int count, const uint32_t *masks,
-                     int64_t masks_stride) {
+void shoal_keep_bits(float *logits, int64_t logits_stride, int n, const int64_t *rows, int count,
+                     const uint32_t *masks, int64_t masks_stride) {
     parallel(keep_unit, &(Masking){logits, rows, masks, logits_stride, masks_stride, n}, count);
 }
 

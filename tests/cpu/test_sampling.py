@@ -31,10 +31,16 @@ def test_few_logits_are_shaped_on_one_thread_and_the_others_are_there_again_afte
     shaper = LogitShaper(types.SimpleNamespace(keep_bits=keep_bits), 4, 100, CPU)
     masks = np.zeros((1, 4), np.int32)
     masks[0, 3] = 1    # token 96 alone
-    shaped = shaper.shape(torch.zeros(2, 100), Extras(grammars=[GrammarRow(1, object(), [], None)], masks=masks))
+    extras = Extras(grammars=[GrammarRow(1, object(), [], None)], masks=masks)
+    shaped = shaper.shape(torch.zeros(2, 100), extras)
     assert seen == [1] and torch.get_num_threads() == 3
     assert torch.isfinite(shaped).nonzero().tolist() == [[0, i] for i in range(100)] + [[1, 96]]
-    monkeypatch.setattr("shoal.kernels.logits.logprobs", lambda *args: seen.append(torch.get_num_threads()) or (torch.zeros(1),) * 4)
+
+    def figures(*args):
+        seen.append(torch.get_num_threads())
+        return (torch.zeros(1),) * 4
+
+    monkeypatch.setattr("shoal.kernels.logits.logprobs", figures)
     logprobs(torch.zeros(2, 100), torch.zeros(2, dtype=torch.int32), 1)
     assert seen == [1, 1] and torch.get_num_threads() == 3
 
