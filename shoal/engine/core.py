@@ -395,7 +395,7 @@ class EngineCore:
         return self.weights.check()
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes", "reserved_bytes", "host_bytes", "ready_bytes"}, summed over ranks."""
+        """As Control says (api.py)."""
         ranks = self.collective_rpc("memory_usage")
         return {tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]}
 
