@@ -16,7 +16,7 @@ from shoal.engine import grammar
 from shoal.engine.batch import GrammarRow
 from shoal.engine.grammar import Grammars
 from shoal.errors import RequestError
-from shoal.kernels.logits import keep_bits
+from shoal.kernels.reference import keep_bits
 
 PERSON = {"type": "object",
           "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
