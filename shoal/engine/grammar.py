@@ -44,10 +44,12 @@ class Grammar:
 class Grammars:
     """Nothing is loaded before the first grammar. `load_tokenizer` is called in the background then.
 
-    end_ids: what ends a text, beside the tokenizer's own.
+    end_ids: what ends a text, beside the tokenizer's own. closes_objects: as in structured.grammar_of.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, end_ids: Iterable[int]) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, end_ids: Iterable[int],
+                 closes_objects: bool = True) -> None:
+        self._closes_objects = closes_objects
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, tuple(end_ids)
         self._executor: LLExecutor | None = None
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)    # called in one thread only
@@ -79,7 +81,8 @@ class Grammars:
     # In the background
 
     def _new(self, params: StructuredOutputsParams) -> Grammar:
-        return Grammar(self._compiled(grammar_of(params)).deep_copy(), frozenset(self._end_ids))
+        return Grammar(self._compiled(grammar_of(params, self._closes_objects)).deep_copy(),
+                       frozenset(self._end_ids))
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:
