@@ -40,7 +40,7 @@ class SleepState:
 
     def why(self) -> str:
         what = f": {' and '.join(sorted(self.asleep))}" if self.asleep else ""
-        return f"the engine sleeps (level {self.level}{what}); wake_up() first"
+        return f"the engine sleeps (level {self.level}{what}); wake it up first"
 
 
 class Sleeper:
@@ -56,7 +56,8 @@ class Sleeper:
         chosen = check_sleep(level, tags, mode)
         core, state, start = self.core, self.state, time.perf_counter()
         if not core.config.enable_sleep_mode:
-            raise ConfigError("sleep needs memory that can be given back; build the engine with enable_sleep_mode=True")
+            raise ConfigError("sleep needs memory that can be given back; start the engine with the option "
+                              "enable_sleep_mode")
         if mode == "wait" and core.has_work:
             raise UnavailableError("requests are still running, and mode 'wait' sleeps when they have ended; step the engine until then")
         going = [tag for tag in chosen if tag not in state.asleep] if level else []
