@@ -209,8 +209,9 @@ class EngineCore:
             if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
                 with span("complete"):
                     outputs += self._complete(self.in_flight.popleft())
-            elif self.compiling and not outputs:
-                wait([future for _, future in self.compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
+            elif (self.compiling or self.grammars.under_way) and not outputs:
+                futures: list[Future[Any]] = [future for _, future in self.compiling]
+                wait(futures + list(self.grammars.under_way), COMPILE_WAIT_S, FIRST_COMPLETED)
             if tiers is not None:
                 tiers.after_step(waits=plan is None and not (self.in_flight or outputs))
         self.flush_events()
