@@ -90,6 +90,10 @@ def resolve(model: str, revision: str | None = None, download_dir: str | None = 
     """Finds the checkpoint, downloading it if it is the default model or a hub id. What exists locally is never looked for elsewhere."""
     path = Path(model).expanduser()
     if path.is_dir():
+        if not (path / "config.json").exists():
+            gguf = sorted(path.glob("*.gguf"))
+            raise CheckpointError(f"{path} holds no config.json, so it is not the folder of a Hugging Face model; "
+                                  + (f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"))
         return CheckpointFiles(path)
     if path.exists():
         return _gguf_file(path)
