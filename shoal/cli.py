@@ -18,7 +18,7 @@ from shoal import bench_serve
 from shoal.api import SamplingParams
 from shoal.bench_serve import ServeBench
 from shoal.cli_options import SAMPLING, Parser, given_options, integer
-from shoal.config import EngineConfig, ServerConfig
+from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.errors import ConfigError, ShoalError
 from shoal.version import __version__
 
@@ -195,7 +195,7 @@ def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    from shoal.cli_chat import Chat, Keyboard
+    from shoal.cli_chat import Chat, Keyboard, note
     from shoal.cli_speakers import LocalSpeaker, RemoteSpeaker
     settings = _sampling_options(arguments)
     SamplingParams(**settings)    # a mistake in the flags is told before a model is loaded
@@ -208,11 +208,14 @@ def run_chat(arguments: argparse.Namespace) -> int:
         return Chat(speaker, keyboard, arguments.system, settings).run()
     if arguments.api_key is not None:
         raise ConfigError("--api-key is of a server; give its --url, too")
+    if keyboard.is_terminal:
+        note(f"loading {getattr(arguments, 'model', DEFAULT_MODEL)} ...")
     with _build_llm(arguments) as llm:
         return Chat(LocalSpeaker(llm), keyboard, arguments.system, settings).run()
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
+    _check_writable("output_json", arguments.output_json)
     from shoal.bench import measure
     with _build_llm(arguments) as llm:
         params = _sampling_params(arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len)
@@ -252,8 +255,20 @@ def _json_list(name: str, text: str) -> list[str]:
 def run_bench_serve(arguments: argparse.Namespace) -> int:
     """1 if no request succeeded."""
     bench = ServeBench(**given_options(arguments, ServeBench))
-    result = bench_serve.command(bench, arguments.result_filename if arguments.save_result else None, arguments.plot)
+    result_file = arguments.result_filename if arguments.save_result else None
+    _check_writable("result_filename", result_file)
+    _check_writable("plot", arguments.plot)
+    result = bench_serve.command(bench, result_file, arguments.plot)
     return 0 if result["completed"] else 1
+
+
+def _check_writable(name: str, path: str | None) -> None:
+    """Raises ConfigError, so that nothing is measured in vain."""
+    try:
+        if path is not None:
+            open(path, "ab").close()
+    except OSError as error:
+        raise ConfigError(f"{name} {path!r} cannot be written: {error.strerror}; choose another") from None
 
 
 def run_models(arguments: argparse.Namespace) -> int:

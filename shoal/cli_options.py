@@ -95,22 +95,27 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._with_known_names(sys.argv[1:] if args is None else args), namespace)
 
     def _with_known_names(self, args: Sequence[str]) -> list[str]:
-        words, unknown = list(args), list[str]()
+        words = list(args)
+        unknown: list[str] = []
         commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
+        is_value = False    # of the option before it
         for i, word in enumerate(words):
             if word == "--":
                 break
             if not word.startswith("-") or word == "-" or " " in word or NEGATIVE_NUMBER.match(word):
-                if commands is None:
-                    continue
-                if word not in commands:
-                    self.error(f"there is no command {word!r}; {_nearest(word, commands) or 'there are ' + ', '.join(commands)}")
-                break    # the rest is the command's
+                if commands is not None and not is_value:
+                    if word not in commands:
+                        self.error(f"there is no command {word!r}; {_nearest(word, commands) or 'there are ' + ', '.join(commands)}")
+                    break    # the rest is the command's
+                is_value = False
+                continue
             name, equals, value = word.partition("=")
             if name not in self._option_string_actions:
                 name = name[:2] + name[2:].replace("_", "-")
-            if name in self._option_string_actions:
+            action = self._option_string_actions.get(name)
+            if action is not None:
                 words[i] = name + equals + value
+                is_value = action.nargs is None and not equals
             else:
                 hint = self.foreign.get(name) or _nearest(name, self._option_string_actions)
                 unknown.append(f"there is no option {name}" + (f"; {hint}" if hint else ""))
