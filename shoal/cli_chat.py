@@ -176,8 +176,9 @@ class Chat:
         self._make_room()
         while True:
             try:
-                for piece in self.speaker.answer(self.messages, self.settings):
-                    answer.add(piece)
+                with contextlib.closing(self.speaker.answer(self.messages, self.settings)) as pieces:
+                    for piece in pieces:
+                        answer.add(piece)
                 break
             except ContextFullError:
                 if not self._drop_turn():

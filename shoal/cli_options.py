@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 import types
@@ -40,6 +41,7 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title = "arguments"
         self.rare: set[argparse.Action] = set()    # shown by --help-all alone
         self.foreign: dict[str, str] = {}          # options of other programs, and what to do about each
+        self.short_titles: dict[object, str] = {}  # of groups that --help shows together
 
     def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
         """Adds a flag for each field of the dataclass `config` but some; one that is not given leaves no trace."""
@@ -51,6 +53,9 @@ class Parser(argparse.ArgumentParser):
         group = self.add_argument_group(title)
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
+            if section := field.metadata["section"]:
+                group = self.add_argument_group(section)
+                self.short_titles[group] = title
             if field.name in but:
                 continue
             action = group.add_argument(_flag(field.name), **_options_of(field, hints[field.name]))
@@ -79,9 +84,16 @@ class Parser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         formatter.add_text(self.description)
         has_commands = self._subparsers is not None
-        for group in sorted(self._action_groups, key=lambda group: has_commands and group is self._optionals):
-            formatter.start_section(group.title)
-            formatter.add_arguments([a for a in group._group_actions if everything or a not in self.rare])
+        groups = sorted(self._action_groups, key=lambda group: has_commands and group is self._optionals)
+        if everything:
+            titled = [(group.title, group._group_actions) for group in groups]
+        else:
+            titled = []
+            for title, some in itertools.groupby(groups, lambda group: self.short_titles.get(group, group.title)):
+                titled.append((title, [a for group in some for a in group._group_actions if a not in self.rare]))
+        for title, actions in titled:
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
             formatter.end_section()
         if self.rare and not everything:
             formatter.add_text(f"{len(self.rare)} more options: {self.prog} --help-all")

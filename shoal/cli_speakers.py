@@ -9,7 +9,7 @@ import json
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -48,8 +48,8 @@ class Speaker(Protocol):
     def count(self, messages: Sequence[Message]) -> int | None:
         """The tokens of a conversation, or a good guess; None before there is one."""
 
-    def answer(self, messages: Sequence[Message], settings: Settings) -> Iterator[Piece]:
-        """Closing the iterator ends the request, as does a KeyboardInterrupt out of it.
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
+        """Closing the generator ends the request, as does a KeyboardInterrupt out of it.
 
         Raises ContextFullError, and ShoalError for whatever else goes wrong.
         """
@@ -66,7 +66,7 @@ class LocalSpeaker:
     def count(self, messages: Sequence[Message]) -> int | None:
         return len(self._llm.chat_prompt(messages)["prompt_token_ids"])
 
-    def answer(self, messages: Sequence[Message], settings: Settings) -> Iterator[Piece]:
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
         params = self._llm.get_default_sampling_params()
         params = dataclasses.replace(params, **{"max_tokens": MAX_TOKENS, **settings})
         shown = 0
@@ -134,7 +134,7 @@ class RemoteSpeaker:
     def count(self, messages: Sequence[Message]) -> int | None:
         return None if self._tokens_per_char is None else round(self._tokens_per_char * _num_chars(messages))
 
-    def answer(self, messages: Sequence[Message], settings: Settings) -> Iterator[Piece]:
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
         body = {"model": self.name, "messages": messages, **settings, "stream": True,
                 "stream_options": {"include_usage": True}}
         reason, usage = None, None

@@ -52,9 +52,10 @@ def test_help_shows_what_is_common_and_help_all_every_option(capsys):
     fields = [*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)]
     flags = ["--" + f.name.replace("_", "-") for f in fields]
     assert all(flag in whole for flag in flags)
-    shown = [flag for flag in flags if f"  {flag}" in short]
+    shown = [flag for flag in flags if f"  {flag} " in short or f"  {flag}," in short]
     assert "--port" in shown and "--max-model-len" in shown and 8 <= len(shown) <= 20
     assert f"{len(flags) - len(shown)} more options" in short.replace("\n", " ")
+    assert "\nKV cache:\n" in whole and "\nTLS:\n" in whole and "\nengine:\n" in short and "KV cache:" not in short
 
 
 def test_the_word_command_is_missing(capsys):
