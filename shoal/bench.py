@@ -28,9 +28,9 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
 
 
 def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_iters: int, output_json: str | None) -> dict[str, Any]:
-    """Runs `batch` requests at once, `num_iters` times after a warm-up, each time on new prompts (no prefix is cached).
+    """Runs `batch` requests at once, `num_iters` times after a warm-up.
 
-    Prints the best run's figures as a table, and returns them.
+    Each run has new prompts, so that no prefix is cached. Prints the best run's figures and returns them.
     """
     output_len = params.max_tokens or 0
     if num_iters < 1:
@@ -38,8 +38,8 @@ def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_it
     prompts = [_prompts(llm, batch, input_len, output_len, seed) for seed in range(num_iters + 2)]
     dtype, machine = str(llm.config.dtype), describe_machine(llm)
     print(f"{llm.config.model} ({dtype}) on {machine}\n"
-          f"{_plural(batch, 'request')} at once, each with {input_len} random prompt tokens and {output_len} generated ones; "
-          f"the best of {_plural(num_iters, 'run')} after a warm-up", flush=True)
+          f"{_plural(batch, 'request')} at once, each with {input_len} random prompt tokens and {output_len} "
+          f"generated ones; the best of {_plural(num_iters, 'run')} after a warm-up", flush=True)
     seconds = []
     with tqdm(total=num_iters + 2, unit="run", leave=False, disable=None) as bar:
         for i in range(num_iters + 1):
@@ -79,9 +79,11 @@ def table(figures: dict[str, Any]) -> str:
         ("Prompts read", f"{figures['prompt_tokens_per_s']:.1f} prompt tokens/s"),
         ("Text generated", f"{figures['output_tokens_per_s']:.1f} output tokens/s"),
         ("Both together", f"{figures['total_tokens_per_s']:.1f} tokens/s"),
-        ("Each request's next token", f"every {figures['ms_per_token']:.2f} ms, its share of the prompt included"),
-        ("Beside the floor", f"{figures['fraction_of_floor']:.0%} of the floor's speed: what {figures['bytes_per_s'] / 1e9:.0f} GB/s "
-                             f"and {figures['flops_per_s'] / 1e9:.0f} GFLOP/s allow, as measured here"),
+        ("Each request's next token",
+         f"every {figures['ms_per_token']:.2f} ms, its share of the prompt included"),
+        ("Beside the floor",
+         f"{figures['fraction_of_floor']:.0%} of the floor's speed: what "
+         f"{figures['bytes_per_s'] / 1e9:.0f} GB/s and {figures['flops_per_s'] / 1e9:.0f} GFLOP/s allow here"),
     ]
     if figures["gpu_idle_share"] is not None:
         rows.append(("GPU idle between steps", f"{figures['gpu_idle_share']:.1%} of the time"))

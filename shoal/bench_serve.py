@@ -44,7 +44,8 @@ class ServeBench:
     request_rate: float = option(math.inf, "requests a second in the mean; inf: all at once", common=True)
     burstiness: float = option(1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)")
     max_concurrency: int | None = option(
-        None, "most requests under way; others wait in the client, which is not counted as latency", common=True)
+        None, "most requests under way; others wait in the client, which is not counted as latency",
+        common=True)
     random_input_len: int = option(1024, "tokens of a prompt (words, with chat)", common=True)
     random_output_len: int = option(128, "tokens of an answer", common=True)
     random_range_ratio: float = option(0.0, "lengths vary by this fraction, up and down")

@@ -26,15 +26,18 @@ DESCRIPTION = "A small, very fast LLM inference system."
 SERVE_DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within --shutdown-timeout; a second
 signal ends it at once. If the engine's process dies the server stays up: its requests fail, /health is 503, and with --restart the engine
 comes back."""
-CHAT_DESCRIPTION = "A conversation, with a model on this machine or (--url) on a server. /help in it lists what it understands."
-COMPLETION_DESCRIPTION = """Prints a script that completes this command. bash: eval "$(shoal completion bash)" in ~/.bashrc;
-zsh: shoal completion zsh > a file _shoal in a folder of $fpath; fish: shoal completion fish > ~/.config/fish/completions/shoal.fish"""
+CHAT_DESCRIPTION = "A conversation, with a model on this machine or (--url) on a server. /help explains."
+MODELS_DESCRIPTION = "Lists the models in this machine's caches; `shoal models rm NAME` removes one."
+PROFILE_DESCRIPTION = "Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name."
+COMPLETION_DESCRIPTION = """Prints a script that completes this command. bash: eval "$(shoal completion bash)"
+in ~/.bashrc; zsh: shoal completion zsh > a file _shoal in a folder of $fpath; fish: shoal completion fish >
+~/.config/fish/completions/shoal.fish"""
 SHELLS = ("bash", "zsh", "fish")
 BROKEN_PIPE = 128 + 13    # as if SIGPIPE had ended us, as it does most programs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0; 1 with one line on stderr for a user's mistake; 2 for one in the arguments."""
+    """Returns the exit code: 0, or 1 with a line on stderr for a user's mistake. Wrong arguments exit (2)."""
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -59,19 +62,22 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="continue a text", description="Continues a text and streams what is generated.")
-    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    generate.add_argument("prompt", metavar="PROMPT",
+                          help="the text to continue; - reads it from standard input")
     _add_engine_flags(generate, run_generate)
 
     chat = commands.add_parser("chat", help="talk with a model", description=CHAT_DESCRIPTION)
     chat.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS,
-                      help="folder, .gguf file or hub id (default: smollm2); with --url, the server's name of it")
+                      help="folder, .gguf file or hub id (default: smollm2); with --url, the server's name")
     chat.add_argument("--system", metavar="TEXT", help="a system message")
     chat.add_argument("--url", metavar="URL", help="talk with a server, any OpenAI-compatible one, such as http://127.0.0.1:8000")
-    chat.add_argument("--api-key", metavar="KEY", help="of that server; also taken from SHOAL_API_KEY or OPENAI_API_KEY")
+    chat.add_argument("--api-key", metavar="KEY",
+                      help="of that server; also taken from SHOAL_API_KEY or OPENAI_API_KEY")
     _add_engine_flags(chat, run_chat)
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", description=SERVE_DESCRIPTION)
-    serve.add_argument("model_path", nargs="?", metavar="MODEL", help="folder, .gguf file or hub id (default: smollm2)")
+    serve.add_argument("model_path", nargs="?", metavar="MODEL",
+                       help="folder, .gguf file or hub id (default: smollm2)")
     serve.add_argument("--model", action="append", default=[], dest="models", metavar="NAME=MODEL",
                        help="one of several models, with --swap")
     serve.add_argument("--verbose", action="store_true", help="log more")
@@ -80,16 +86,18 @@ def build_parser() -> Parser:
     serve.set_defaults(run=run_serve)
 
     models = commands.add_parser("models", help="list or remove downloaded models",
-                                 description="Lists the models in this machine's caches; `shoal models rm NAME` removes one.")
+                                 description=MODELS_DESCRIPTION)
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run=run_models)
     actions = models.add_subparsers(title="commands", metavar="[rm]")
-    rm = actions.add_parser("rm", help="remove models", description="Removes downloaded models, after a question at a terminal.")
+    rm = actions.add_parser("rm", help="remove models",
+                            description="Removes downloaded models, after a question at a terminal.")
     rm.add_argument("names", nargs="+", metavar="NAME", help="as `shoal models` lists it")
     rm.add_argument("--yes", "-y", action="store_true", help="do not ask")
     rm.set_defaults(run=run_models_rm)
 
-    pull = commands.add_parser("pull", help="download a model", description="Downloads a model; nothing is loaded.")
+    pull = commands.add_parser("pull", help="download a model",
+                               description="Downloads a model; nothing is loaded.")
     pull.add_argument("name", metavar="NAME", help="smollm2, or a hub id such as Qwen/Qwen3-0.6B")
     pull.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     pull.set_defaults(run=run_pull)
@@ -102,34 +110,41 @@ def build_parser() -> Parser:
     bench.set_defaults(run=_print_help(bench))
     kinds = bench.add_subparsers(title="kinds", metavar="KIND")
     throughput = kinds.add_parser("throughput", help="many requests at once", description="Many requests at once: tokens a second.")
-    throughput.add_argument("--num-prompts", type=integer, metavar="N", default=16, help="requests (default: 16)")
+    throughput.add_argument("--num-prompts", type=integer, metavar="N", default=16,
+                            help="requests (default: 16)")
     throughput.set_defaults(batch_flag="num_prompts")
     latency = kinds.add_parser("latency", help="one batch, several times", description="One batch, several times: ms a token.")
-    latency.add_argument("--batch-size", type=integer, metavar="N", default=1, help="requests in the batch (default: 1)")
+    latency.add_argument("--batch-size", type=integer, metavar="N", default=1,
+                         help="requests in the batch (default: 1)")
     latency.set_defaults(batch_flag="batch_size")
     for kind in (throughput, latency):
         _add_lengths(kind, output_len=128)
-        kind.add_argument("--num-iters", type=integer, metavar="N", default=3, help="timed repetitions after one warm-up (default: 3)")
+        kind.add_argument("--num-iters", type=integer, metavar="N", default=3,
+                          help="timed repetitions after one warm-up (default: 3)")
         kind.add_argument("--output-json", metavar="FILE", help="write the figures to this file")
         _add_engine_flags(kind, run_bench)
 
     under_load = kinds.add_parser("serve", help="any server under load",
                                   description="TTFT, ITL and throughput of any OpenAI-compatible server under Poisson load.")
     under_load.add_argument("--save-result", action="store_true", help="write the figures to --result-filename")
-    under_load.add_argument("--result-filename", metavar="FILE", default="bench-serve.json", help="default: bench-serve.json")
-    under_load.add_argument("--plot", metavar="FILE", help="a PNG file to draw; needs matplotlib: pip install 'shoal[bench]'")
+    under_load.add_argument("--result-filename", metavar="FILE", default="bench-serve.json",
+                            help="default: bench-serve.json")
+    under_load.add_argument("--plot", metavar="FILE",
+                            help="a PNG file to draw; needs matplotlib: pip install 'shoal[bench]'")
     under_load.add_flags(ServeBench, "load")
     under_load.set_defaults(run=run_bench_serve)
 
     profile = commands.add_parser("profile", help="write a trace for Perfetto",
-                                  description="Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name.")
-    profile.add_argument("--batch-size", type=integer, metavar="N", default=1, help="requests in the batch (default: 1)")
+                                  description=PROFILE_DESCRIPTION)
+    profile.add_argument("--batch-size", type=integer, metavar="N", default=1,
+                         help="requests in the batch (default: 1)")
     _add_lengths(profile, output_len=16)
     profile.add_argument("--output-dir", metavar="DIR", default="shoal-traces",
                          help="the folder of the traces, one a rank (default: shoal-traces)")
     _add_engine_flags(profile, run_profile)
 
-    completion = commands.add_parser("completion", help="complete this command in a shell", description=COMPLETION_DESCRIPTION)
+    completion = commands.add_parser("completion", help="complete this command in a shell",
+                                     description=COMPLETION_DESCRIPTION)
     completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     completion.set_defaults(run=run_completion)
 
@@ -148,7 +163,8 @@ def _add_engine_flags(parser: Parser, run: Callable[[argparse.Namespace], int]) 
 
 
 def _add_lengths(parser: Parser, output_len: int) -> None:
-    parser.add_argument("--input-len", type=integer, metavar="N", default=128, help="prompt tokens a request (default: 128)")
+    parser.add_argument("--input-len", type=integer, metavar="N", default=128,
+                        help="prompt tokens a request (default: 128)")
     parser.add_argument("--output-len", type=integer, metavar="N", default=output_len,
                         help=f"generated tokens a request (default: {output_len})")
 
@@ -202,9 +218,12 @@ def run_chat(arguments: argparse.Namespace) -> int:
     keyboard = Keyboard(sys.stdin.isatty() and sys.stdout.isatty())
     if arguments.url is not None:
         if useless := given_options(arguments, EngineConfig).keys() - {"model", "seed"}:
-            raise ConfigError(f"{', '.join(sorted(useless))}: the server at {arguments.url} decides that; leave it out, or leave out --url")
-        keys = (arguments.api_key, os.environ.get("SHOAL_API_KEY", "").partition(",")[0], os.environ.get("OPENAI_API_KEY"))
-        speaker = RemoteSpeaker(arguments.url, getattr(arguments, "model", None), next(filter(None, keys), None))
+            raise ConfigError(f"{', '.join(sorted(useless))}: the server at {arguments.url} decides that; "
+                              "leave it out, or leave out --url")
+        keys = (arguments.api_key, os.environ.get("SHOAL_API_KEY", "").partition(",")[0],
+                os.environ.get("OPENAI_API_KEY"))
+        speaker = RemoteSpeaker(arguments.url, getattr(arguments, "model", None),
+                                next(filter(None, keys), None))
         return Chat(speaker, keyboard, arguments.system, settings).run()
     if arguments.api_key is not None:
         raise ConfigError("--api-key is of a server; give its --url, too")
@@ -239,7 +258,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         if len(values := given.get(name, ())) == 1 and values[0].startswith("["):    # vLLM's spelling: a JSON list
             given[name] = _json_list(name, values[0])
-    return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), ServerConfig(**given))
+    return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig),
+                 ServerConfig(**given))
 
 
 def _json_list(name: str, text: str) -> list[str]:

@@ -27,7 +27,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")    # what a model cou
 HELP = f"""/help                  this list
 /clear                 forget the conversation; the system message stays
 /system [TEXT]         show or set the system message; "" is none
-/set [NAME [VALUE]]    show or set how tokens are drawn, such as /set temperature 0.2; the value `default` unsets
+/set [NAME [VALUE]]    show or set how tokens are drawn, such as /set temperature 0.2 (or: default)
 /show                  the model, the settings, and how full the context is
 /save FILE             write the conversation, as a body for /v1/chat/completions
 /load FILE             go on with such a conversation
@@ -47,7 +47,7 @@ class Keyboard:
         self._history: Path | None = None
         self._num_kept = 0
         if is_terminal:
-            with contextlib.suppress(ImportError):    # some builds of Python have none: then there is no history
+            with contextlib.suppress(ImportError):    # some builds of Python lack it: then nothing is kept
                 import readline
                 self._readline = readline
                 self._open_history()
@@ -79,7 +79,7 @@ class Keyboard:
         return found[state] + " " if state < len(found) else None
 
     def read(self) -> str | None:
-        """One message, which may have several lines. None at the end. KeyboardInterrupt drops what was typed."""
+        """One message of one or several lines; None at the end. KeyboardInterrupt drops what was typed."""
         line = self._line(">>> ")
         if line is None:
             return None
@@ -194,18 +194,21 @@ class Chat:
                  "[cut off at max_tokens; /set max_tokens N allows longer answers]")
 
     def _make_room(self) -> None:
-        """Drops the oldest turns until an answer has a quarter of the context, or max_tokens if that is less."""
+        """Drops the oldest turns until max_tokens or a quarter of the context is left, whichever is less."""
         limit = self.speaker.context_len
         if limit is None:
             return
         room = min(self.settings.get("max_tokens", MAX_TOKENS), limit // 4)
         num_dropped = 0
-        while (count := self.speaker.count(self.messages)) is not None and count + room > limit and self._drop_turn():
+        count = self.speaker.count(self.messages)
+        while count is not None and count + room > limit and self._drop_turn():
             num_dropped += 1
+            count = self.speaker.count(self.messages)
         if num_dropped:
             self._tell_dropped(num_dropped)
         if count is not None and count >= limit:
-            raise ContextFullError(f"this message takes about {count} tokens, and the context has {limit}; shorten it")
+            raise ContextFullError(f"this message takes about {count} tokens, and the context has {limit}; "
+                                   "shorten it")
 
     def _drop_turn(self) -> bool:
         """Drops the oldest question with its answer. False if there is only the newest question."""
@@ -231,7 +234,8 @@ class Chat:
         if name not in COMMANDS:
             nearest = difflib.get_close_matches(name, [*COMMANDS, *LEAVE], n=1)
             hint = f"did you mean /{nearest[0]}?" if nearest else "/help lists them"
-            note(f"there is no command /{name}; {hint} (a message that is to begin with / needs a space before it)")
+            note(f"there is no command /{name}; {hint} "
+                 "(a message that is to begin with / needs a space before it)")
             return True
         try:
             COMMANDS[name](self, rest.strip())
@@ -259,8 +263,8 @@ class Chat:
             return
         if name not in SAMPLING:
             nearest = difflib.get_close_matches(name, SAMPLING, n=1)
-            raise RequestError(f"there is no setting {name!r}; " +
-                               (f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(SAMPLING)}"))
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(SAMPLING)}"
+            raise RequestError(f"there is no setting {name!r}; {hint}")
         kind, meaning = SAMPLING[name]
         value = value.strip()
         if value == "default":
@@ -276,13 +280,15 @@ class Chat:
         note(f"{name}: {self.settings.get(name, 'default')} ({meaning})")
 
     def _show_settings(self) -> None:
-        note("\n".join(f"{name:20} {self.settings.get(name, 'default')!s:10} {SAMPLING[name][1]}" for name in SAMPLING))
+        note("\n".join(f"{name:20} {self.settings.get(name, 'default')!s:10} {meaning}"
+                       for name, (_, meaning) in SAMPLING.items()))
 
     def show(self, _: str) -> None:
         limit = self.speaker.context_len
         used = self.speaker.count(self.messages) if self.messages else 0
+        fullness = f"{'?' if used is None else used} of {limit or '?'} tokens"
         note(f"model      {self.speaker.name} {self.speaker.place}\n"
-             f"context    {'?' if used is None else used} of {limit or '?'} tokens, {len(self.turns)} messages\n"
+             f"context    {fullness}, {len(self.turns)} messages\n"
              f"system     {self.system or 'none'}")
         self._show_settings()
 
@@ -303,7 +309,8 @@ class Chat:
             settings = {key: body[key] for key in SAMPLING if key in body}
             SamplingParams(**settings)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RequestError(f"{path} is no conversation that /save wrote: {type(error).__name__}: {error}") from None
+            why = f"{type(error).__name__}: {error}"
+            raise RequestError(f"{path} is no conversation that /save wrote: {why}") from None
         self.system = next((m["content"] for m in messages if m["role"] == "system"), None)
         self.turns = [m for m in messages if m["role"] in ("user", "assistant")]
         self.settings, self.saved = settings, path
@@ -311,7 +318,8 @@ class Chat:
 
 
 COMMANDS: dict[str, Callable[[Chat, str], None]] = {
-    "help": Chat.help, "clear": Chat.clear, "system": Chat.set_system, "set": Chat.set_parameter, "show": Chat.show,
+    "help": Chat.help, "clear": Chat.clear, "system": Chat.set_system, "set": Chat.set_parameter,
+    "show": Chat.show,
     "save": Chat.save, "load": Chat.load, "?": Chat.help}
 
 

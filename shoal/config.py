@@ -19,7 +19,7 @@ from shoal.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
-MAX_NUM_SEQS = 1 << 16    # each has a row of state and of the sampler on the device, whether it is used or not
+MAX_NUM_SEQS = 1 << 16    # each has a row of state and of the sampler on the device, used or not
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
@@ -118,7 +118,8 @@ class EngineConfig:
     download_dir: str | None = option(None, "where files from the hub are kept; default: the hub library's cache")
     load_format: str = option("auto", '"auto" | "safetensors" | "dummy": random weights')
     dtype: str = option(
-        "auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it', common=True)
+        "auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it',
+        common=True)
     device: str = option("auto", '"cuda" if there is one, else "cpu"', common=True)
     max_model_len: int | None = option(
         None, "default: what the model was trained for", common=True, section="limits and memory")
@@ -127,7 +128,8 @@ class EngineConfig:
     block_size: int = option(16, "tokens a KV block")
     gpu_memory_utilization: float = option(0.9, "this engine's share of the card", common=True)
     kv_cache_memory_bytes: int | None = option(
-        None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share", common=True)
+        None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share",
+        common=True)
     num_gpu_blocks_override: int | None = option(None, "KV blocks, whatever would fit")
     enable_prefix_caching: bool = option(
         True, "requests share the KV blocks of equal beginnings", section="KV cache")
@@ -178,7 +180,7 @@ class EngineConfig:
                     raise ConfigError(f"option {name}={value!r} is not supported; leave it out (only {neutral[0]!r} is accepted)")
                 continue
             nearest = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else "see `shoal generate --help-all` for the options there are"
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "`shoal generate --help-all` lists them"
             raise ConfigError(f"unknown option {name!r}={options[name]!r}; {hint}")
         return cls(**options)
 
@@ -194,7 +196,7 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} {value!r} is not an integer of at least {low}; choose one")
         if (self.max_num_seqs or 0) > MAX_NUM_SEQS:
-            raise ConfigError(f"max_num_seqs {self.max_num_seqs} > {MAX_NUM_SEQS}, the most sequences at once; lower it")
+            raise ConfigError(f"max_num_seqs {self.max_num_seqs} > {MAX_NUM_SEQS}; lower it")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default")
         share = self.gpu_memory_utilization
@@ -247,7 +249,8 @@ class ServerConfig:
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
     admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
     served_model_name: list[str] | None = option(
-        None, "names clients use; the first is the one answered with; default: the model as given", common=True)
+        None, "names clients use; the first is the one answered with; default: the model as given",
+        common=True)
     api_key: list[str] | None = option(
         None, "any of them opens the /v1 endpoints; SHOAL_API_KEY adds some (comma-separated)", common=True,
         section="who may call")

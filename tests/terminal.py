@@ -1,4 +1,4 @@
-"""The `shoal` command at a terminal, as a person has it: a pseudo-terminal with keys to press and a screen to read."""
+"""The `shoal` command at a terminal, as a person has it: keys to press and a screen to read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Terminal:
         self.press(line + "\r")
 
     def expect(self, text: str) -> str:
-        """Waits until `text` is on the screen, after what was expected before; returns what came until then."""
+        """Waits until `text` is on the screen, after what was expected before; returns what came between."""
         deadline = time.monotonic() + DEADLINE_S
         while (at := self.screen.find(text, self._seen)) < 0:
             assert time.monotonic() < deadline, f"{text!r} does not come: {self.screen[self._seen:]!r}"

@@ -92,8 +92,8 @@ def resolve(model: str, revision: str | None = None, download_dir: str | None = 
     if path.is_dir():
         if not (path / "config.json").exists():
             gguf = sorted(path.glob("*.gguf"))
-            raise CheckpointError(f"{path} holds no config.json, so it is not the folder of a Hugging Face model; "
-                                  + (f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"))
+            way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
+            raise CheckpointError(f"{path} holds no config.json, so it is no Hugging Face model; {way_out}")
         return CheckpointFiles(path)
     if path.exists():
         return _gguf_file(path)

@@ -12,7 +12,7 @@ from shoal.errors import RequestError, UnavailableError
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
-    """`models`: what /models answers. `answers`: of each request a list of chunks to stream, or (status, error object)."""
+    """`models` is what /models answers; `answers` hold chunks to stream, or (status, error)."""
 
     models = {"data": [{"id": "first"}, {"id": "second", "context_length": 4096}]}
     answers: list = []
@@ -22,12 +22,14 @@ class Stub(http.server.BaseHTTPRequestHandler):
         self.reply(200, json.dumps(self.models))
 
     def do_POST(self):
-        self.seen.append(json.loads(self.rfile.read(int(self.headers["content-length"]))) | {"path": self.path})
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.seen.append(body | {"path": self.path})
         answer = self.answers.pop(0)
         if isinstance(answer, tuple):
             self.reply(answer[0], json.dumps({"error": answer[1]}))
         else:
-            self.reply(200, "".join(f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n" for chunk in answer))
+            chunks = (chunk if isinstance(chunk, str) else json.dumps(chunk) for chunk in answer)
+            self.reply(200, "".join(f"data: {chunk}\n\n" for chunk in chunks))
 
     def reply(self, status, text):
         self.send_response(status)
@@ -52,7 +54,8 @@ def delta(reason=None, **fields):
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": reason}]}
 
 
-WHOLE = [delta(role="assistant", content=""), delta(content="Good "), delta(content="day"), delta("stop"), "[DONE]"]
+WHOLE = [delta(role="assistant", content=""), delta(content="Good "), delta(content="day"), delta("stop"),
+         "[DONE]"]
 FULL = (400, {"message": "This model's maximum context length is 100 tokens."})
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -67,9 +70,11 @@ def test_the_model_is_the_first_listed_or_the_one_named(url):
 def test_pieces_come_with_the_reason_of_the_end_and_without_usage(url):
     Stub.answers = [WHOLE]
     pieces = list(RemoteSpeaker(url, None, None).answer(HELLO, {"temperature": 0.5}))
-    assert "".join(p.text for p in pieces) == "Good day" and pieces[-1].finish_reason == "stop" and pieces[-1].num_tokens is None
+    assert "".join(p.text for p in pieces) == "Good day"
+    assert pieces[-1].finish_reason == "stop" and pieces[-1].num_tokens is None
     [body] = Stub.seen
-    assert (body["path"], body["messages"], body["temperature"], body["stream"]) == ("/v1/chat/completions", HELLO, 0.5, True)
+    assert body["path"] == "/v1/chat/completions" and body["messages"] == HELLO
+    assert body["temperature"] == 0.5 and body["stream"]
 
 
 @pytest.mark.parametrize("answer, kind, hint", [
@@ -112,7 +117,8 @@ def test_what_was_said_before_the_connection_broke_stays(url, capsys):
     talk = chat(url)
     Stub.answers = [[delta(content="Good ")]]
     talk.say("hello")
-    assert talk.turns[-1] == {"role": "assistant", "content": "Good "} and "in the middle" in capsys.readouterr().err
+    assert talk.turns[-1] == {"role": "assistant", "content": "Good "}
+    assert "in the middle" in capsys.readouterr().err
 
 
 def test_thoughts_are_shown_aside_and_not_kept(url, capsys):

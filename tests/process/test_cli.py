@@ -63,7 +63,8 @@ def test_a_mistake_is_one_line_on_stderr(arguments, hint):
 
 
 def started(*arguments):
-    return subprocess.Popen([*SHOAL, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*SHOAL, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
 
 
 def test_a_reader_that_has_enough_ends_the_command_in_silence():
@@ -74,14 +75,16 @@ def test_a_reader_that_has_enough_ends_the_command_in_silence():
 
 
 def test_ctrl_c_while_a_model_is_loaded_ends_the_command_in_silence():
-    with started("generate", "Once upon a time", "--verbose", "--max-tokens", "200", "--max-model-len", "256") as command:
+    with started("generate", "Once upon a time", "--verbose", "--max-tokens", "200", "--max-model-len",
+                 "256") as command:
         assert "INFO" in command.stderr.readline()
         command.send_signal(signal.SIGINT)
         assert "Traceback" not in command.stderr.read() and command.wait(60) == 130
 
 
 def test_ctrl_c_in_a_chat_stops_the_answer_and_the_model_goes_on(tmp_path):
-    with Terminal("chat", "--max-model-len", "512", "--temperature", "0", XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with Terminal("chat", "--max-model-len", "512", "--temperature", "0",
+                  XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.expect("smollm2 on this machine (cpu) · context 512 tokens")
         terminal.expect(">>> ")
         terminal.enter("Tell me a very long story.")

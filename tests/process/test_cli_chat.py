@@ -1,4 +1,4 @@
-"""`shoal chat` at a terminal and from a pipe, in front of the real server with an engine that needs no model."""
+"""`shoal chat` at a terminal and from a pipe, with the real server in front of an engine without a model."""
 
 import json
 import os
@@ -146,7 +146,8 @@ def test_an_unknown_command_is_not_sent_and_its_neighbour_is_named(terminal, ser
 
 def test_settings_reach_the_server_and_impossible_ones_are_refused(terminal, server):
     for line, hint in (("/set temperature hot", "'hot' is not a number"), ("/set top_p 7", "top_p 7"),
-                       ("/set temprature 1", "did you mean temperature?"), ("/set temperature 0.25", "temperature: 0.25"),
+                       ("/set temprature 1", "did you mean temperature?"),
+                       ("/set temperature 0.25", "temperature: 0.25"),
                        ("/set max_tokens 2", "max_tokens: 2"), ("/system Be brief.", "Be brief.")):
         terminal.enter(line)
         terminal.expect(line)
@@ -181,7 +182,8 @@ def test_a_saved_conversation_is_a_request_body_and_can_be_gone_on_with(terminal
 
 def piped(server, text, *arguments):
     command = [sys.executable, "-m", "shoal", "chat", "--url", server.url, *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, env=os.environ | {"NO_PROXY": "*"})
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"NO_PROXY": "*"})
 
 
 def test_from_a_pipe_only_the_answers_are_on_standard_output(server):
@@ -195,12 +197,14 @@ def test_from_a_pipe_only_the_answers_are_on_standard_output(server):
 
 def test_from_a_pipe_a_refused_message_is_an_exit_code(server):
     done = piped(server, "z" * 500)
-    assert done.returncode == 1 and "maximum context length" in done.stderr and "Traceback" not in done.stderr, done
+    assert done.returncode == 1, done
+    assert "maximum context length" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_server_that_wants_a_key_says_so():
     with FakeServer(api_key=["secret"]) as server:
         done = piped(server, "hello")
-        assert done.returncode == 1 and "--api-key" in done.stderr and len(done.stderr.splitlines()) == 1, done
+        assert done.returncode == 1, done
+        assert "--api-key" in done.stderr and len(done.stderr.splitlines()) == 1
         server.engine.ends = True
         assert piped(server, "hello", "--api-key", "secret").returncode == 0

@@ -1,17 +1,14 @@
-"""The command's words: its help, its messages for mistakes, completion, and the models in the caches. No model is loaded."""
+"""The command's words: help, messages for mistakes, completion. No model is loaded."""
 
 import argparse
 import dataclasses
-import json
 import subprocess
 
 import pytest
 
-from shoal.bench import table
 from shoal.bench_serve import ServeBench
 from shoal.cli import build_parser, main
 from shoal.config import MAX_NUM_SEQS, EngineConfig, ServerConfig
-from shoal.weights import default_model
 
 
 def words(capsys, *arguments):
@@ -42,7 +39,8 @@ COMMANDS = dict(commands(build_parser()))
 def test_every_command_explains_itself_in_lines_that_fit(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     code, out, _ = words(capsys, *command, "--help")
-    assert code == 0 and out.startswith(f"usage: {' '.join(('shoal', *command))}") and len(out.splitlines()) < 60
+    assert code == 0 and out.startswith(f"usage: {' '.join(('shoal', *command))}")
+    assert len(out.splitlines()) < 60
     assert max(map(len, out.splitlines())) <= 100
     assert words(capsys, "help", *command) == (0, out, "")
 
@@ -55,7 +53,8 @@ def test_help_shows_what_is_common_and_help_all_every_option(capsys):
     shown = [flag for flag in flags if f"  {flag} " in short or f"  {flag}," in short]
     assert "--port" in shown and "--max-model-len" in shown and 8 <= len(shown) <= 20
     assert f"{len(flags) - len(shown)} more options" in short.replace("\n", " ")
-    assert "\nKV cache:\n" in whole and "\nTLS:\n" in whole and "\nengine:\n" in short and "KV cache:" not in short
+    assert "\nKV cache:\n" in whole and "\nTLS:\n" in whole
+    assert "\nengine:\n" in short and "KV cache:" not in short
 
 
 def test_the_word_command_is_missing(capsys):
@@ -101,10 +100,12 @@ def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
 
 
 @pytest.mark.parametrize("line, hint", [
-    (f"serve --max-num-seqs {MAX_NUM_SEQS + 1}", f"> {MAX_NUM_SEQS}"), ("serve --port 80000", "from 0 to 65535"),
+    (f"serve --max-num-seqs {MAX_NUM_SEQS + 1}", f"> {MAX_NUM_SEQS}"),
+    ("serve --port 80000", "from 0 to 65535"),
     ("serve /nonexistent", "/nonexistent does not exist"), ("serve --max_num_seqs 0", "max_num_seqs 0"),
     ("generate x --max-tokens 0", "max_tokens 0"), ("chat --url nowhere", "--url 'nowhere'"),
-    ("chat --url http://127.0.0.1:1 --dtype float32", "dtype"), ("chat --url http://127.0.0.1:1", "no server answers"),
+    ("chat --url http://127.0.0.1:1 --dtype float32", "dtype"),
+    ("chat --url http://127.0.0.1:1", "no server answers"),
     ("chat --api-key x", "--url"), ("models rm nothing", "'nothing'"), ("pull /", "already"),
     ("pull smollm2 --revision x", "leave --revision out"),
     ("bench latency --output-json /nonexistent/x", "cannot be written"),
@@ -124,7 +125,8 @@ def test_a_folder_that_holds_no_model_says_what_to_name(tmp_path, capsys):
 
 
 def test_underscores_and_equals_signs_are_understood_and_texts_are_left_alone():
-    given = build_parser().parse_args(["generate", "--max_num_seqs=5", "--top_p", "0.5", "- a list --of things"])
+    given = build_parser().parse_args(["generate", "--max_num_seqs=5", "--top_p", "0.5",
+                                       "- a list --of things"])
     assert (given.max_num_seqs, given.top_p, given.prompt) == (5, 0.5, "- a list --of things")
     assert build_parser().parse_args(["generate", "--", "--not-an-option"]).prompt == "--not-an-option"
     assert build_parser().parse_args(["serve", "--seed", "-1"]).seed == -1
@@ -137,7 +139,8 @@ def complete_in_bash(script, line):
 COMP_LINE={line!r}; COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_POINT=${{#COMP_LINE}}
 {"COMP_WORDS+=(''); COMP_CWORD=$((COMP_CWORD + 1))" if line.endswith(" ") else ""}
 $(complete -p shoal | sed 's/.*-F \\([^ ]*\\) .*/\\1/') shoal; printf '%s\\n' "${{COMPREPLY[@]}}" """
-    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60,
+                          check=True).stdout.split()
 
 
 def test_bash_completes_commands_and_options(capsys):
@@ -155,83 +158,3 @@ def test_other_shells_have_a_script_with_every_option(shell, capsys):
     code, script, _ = words(capsys, "completion", shell)
     assert code == 0
     assert all(f.name.replace("_", "-") in script for f in dataclasses.fields(ServeBench))
-
-
-# Models
-
-@pytest.fixture
-def caches(tmp_path, monkeypatch):
-    """An empty cache of ours and one of the hub with a model of three bytes, laid out as the hub library does."""
-    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "shoal"))
-    repo = tmp_path / "hub" / "models--org--little"
-    for folder in ("blobs", "refs", "snapshots/abc123"):
-        (repo / folder).mkdir(parents=True)
-    (repo / "blobs" / "f00").write_text("{ }")
-    (repo / "refs" / "main").write_text("abc123")
-    (repo / "snapshots" / "abc123" / "config.json").symlink_to("../../blobs/f00")
-    (tmp_path / "hub" / "datasets--org--words" / "snapshots").mkdir(parents=True)
-    return tmp_path
-
-
-def listed(capsys, caches, *more):
-    code, out, _ = words(capsys, "models", "--json", "--download-dir", str(caches / "hub"), *more)
-    assert code == 0
-    return {model["name"]: model for model in json.loads(out)}
-
-
-def test_models_lists_both_caches_and_the_default_before_it_is_there(caches, capsys):
-    models = listed(capsys, caches)
-    assert list(models) == ["smollm2", "org/little"]
-    assert not models["smollm2"]["is_downloaded"]
-    assert models["org/little"]["size_bytes"] == 3 and models["org/little"]["last_used"] > 0
-    code, out, _ = words(capsys, "models", "--download-dir", str(caches / "hub"))
-    assert code == 0 and "not downloaded" in out and "org/little" in out and "3 B" in out
-
-
-def test_models_without_any_cache_lists_the_default(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "none"))
-    code, out, _ = words(capsys, "models", "--download-dir", str(tmp_path / "nothing"))
-    assert code == 0 and "smollm2" in out and len(out.splitlines()) == 2
-
-
-def test_rm_asks_first_and_removes_wholly(caches, capsys, monkeypatch):
-    (caches / "shoal").mkdir()
-    (caches / "shoal" / default_model.FILE).write_text("12345")
-    hub = ("--download-dir", str(caches / "hub"))
-    code, _, err = words(capsys, "models", "rm", "smollm2", *hub)    # there is nobody to be asked
-    assert code == 1 and "--yes" in err and listed(capsys, caches)["smollm2"]["size_bytes"] == 5
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: "n" if "smollm2" in question else "y")
-    assert words(capsys, "models", "rm", "smollm2", *hub)[0] == 1 and listed(capsys, caches)["smollm2"]["is_downloaded"]
-    code, out, _ = words(capsys, "models", "rm", "org/little", *hub)
-    assert code == 0 and "3 B" in out and not (caches / "hub" / "models--org--little").exists()
-    assert words(capsys, "models", "rm", "--yes", "smollm2", *hub)[0] == 0
-    assert not listed(capsys, caches)["smollm2"]["is_downloaded"]
-
-
-def test_rm_of_a_name_that_is_not_there_removes_nothing(caches, capsys):
-    code, _, err = words(capsys, "models", "rm", "--yes", "org/little", "org/litle", "--download-dir", str(caches / "hub"))
-    assert code == 1 and "did you mean org/little?" in err and "org/little" in listed(capsys, caches)
-
-
-def test_pull_says_where_the_model_lies_and_without_a_network_what_to_do(caches, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub = ("--download-dir", str(caches / "hub"))
-    code, out, _ = words(capsys, "pull", "org/little", *hub)
-    assert code == 0 and "abc123" in out
-    code, _, err = words(capsys, "pull", "org/other", *hub)
-    assert code == 1 and "network" in err and len(err.splitlines()) == 1
-
-
-# The table of the benchmark
-
-def test_the_benchs_table_says_its_units():
-    figures = {"seconds": 2.0, "requests_per_s": 8.0, "prompt_tokens_per_s": 1024.0, "output_tokens_per_s": 512.0,
-               "total_tokens_per_s": 1536.0, "ms_per_token": 31.25, "fraction_of_floor": 0.5, "bytes_per_s": 2e10,
-               "flops_per_s": 3e11, "gpu_idle_share": 0.125}
-    text = table(figures)
-    for value in ("2.000 s", "8.00 requests/s", "1024.0 prompt tokens/s", "512.0 output tokens/s", "31.25 ms", "50% of the floor",
-                  "20 GB/s", "300 GFLOP/s", "12.5%"):
-        assert value in text
-    assert "GPU" not in table(figures | {"gpu_idle_share": None})
