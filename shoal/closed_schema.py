@@ -75,6 +75,7 @@ class _Closing:
             schema = {}
         if not isinstance(schema, dict):
             return schema
+        self._check_id(schema)
         if not outer.are_named and "$ref" in schema and schema.keys() <= ANNOTATIONS:
             return self._with_new_ref(schema, is_closed=True)
         keys = self._keys([schema], outer)
@@ -83,7 +84,8 @@ class _Closing:
             return self._part(schema)
         if len(groups) == len(keys.groups) == 1:
             branches = [self._place(branch, keys) for branch in schema[groups[0]]]
-            return {**self._part({**schema, groups[0]: []}), groups[0]: branches}
+            rest = {name: value for name, value in schema.items() if name not in (groups[0], *IDENTITY)}
+            return {**self._part(rest), groups[0]: branches}
         if keys.groups:
             # A branch cannot know which of another group it meets: each may have the keys of all.
             branches = [branch for group in keys.groups for branch in group]
@@ -91,14 +93,14 @@ class _Closing:
             if keys.are_told:
                 return self._part(schema)
         result = self._part(schema)
-        if not keys.are_named:
+        if not keys.are_named or not isinstance(schema.get("allOf", []), list):
             return result
         self._count(len(keys.names) + len(keys.patterns))
         of_others = "$ref" in schema or "allOf" in schema
         own = {} if of_others else result
         bound: dict[str, Any] = {"additionalProperties": False}
         for name, wanted in zip(OF_KEYS, (keys.names, keys.patterns)):
-            if wanted:
+            if wanted and isinstance(own.get(name, {}), dict):
                 bound[name] = {**dict.fromkeys(wanted, True), **own.get(name, {})}
         return {**result, "allOf": [*result.get("allOf", []), bound]} if of_others else {**result, **bound}
 
@@ -106,8 +108,7 @@ class _Closing:
         """A part of a composition, itself left open: only the places within it are closed."""
         if not isinstance(schema, dict):
             return schema
-        if "$id" in schema and schema is not self._root:
-            raise LookupError    # because the references within start from there
+        self._check_id(schema)
         if "$ref" in schema:
             schema = self._with_new_ref(schema, is_closed=False)
         result: dict[str, Any] = {}
@@ -169,6 +170,12 @@ class _Closing:
             self._todo.append((pointer, is_closed))
         kept = {k: v for k, v in schema.items() if k not in (*DEFINITIONS, *IDENTITY)}
         return {**kept, "$ref": f"#/$defs/{self._new_names[pointer, is_closed]}"}
+
+    def _check_id(self, schema: dict[str, Any]) -> None:
+        """References within a schema that has an identity of its own start from there: they can't be
+        followed."""
+        if "$id" in schema and schema is not self._root:
+            raise LookupError
 
     def _target(self, pointer: Any) -> Any:
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):

@@ -222,7 +222,8 @@ def test_tools_come_before_the_users_words_where_the_template_writes_no_system_m
     text = write(tmp_path, template).apply_chat_template([*TOLD, USER], tools=TOOLS, tokenize=False)
     described, said = describe(TOOLS, "hermes"), USER["content"]
     calls, results = [message["content"] for message in SAID]
-    assert text.removeprefix("<s>") == f"<user>{described}\n\n{said}<assistant>{calls}<user>{results}\n\n{said}"
+    expected = f"<user>{described}\n\n{said}<assistant>{calls}<user>{results}\n\n{said}"
+    assert text.removeprefix("<s>") == expected
 
 
 def test_a_template_that_reads_tools_gets_them_and_no_description(tmp_path):

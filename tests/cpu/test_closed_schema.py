@@ -119,6 +119,32 @@ def test_compositions_are_closed_exactly_as_unevaluated_properties_would():
         assert [found.is_valid(v) for v in values] == [oracle.is_valid(v) for v in values], schema
 
 
+def test_a_document_with_an_identity_is_closed_too():
+    schema = {"$id": "http://example.org/x", "anyOf": [obj(a=INT), {"$ref": "#/$defs/Base"}], **BASE}
+    assert fits(closed(schema), {"a": 1})
+    assert not fits(closed(schema), {"a": 1, "z": 1}) and not can_write({"a": 1, "z": 1}, json=schema)
+
+
+def test_what_is_no_schema_is_left_to_whoever_compiles_it():
+    random_ = random.Random(3)
+    words = ["properties", "patternProperties", "required", "allOf", "anyOf", "oneOf", "$ref", "items",
+             "$defs", "$id",
+             "additionalProperties", "unevaluatedProperties", "type", "a"]
+    leaves = [None, True, False, 5, "a", "#", "#/$defs/a", "#/properties/a", [], {}, ["a"], [None], "object"]
+
+    def anything(depth):
+        if not depth or random_.random() < 0.3:
+            return random_.choice(leaves)
+        if random_.random() < 0.2:
+            return [anything(depth - 1) for _ in range(random_.randint(0, 3))]
+        return {word: anything(depth - 1) for word in random_.sample(words, random_.randint(0, 5))}
+
+    for _ in range(20_000):
+        schema = anything(4)
+        if isinstance(schema, dict):
+            json.dumps(closed(schema))
+
+
 def test_references_that_cannot_be_followed_leave_the_schema_alone():
     for ref in ("#/$defs/nowhere", "http://example.org/x.json", "#anchor", 5, ["#"], "#/properties/a/3"):
         schema = obj(a=INT, b={"$ref": ref})

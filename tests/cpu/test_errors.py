@@ -18,5 +18,6 @@ PYTHON = re.compile(r"\w\(\)|\bLLM\(|\w=(True|False)\b")
 def test_no_error_that_clients_see_asks_for_a_call_in_python(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SEEN:
-            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)
+                     and isinstance(n.value, str)]
             assert not (wrong := [text for text in texts if PYTHON.search(text)]), wrong

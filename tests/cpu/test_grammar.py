@@ -330,7 +330,8 @@ def test_an_engine_and_a_request_say_whether_objects_are_closed(build):
     favoured = {token("}"): 50.0, token('"'): 75.0, token("z"): 100.0}
 
     def keys(engine, **given):
-        params = structured(1, dict(json=schema, whitespace_pattern="", **given), logit_bias=favoured, max_tokens=60)
+        params = structured(1, dict(json=schema, whitespace_pattern="", **given), logit_bias=favoured,
+                            max_tokens=60)
         return engine.generate([PROMPTS[0]], params)[0].outputs[0].text
 
     closed, opened = build(), build(structured_outputs_config='{"disable_additional_properties": false}')
