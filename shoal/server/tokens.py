@@ -31,7 +31,7 @@ async def tokenize(exchange: Exchange) -> None:
                                          add_special_tokens=request.add_special_tokens, variables=request.chat_template_kwargs)
         ids = prompt.token_ids
     else:
-        [ids] = await model.encode([request.prompt or ""], request.add_special_tokens is not False)
+        [ids] = await model.encode([request.prompt or ""], request.add_special_tokens is not False, must_fit=False)
     texts = model.need_tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else None
     await exchange.json({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts})
 
