@@ -13,7 +13,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from shoal import bench_serve
+from shoal import bench_serve, logs
 from shoal.api import RequestOutput, SamplingParams
 from shoal.bench_serve import ServeBench
 from shoal.config import EngineConfig, ServerConfig
@@ -222,12 +222,13 @@ def run_profile(arguments: argparse.Namespace) -> int:
 def run_serve(arguments: argparse.Namespace) -> int:
     """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
     from shoal.serve import serve
-    logging.getLogger().setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(ServerConfig) if hasattr(arguments, f.name)}
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         if len(values := given.get(name, ())) == 1 and values[0].startswith("["):    # vLLM's spelling: a JSON list
             given[name] = _json_list(name, values[0])
-    return serve(arguments.model_path, arguments.models, _engine_options(arguments), ServerConfig(**given))
+    config = ServerConfig(**given)
+    logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
+    return serve(arguments.model_path, arguments.models, _engine_options(arguments), config)
 
 
 def _json_list(name: str, text: str) -> list[str]:

@@ -12,9 +12,10 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
-from shoal.server.http import Exchange
+from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.protocol import MinusOneOrMore, Positive, Words
+from shoal.server.shapes import AnthropicErrorResponse
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools
 
@@ -110,7 +111,6 @@ class TokenCount(Struct):
 
 
 async def create_message(exchange: Exchange) -> None:
-    exchange.error_event = error_event
     request = exchange.decode(MessagesRequest)
     model = exchange.server.find(request.model)
     plan, params = _plan(request, model), _params(request, model)
@@ -119,6 +119,7 @@ async def create_message(exchange: Exchange) -> None:
     parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
     writer = _Writer(request.model or model.name, len(prompt.token_ids))
     async with Generation(model, [prompt], params, request_id=exchange.request_id) as answers:
+        exchange.generation = answers
         if not request.stream:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
@@ -154,6 +155,9 @@ def error_body(error: ApiError) -> bytes:
 
 def error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+
+ANTHROPIC = Dialect("Anthropic", AnthropicErrorResponse, error_body, error_event)
 
 
 class _Writer:

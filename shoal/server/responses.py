@@ -166,6 +166,7 @@ async def create_response(exchange: Exchange) -> None:
     exchange.error_event = writer.failed
     async with Generation(model, [prompt], params, request_id=request.request_id or exchange.request_id, priority=request.priority,
                           cache_salt=request.cache_salt, timeout=request.timeout) as answers:
+        exchange.generation = answers
         if not request.stream:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))

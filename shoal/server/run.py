@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import functools
+import ipaddress
 import logging
 import resource
 import signal
@@ -24,6 +25,8 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.server.app import Server
 from shoal.server.errors import ApiError
+from shoal.server.request_log import log_refusal
+from shoal.server.throughput import report_throughput
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +74,14 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
             raise ConfigError(f"port {port.getsockname()[1]} was taken by another server meanwhile: {error}; choose another") from None
     servers = [_Uvicorn(_settings(one, config)) for one, _ in listeners]
     tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, (_, listener) in zip(servers, listeners)]
+    reports: asyncio.Task[None] | None = None
     try:
         while not all(server.started for server in servers):
             if failed := next((t for t in tasks if t.done()), None):
                 failed.result()
                 raise ConfigError("the HTTP server ended before it began; the log says why")
             await asyncio.sleep(0.01)
+        reports = asyncio.create_task(report_throughput(app.models))
         if ready is not None:
             numbers = [port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
@@ -91,6 +96,8 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
                 one.stop("the server ends at once")
             await asyncio.wait(tasks, timeout=FORCED_SECONDS)
     finally:
+        if reports is not None:
+            tasks.append(reports)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -134,8 +141,17 @@ def check_tls(config: ServerConfig) -> None:
                               "a PEM certificate and its key") from None
 
 
-def url_of(config: ServerConfig, port: int) -> str:
-    host = f"[{config.host}]" if ":" in config.host else config.host
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
+    """reachable: an address to open on this machine, where the server listens on all."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host) if reachable else config.host
+    host = f"[{host}]" if ":" in host else host
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 
@@ -279,6 +295,8 @@ class _Connection(HttpToolsProtocol):
         self._stop_timers()
         if self.transport.is_closing():
             return
+        if self._limits.log_requests != "off":
+            log_refusal(self.client[0] if self.client else "-", error)
         body = error.body()
         self.transport.write(b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
             error.status, REASONS[error.status], len(body), body))

@@ -46,7 +46,7 @@ async def health(exchange: Exchange) -> None:
         raise ApiError(503, "the server is shutting down")
     for model in exchange.server.models:
         try:
-            await _stats(model)
+            await stats_of(model)
         except EngineDeadError as error:
             raise ApiError(503, str(error), code="engine_dead") from None
     await exchange.respond(b"", content_type=b"text/plain")
@@ -64,12 +64,13 @@ async def metrics(exchange: Exchange) -> None:
     families: list[Metric] = []
     for model in exchange.server.models:
         families += await _families(model)
+    families += exchange.server.http_metrics.collect()
     await exchange.respond(exposition(families), content_type=METRICS_TYPE)
 
 
 async def _families(model: ServedModel) -> Iterable[Metric]:
     try:
-        stats = await _stats(model)
+        stats = await stats_of(model)
         level = await asyncio.wait_for(model.sleeping_level(), PATIENCE_SECONDS)
     except EngineDeadError:
         stats, level = Stats(), None    # nothing runs any more; what was counted here stays
@@ -78,7 +79,8 @@ async def _families(model: ServedModel) -> Iterable[Metric]:
     return model.metrics.collect(stats, level, model.admission.refused)
 
 
-async def _stats(model: ServedModel) -> Stats:
+async def stats_of(model: ServedModel) -> Stats:
+    """Of its engine, now or as they were last known. Raises EngineDeadError."""
     try:
         model.last_stats = await asyncio.wait_for(model.engine.stats(), PATIENCE_SECONDS)
     except TimeoutError:
