@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import shlex
+import urllib.parse
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ REF = "#/components/schemas/"
 # Values of fields in examples, beside the model; a schema says no more than their types.
 EXAMPLES: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello!"}], "prompt": "Once upon a time", "input": "Hello!", "max_tokens": 32,
-    "max_output_tokens": 32, "tokens": [1, 2, 3], "token_ids": [1, 2, 3]}
-SHOWN_ANYWAY = ("messages", "prompt", "input", "max_tokens")    # though not required
+    "tokens": [1, 2, 3], "token_ids": [1, 2, 3]}
+TEXTS = ("messages", "input", "prompt")    # of a request that has several, the first
 LIMITS = {"minimum": "from", "maximum": "to", "exclusiveMinimum": "above", "exclusiveMaximum": "below", "minLength": "length from",
           "maxLength": "length to", "minItems": "items from", "maxItems": "items to"}
 
@@ -113,7 +114,7 @@ class _Example:
         self._address, self._model, self._asks_for_key = address, model, asks_for_key
 
     def line(self, method: str, path: str, schema: dict[str, Any] | None, asks_for_key: bool) -> str:
-        parts = ["curl", self._address + path.replace("{id}", self._model)]
+        parts = [f"curl {self._address}{urllib.parse.quote(path.replace('{id}', self._model))}"]
         if method == "POST" and schema is None:
             parts.append("-X POST")
         if self._asks_for_key and asks_for_key:
@@ -123,12 +124,10 @@ class _Example:
         return " \\\n  ".join(parts)
 
     def _body(self, schema: dict[str, Any]) -> dict[str, Any]:
-        properties, required = schema["properties"], schema.get("required", ())
-        if "prompt" in properties and "messages" in properties:    # either of them
-            properties = {name: value for name, value in properties.items() if name != "prompt"}
-        body = {"model": self._model} if "model" in properties else {}
-        return body | {name: EXAMPLES[name] for name in properties
-                       if name in EXAMPLES and (name in required or name in SHOWN_ANYWAY)}
+        fields = schema["properties"]
+        text = next((name for name in TEXTS if name in fields), None)
+        names = [name for name in fields if name == text or name in schema.get("required", ()) or name == "max_tokens"]
+        return {"model": self._model} | {name: EXAMPLES[name] for name in names if name in EXAMPLES}
 
 
 def _operation(method: str, path: str, operation: dict[str, Any], schemas: dict[str, Any], example: _Example) -> str:

@@ -178,9 +178,9 @@ class Exchange:
             await self.respond(body, error.status, headers=error.headers)
             return
         await self._start(error.status, JSON, [(b"content-length", b"%d" % len(body)), (b"connection", b"close")], error.headers)
+        self._end()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
         await self._linger()
-        self._end()
         await self._send({"type": "http.response.body", "body": b""})
 
     def _end(self) -> None:

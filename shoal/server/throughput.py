@@ -32,7 +32,7 @@ class _Counts:
 
 async def report_throughput(models: Sequence[ServedModel], interval: float = INTERVAL_SECONDS) -> None:
     """Runs until it is cancelled. interval: seconds between two lines of a model."""
-    before = {model.name: _counts(model, Stats()) for model in models}
+    before = {model.name: _counts(model, model.last_stats) for model in models}
     while True:
         await asyncio.sleep(interval)
         for model in models:
