@@ -23,10 +23,11 @@ REF = "#/components/schemas/"
 # Values of fields in examples, beside the model; a schema says no more than their types.
 EXAMPLES: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello!"}], "prompt": "Once upon a time", "input": "Hello!", "max_tokens": 32,
-    "tokens": [1, 2, 3], "token_ids": [1, 2, 3]}
+    "max_output_tokens": 32, "tokens": [1, 2, 3], "token_ids": [1, 2, 3]}
 TEXTS = ("messages", "input", "prompt")    # of a request that has several, the first
 LIMITS = {"minimum": "from", "maximum": "to", "exclusiveMinimum": "above", "exclusiveMaximum": "below", "minLength": "length from",
           "maxLength": "length to", "minItems": "items from", "maxItems": "items to"}
+WIDE = 2**31 - 1
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -50,7 +51,7 @@ summary b { font: 600 12px/1.6 ui-monospace, Menlo, Consolas, monospace; backgro
 summary span { color: var(--soft); font-size: 14.5px }
 code, pre { font: .88em/1.5 ui-monospace, Menlo, Consolas, monospace }
 summary code { font-weight: 600 }
-pre { background: var(--code); border: 1px solid var(--line); border-radius: 10px; padding: 10px 12px; overflow-x: auto; margin: 4px 0 }
+pre { background: var(--code); border: 1px solid var(--line); border-radius: 10px; padding: 10px 12px; white-space: pre-wrap; margin: 4px 0 }
 table { width: 100%; border-collapse: collapse; font-size: 14.5px; margin-bottom: 12px }
 td { border-top: 1px solid var(--line); padding: 5px 10px 5px 0; vertical-align: top }
 td:first-child { width: 38% }
@@ -126,8 +127,9 @@ class _Example:
     def _body(self, schema: dict[str, Any]) -> dict[str, Any]:
         fields = schema["properties"]
         text = next((name for name in TEXTS if name in fields), None)
-        names = [name for name in fields if name == text or name in schema.get("required", ()) or name == "max_tokens"]
-        return {"model": self._model} | {name: EXAMPLES[name] for name in names if name in EXAMPLES}
+        limit = "max_output_tokens" if "max_output_tokens" in fields else "max_tokens"
+        names = [text, *schema.get("required", ()), limit]
+        return {"model": self._model} | {name: EXAMPLES[name] for name in names if name in fields and name in EXAMPLES}
 
 
 def _operation(method: str, path: str, operation: dict[str, Any], schemas: dict[str, Any], example: _Example) -> str:
@@ -146,11 +148,12 @@ def _operation(method: str, path: str, operation: dict[str, Any], schemas: dict[
 def _fields(schema: dict[str, Any]) -> str:
     required = schema.get("required", ())
     rows = []
-    for name, field in schema["properties"].items():
+    for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
         note = " <em>required</em>" if name in required else ""
         if field.get("default") not in (None, [], {}, ""):
             note = f" <small>default {escape(json.dumps(field['default']))}</small>"
-        rows.append(f"<tr><td><code>{escape(name)}</code>{note}</td><td>{_type(field)}</td></tr>")
+        shown = escape(name).replace("_", "_<wbr>")    # where a narrow column may break it
+        rows.append(f"<tr><td><code>{shown}</code>{note}</td><td>{_type(field)}</td></tr>")
     return f"<table>{''.join(rows)}</table>" if rows else "<p>no fields</p>"
 
 
@@ -172,5 +175,6 @@ def _type(schema: dict[str, Any]) -> str:
         text = f"object of {_type(schema['additionalProperties'])}"
     else:
         text = escape(kind)
-    limits = [f"{word} {schema[key]}" for key, word in LIMITS.items() if key in schema]
+    # Those that only say how wide an integer is tell a reader nothing.
+    limits = [f"{word} {schema[key]}" for key, word in LIMITS.items() if key in schema and abs(schema[key]) < WIDE]
     return f"{text} <small>{', '.join(limits)}</small>" if limits else text
