@@ -9,6 +9,7 @@ that left before its answer was whole is a 499, as in nginx.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 import urllib.parse
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
 MAX_PATH = 200                # characters
+REFUSAL_SECONDS = 1.0
 PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)    # what needs no quotes in a line
 # Errors show the value that was wrong, and in a prompt's place that is the prompt: what is quoted stays out of the log. Values are cut
 # where they are long, so a quotation may have no end.
@@ -64,10 +66,25 @@ def event_of(exchange: Exchange) -> Event:
     return Event(_text(fields), fields)
 
 
-def log_refusal(client: str, error: ApiError) -> None:
-    """The line of what never became a request, as its head was no HTTP, too long or too late."""
-    fields = {"client": client, "method": "-", "path": "-", "status": error.status, "error": error.message}
-    logger.warning(Event(f"{client} - - {error.status} error={_value(error.message)}", fields))
+class RefusalLog:
+    """Lines of what never became a request, as its head was no HTTP, too long or too late, or the server had no room for its connection.
+    There is a line a second at the most: such things come in floods."""
+
+    def __init__(self, wanted: str) -> None:
+        """wanted: ServerConfig.log_requests."""
+        self._wanted, self._told_at, self._num_untold = wanted, -math.inf, 0
+
+    def tell(self, client: str, error: ApiError) -> None:
+        if self._wanted == "off":
+            return
+        now = time.monotonic()
+        if now - self._told_at < REFUSAL_SECONDS:
+            self._num_untold += 1
+            return
+        fields = {"client": client, "method": "-", "path": "-", "status": error.status, "error": error.message, "untold": self._num_untold}
+        more = f" (and {self._num_untold} others before)" if self._num_untold else ""
+        logger.warning(Event(f"{client} - - {error.status} error={_value(error.message)}{more}", fields))
+        self._told_at, self._num_untold = now, 0
 
 
 def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
 from shoal.logs import JsonFormatter, TextFormatter
+from shoal.server.errors import ApiError
+from shoal.server.request_log import RefusalLog
 from shoal.server.throughput import report_throughput
 from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
 
@@ -128,6 +130,14 @@ def test_what_is_no_http_is_told(server, lines):
     eventually(lines)
     [line] = lines()
     assert line.endswith('WARNING 127.0.0.1 - - 400 error="what came is no HTTP"')
+
+
+def test_a_flood_of_refusals_is_a_line_a_second(lines, caplog, monkeypatch):
+    log = RefusalLog("all")
+    for now in (0.0, 0.1, 0.9, 1.5):
+        monkeypatch.setattr("shoal.server.request_log.time.monotonic", lambda now=now: now)
+        log.tell("127.0.0.1", ApiError(431, "too much"))
+    assert [line.partition("error=")[2] for line in lines()] == ['"too much"', '"too much" (and 2 others before)']
 
 
 def test_what_machines_ask_all_day_is_told_to_the_verbose_alone(server, lines, caplog):
