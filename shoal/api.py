@@ -16,7 +16,7 @@ from shoal.errors import ConfigError, RequestError
 MAX_LOGIT_BIAS = 100.0
 MEMORY_TAGS = ("weights", "kv_cache")        # the regions that can sleep
 SLEEP_MODES = ("abort", "wait", "keep")      # what becomes of requests that run
-# Upper bounds by which steps are counted, vLLM's.
+# Upper bounds by which steps are counted: vLLM's.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -234,7 +234,7 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
-    num_deferred: int = 0                  # of those: not for room, but for a grammar, a store, a model that sleeps
+    num_deferred: int = 0                  # of those: for a grammar, a store, a sleeping model
     num_blocks: int = 0
     num_free_blocks: int = 0               # free or evictable
     num_preemptions: int = 0
@@ -245,7 +245,7 @@ class Stats:
     kv_dropped_blocks: int = 0             # evicted from the device, and kept nowhere else
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)    # "host", "disk", "store", those there are
     step_tokens: int = 0                   # computed in all steps
-    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))    # steps of so many
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     @property
     def kv_cache_usage(self) -> float:

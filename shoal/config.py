@@ -253,8 +253,8 @@ class ServerConfig:
     swap_patience: float = option(5.0, "seconds a sleeping model's requests wait while others still begin")
     tool_call_parser: str = option("auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template')
     reasoning_parser: str = option("auto", '"qwen3" | "none"; auto: by the chat template')
-    log_requests: str = option("all", 'which requests get a line in the log: "all" | "errors" | "off"; health checks and the like with '
-                                      "--verbose only")
+    log_requests: str = option("all", 'which requests get a line in the log: "all" | "errors" | "off"; '
+                                      "health checks and the like do with --verbose only")
     log_format: str = option("text", '"text" | "json": a JSON object a line')
     trust_request_chat_template: bool = option(False, "requests may bring a chat template (in the sandbox, but one may run for ever)")
     ssl_keyfile: str | None = option(None, "TLS: the private key")

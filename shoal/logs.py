@@ -1,4 +1,7 @@
-"""How the log reads: lines of text for people, or a JSON object a line for machines. Used by the server and by its engine's process."""
+"""How the log reads: lines of text for people, or a JSON object a line for machines.
+
+The server and its engine's process use it alike, as they write to the same place.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class Event:
 
 
 class TextFormatter(logging.Formatter):
-    """A line begins with its time, and nothing else does: what follows a line feed in a message is indented, so that no text that a
-    client sent looks like a line of its own."""
+    """A line begins with its time, and nothing else does: what follows a line feed in a message is indented,
+    so that no text that a client sent looks like a line of its own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -38,8 +41,10 @@ class JsonFormatter(logging.Formatter):
     """Keys: time (UTC), level, logger, message, those of an Event, and exception where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
-        line: dict[str, Any] = {"time": time, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds"), "level": record.levelname.lower(),
+            "logger": record.name, "message": record.getMessage()}
         if isinstance(record.msg, Event):
             line |= record.msg.fields
         if record.exc_info:
@@ -56,7 +61,8 @@ def set_up(level: int, style: str) -> None:
 
 def current_style() -> str:
     """The style of this process's log, for a child that writes to the same place."""
-    return "json" if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers) else "text"
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return "json" if any(isinstance(formatter, JsonFormatter) for formatter in formatters) else "text"
 
 
 def _escaped(text: str) -> str:

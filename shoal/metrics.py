@@ -28,8 +28,8 @@ LABELS = ("model_name", "engine")
 # Those of prometheus-fastapi-instrumentator, which vLLM's server uses.
 HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 HTTP_SECONDS = (0.1, 0.5, 1.0)
-HTTP_SECONDS_FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0,
-                     30.0, 60.0)
+HTTP_SECONDS_FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5,
+                     5.0, 7.5, 10.0, 30.0, 60.0)
 
 
 class Histogram:
@@ -79,8 +79,8 @@ class ModelMetrics:
         self.answer_sizes = Histogram("request_generation_tokens", "Generated tokens, by request.", sizes)
         self.max_tokens = Histogram("request_params_max_tokens", "max_tokens, by request.", sizes)
         self.answers = Histogram("request_params_n", "n, by request.", ANSWERS)
-        self.longest = Histogram("request_max_num_generation_tokens", "Tokens of the longest of n answers, by prompt.",
-                                 sizes)
+        self.longest = Histogram("request_max_num_generation_tokens",
+                                 "Tokens of the longest of n answers, by prompt.", sizes)
         self.histograms = (self.first_token, self.between_tokens, self.per_token, self.whole, self.queue, self.prefill, self.inference,
                            self.decode, self.prompt_sizes, self.answer_sizes, self.max_tokens, self.answers,
                            self.longest)
@@ -100,8 +100,9 @@ class ModelMetrics:
                 ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
                 ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", stats.kv_cache_usage)):
             yield self._one(GaugeMetricFamily("vllm:" + name, text, labels=LABELS), value)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "Requests that wait for room (capacity), or for a "
-                                    "grammar, a store or a model that sleeps (deferred).", labels=(*LABELS, "reason"))
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting_by_reason",
+                                    "Requests that wait for room (capacity), or for a grammar, a store or a "
+                                    "model that sleeps (deferred).", labels=(*LABELS, "reason"))
         waiting.add_metric((*self.labels, "capacity"), stats.num_waiting - stats.num_deferred)
         waiting.add_metric((*self.labels, "deferred"), stats.num_deferred)
         yield waiting
@@ -223,13 +224,14 @@ class RequestTimes:
 class HttpMetrics:
     """Of one port, with the names and labels of prometheus-fastapi-instrumentator, which vLLM's server uses.
 
-    Labels are few, whatever clients send: a handler is a route's path or "none", a status is "2xx" and the like.
+    Labels are few, whatever clients send: a handler is a route's path or "none", a status "2xx" and the like.
     """
 
     def __init__(self) -> None:
         self._requests: dict[tuple[str, str, str], int] = {}    # by method, status and handler
         self._by_handler: dict[tuple[str, str], Histogram] = {}    # by method and handler
-        self._all = Histogram("http_request_duration_highr_seconds", "Seconds a request took, with many buckets.",
+        self._all = Histogram("http_request_duration_highr_seconds",
+                              "Seconds a request took, with many buckets.",
                               HTTP_SECONDS_FINE, (), prefix="")
 
     def observe(self, method: str, handler: str, status: int, seconds: float) -> None:
@@ -247,7 +249,8 @@ class HttpMetrics:
         for key, count in self._requests.items():
             requests.add_metric(key, count)
         yield requests
-        durations = HistogramMetricFamily("http_request_duration_seconds", "Seconds a request took, by method and handler.",
+        durations = HistogramMetricFamily("http_request_duration_seconds",
+                                          "Seconds a request took, by method and handler.",
                                           labels=("method", "handler"))
         for labels, histogram in self._by_handler.items():
             histogram.add_to(durations, labels)

@@ -115,10 +115,11 @@ def warn_of_open_ports(config: ServerConfig, port: int, admin_port: int | None) 
     """Says so if others than this machine's users may use the server without a key."""
     if read_keys(config):
         return
-    for host, number, option in ((config.host, port, "--host"), (config.admin_host, admin_port, "--admin-host")):
+    for host, number, option in ((config.host, port, "--host"),
+                                 (config.admin_host, admin_port, "--admin-host")):
         if number is not None and not is_loopback(host):
-            logger.warning("whoever reaches port %d on %s may use this server, as it has no key; set one with --api-key or SHOAL_API_KEY, "
-                           "or leave %s at 127.0.0.1", number, host, option)
+            logger.warning("whoever reaches port %d on %s may use this server, as it has no key; set one "
+                           "with --api-key or SHOAL_API_KEY, or leave %s at 127.0.0.1", number, host, option)
 
 
 async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:
@@ -147,13 +148,17 @@ def _served(planned: Planned, llm: AsyncLLM, engine: ServedEngine, tokenizer: To
         generation_config=info.generation_config, seed=planned.config.seed, max_queued_requests=config.max_queued_requests,
         request_timeout=config.request_timeout, tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
-        trust_request_chat_template=config.trust_request_chat_template, cache_config=_cache_config(planned.config, info),
+        trust_request_chat_template=config.trust_request_chat_template,
+        cache_config=_cache_config(planned.config, info),
         on_gpu=info.device != "cpu", summary=summarize(planned.files))
 
 
 def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
     """What vllm:cache_config_info says: vLLM's labels, as far as they mean something here."""
-    return {"block_size": str(info.block_size), "cache_dtype": info.dtype, "num_gpu_blocks": str(info.num_blocks),
-            "kv_cache_size_tokens": str(info.num_blocks * info.block_size), "enable_prefix_caching": str(config.enable_prefix_caching),
-            "gpu_memory_utilization": str(config.gpu_memory_utilization), "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
+    return {"block_size": str(info.block_size), "cache_dtype": info.dtype,
+            "num_gpu_blocks": str(info.num_blocks),
+            "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+            "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
             "num_gpu_blocks_override": str(config.num_gpu_blocks_override)}

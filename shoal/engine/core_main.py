@@ -1,4 +1,4 @@
-"""The core's process: `python -m shoal.engine.core_main FOLDER LOG_LEVEL LOG_STYLE`, started by engine/core_process.py.
+"""The core's process: `python -m shoal.engine.core_main FOLDER LOG_LEVEL LOG_STYLE`, run by core_process.py.
 
 The main thread steps the engine. One thread decodes what comes, another encodes what goes, so that a big message never waits for a step
 nor a step for it. Between two steps all that has come is taken in: requests, aborts, calls. Without work the main thread sleeps in the

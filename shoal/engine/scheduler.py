@@ -241,10 +241,12 @@ class Scheduler:
 
     def stats(self) -> Stats:
         return Stats(num_running=len(self.running), num_waiting=len(self.waiting),
-                     num_deferred=sum(seq.held or seq.asking for seq in self.waiting), num_blocks=self.pool.num_blocks,
+                     num_deferred=sum(seq.held or seq.asking for seq in self.waiting),
+                     num_blocks=self.pool.num_blocks,
                      num_free_blocks=self.pool.num_free, num_preemptions=self._num_preemptions,
                      prefix_cache_queries=self._prefix_cache_queries, prefix_cache_hits=self._prefix_cache_hits,
-                     external_prefix_cache_queries=self._external_queries, external_prefix_cache_hits=self._external_hits,
+                     external_prefix_cache_queries=self._external_queries,
+                     external_prefix_cache_hits=self._external_hits,
                      step_tokens=self._step_tokens, steps_by_tokens=list(self._steps_by_tokens))
 
     def reset_prefix_cache(self) -> bool:

@@ -60,7 +60,8 @@ class Server:
         return bool(self._keys)
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a request, the first if it names none. A name without a tag is that with `:latest`, as Ollama has it."""
+        """The model of a request, the first if it names none. A name may have the tag `:latest` or do
+        without, as in Ollama."""
         if name is None:
             return self.models[0]
         names = (name, name.removesuffix(LATEST), name + LATEST)

@@ -70,7 +70,7 @@ class Exchange:
         self.route: Route | None = None
         self.generation: Generation | None = None    # what a handler answers with, for the log
         self.status: int | None = None               # None: nothing is out
-        self.error: ApiError | None = None           # what the client was told of, maybe in the middle of a stream
+        self.error: ApiError | None = None           # what the client was told of, maybe amid a stream
         self.ended = False
         self.read_all = False         # nothing of the body is left in the socket
         self.is_gone = False

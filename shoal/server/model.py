@@ -52,7 +52,7 @@ class ServedModel:
     tool_call_parser: str = "none"           # "hermes" | "llama3_json" | "none"
     reasoning_parser: str = "none"           # "qwen3" | "none"
     trust_request_chat_template: bool = False
-    cache_config: dict[str, str] = field(default_factory=dict)         # of the KV cache, for dashboards: vLLM's names
+    cache_config: dict[str, str] = field(default_factory=dict)         # for vllm:cache_config_info
     on_gpu: bool = False
     summary: ModelSummary = field(default_factory=ModelSummary)
 

@@ -1,4 +1,7 @@
-"""/api/...: Ollama's API, for the many tools that speak nothing else. Streams are JSON objects, a line each, and are the default."""
+"""/api/...: Ollama's API, for the many tools that speak nothing else.
+
+Answers are streams unless it is said otherwise: JSON objects, a line each.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ NEVER = "2100-01-01T00:00:00Z"    # models stay
 # What clients send
 
 class OllamaOptions(Struct, kw_only=True):
-    """How tokens are drawn. Those of Ollama's own runner (num_ctx, num_gpu, num_thread and the like) are taken and mean nothing here: the
-    server was started with its own."""
+    """How tokens are drawn. Those of Ollama's own runner (num_ctx, num_gpu, num_thread and the like) are
+    taken and mean nothing here: the server was started with its own."""
 
     num_predict: int | None = None                # not above 0: as many as fit
     temperature: float | None = None
@@ -112,7 +115,7 @@ class OllamaShowRequest(Struct, kw_only=True):
 class OllamaEmbedRequest(Struct, kw_only=True):
     input: str | list[str]
     model: str | None = None
-    truncate: bool | None = None                  # true unless it is said: the last tokens that fit
+    truncate: bool | None = None                  # true unless it is said: the first tokens that fit
     dimensions: Positive | None = None
     options: OllamaOptions | None = None
     keep_alive: float | str | None = None
@@ -243,7 +246,7 @@ async def generate(exchange: Exchange) -> None:
     model = exchange.server.find(request.model)
     _refuse_images(request.images, "images")
     for name, why in (("suffix", "no model here fills in the middle"),
-                      ("template", "the model's own chat template is used; send the prompt as the model is to read it, with raw")):
+                      ("template", "the model's own is used; send the prompt as the model reads it (raw)")):
         if getattr(request, name):
             raise ApiError(400, f"{name} is given, and {why}; leave it out", param=name)
     writer = _Writer(exchange, request.model or model.name, is_chat=False)
@@ -263,30 +266,36 @@ async def generate(exchange: Exchange) -> None:
     await _answer(exchange, request, model, prompt, params, plan, writer)
 
 
-async def _chat_prompt(request: OllamaRequest, model: ServedModel, messages: list[dict[str, Any]], plan: ToolPlan,
+async def _chat_prompt(request: OllamaRequest, model: ServedModel, messages: list[dict[str, Any]],
+                       plan: ToolPlan,
                        params: SamplingParams) -> Prompt:
     think, effort = request.think, None
     if think and model.reasoning_parser == "none":
-        raise ApiError(400, f"think is given, and the model {model.name} does not think aloud; leave it out", param="think")
+        raise ApiError(400, f"think is given, and the model {model.name} does not think aloud; leave it out",
+                       param="think")
     if isinstance(think, str):
         if think not in EFFORTS:
-            raise ApiError(400, f"think {think!r:.40} is neither true, false nor one of {', '.join(EFFORTS)}", param="think")
+            raise ApiError(400, f"think {think!r:.40} is neither true, false nor one of {', '.join(EFFORTS)}",
+                           param="think")
         effort = think
     elif think is False:
         effort = "none"
     variables = template_variables(None, effort, params, model.reasoning_parser)
     # An answer that the caller began is gone on with.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    return await model.chat_prompt(messages, tools=plan.tools, continue_final_message=begun, variables=variables)
+    return await model.chat_prompt(messages, tools=plan.tools, continue_final_message=begun,
+                                   variables=variables)
 
 
-async def _answer(exchange: Exchange, request: OllamaRequest, model: ServedModel, prompt: Prompt, params: SamplingParams,
+async def _answer(exchange: Exchange, request: OllamaRequest, model: ServedModel, prompt: Prompt,
+                  params: SamplingParams,
                   plan: ToolPlan, writer: _Writer) -> None:
     # Whatever num_predict says, an answer ends where the context does.
     room = model.max_model_len - len(prompt.token_ids)
     if params.max_tokens is not None and room > 0:
         params.max_tokens = min(params.max_tokens, room)
-    parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
+    parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "",
+                          params).parser()
     async with Generation(model, [prompt], params, request_id=exchange.request_id) as generation:
         exchange.generation = generation
         if request.stream is False:
@@ -305,7 +314,8 @@ async def _answer(exchange: Exchange, request: OllamaRequest, model: ServedModel
 
 
 class _Writer:
-    """What has come of an answer and is not yet sent. Tool calls are sent when they are whole: their arguments are an object."""
+    """What has come of an answer and is not yet sent. Tool calls are sent when they are whole, as their
+    arguments are an object."""
 
     def __init__(self, exchange: Exchange, name: str, *, is_chat: bool) -> None:
         """name: that of the model, as the client wrote it."""
@@ -337,7 +347,8 @@ class _Writer:
     def last(self, reason: str, generation: Generation) -> bytes:
         """The last object, with all that was not sent and what it took."""
         prompt, [times] = generation.prompts[0], generation.times
-        started = times.arrival + times.queued    # before it: reading, tokenizing, waiting, and the waking of a model that slept
+        # Before it was started it was read and tokenized, it waited, and a model that slept was woken.
+        started = times.arrival + times.queued
         found = {**self._head(True), **self._take(len(self._calls)), "done_reason": reason}
         if self.gives_context:
             found["context"] = [*prompt.token_ids, *self._token_ids]
@@ -379,12 +390,14 @@ def _to_chat(i: int, message: OllamaMessage) -> dict[str, Any]:
     """As a message of OpenAI's chat API."""
     _refuse_images(message.images, f"messages[{i}].images")
     found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    for name, value in (("reasoning_content", message.thinking), ("name", message.tool_name), ("tool_call_id", message.tool_call_id)):
+    for name, value in (("reasoning_content", message.thinking), ("name", message.tool_name),
+                        ("tool_call_id", message.tool_call_id)):
         if value is not None:
             found[name] = value
     if message.tool_calls:
         found["tool_calls"] = [{"id": call.id or f"call_{i}_{k}", "type": "function",
-                                "function": {"name": call.function.name, "arguments": call.function.arguments}}
+                                "function": {"name": call.function.name,
+                                             "arguments": call.function.arguments}}
                                for k, call in enumerate(message.tool_calls)]
     return found
 
@@ -396,13 +409,14 @@ def _refuse_images(images: list[str] | None, param: str) -> None:
 
 def _params(request: OllamaRequest, model: ServedModel) -> SamplingParams:
     options = request.options or OllamaOptions()
-    given = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p,
-             "seed": options.seed, "stop": options.stop or None, "repetition_penalty": options.repeat_penalty,
-             "presence_penalty": options.presence_penalty, "frequency_penalty": options.frequency_penalty}
+    given = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p,
+             "min_p": options.min_p, "seed": options.seed, "stop": options.stop or None,
+             "repetition_penalty": options.repeat_penalty, "presence_penalty": options.presence_penalty,
+             "frequency_penalty": options.frequency_penalty}
+    given = {name: value for name, value in given.items() if value is not None}
     wanted = options.num_predict
-    return SamplingParams(**{**model.default_params, **{name: value for name, value in given.items() if value is not None}},
-                          max_tokens=wanted if wanted is not None and wanted > 0 else None,
-                          structured_outputs=_structured(request.format))
+    return SamplingParams(**{**model.default_params, **given}, structured_outputs=_structured(request.format),
+                          max_tokens=wanted if wanted is not None and wanted > 0 else None)
 
 
 def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | None:
@@ -426,8 +440,8 @@ async def embed_texts(exchange: Exchange) -> None:
         prompts = await _prompts(model, texts, truncates=request.truncate is not False)
         vectors = await embed(exchange, model, prompts, dimensions=request.dimensions)
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    await exchange.json(OllamaEmbeddings(request.model or model.name, vectors, _nanoseconds(time.perf_counter() - exchange.arrival),
-                                         0, num_tokens))
+    duration = _nanoseconds(time.perf_counter() - exchange.arrival)
+    await exchange.json(OllamaEmbeddings(request.model or model.name, vectors, duration, 0, num_tokens))
 
 
 async def embed_text(exchange: Exchange) -> None:
@@ -462,16 +476,19 @@ async def tags(exchange: Exchange) -> None:
 async def ps(exchange: Exchange) -> None:
     """Those that are awake."""
     awake = [model for model in exchange.server.models if not await model.engine.is_sleeping()]
-    await exchange.json(OllamaModels([_model(model, model.name, expires_at=NEVER, size_vram=model.summary.num_bytes if model.on_gpu else 0,
+    await exchange.json(OllamaModels([_model(model, model.name, expires_at=NEVER,
+                                             size_vram=model.summary.num_bytes if model.on_gpu else 0,
                                              context_length=model.max_model_len) for model in awake]))
 
 
 async def show(exchange: Exchange) -> None:
     request = exchange.decode(OllamaShowRequest)
     model = exchange.server.find(request.model or request.name)
-    summary, template = model.summary, (model.tokenizer.chat_template if model.tokenizer is not None else None) or ""
+    summary = model.summary
+    template = (model.tokenizer.chat_template if model.tokenizer is not None else None) or ""
     sizes = {**summary.sizes, "context_length": model.max_model_len}
-    info: dict[str, Any] = {"general.architecture": summary.architecture, "general.parameter_count": summary.num_parameters}
+    info: dict[str, Any] = {"general.architecture": summary.architecture,
+                            "general.parameter_count": summary.num_parameters}
     info |= {f"{summary.architecture}.{name}": value for name, value in sizes.items()}
     capabilities = ["completion"]
     if template and model.tool_call_parser != "none":
@@ -480,20 +497,20 @@ async def show(exchange: Exchange) -> None:
         capabilities.append("thinking")
     parameters = "\n".join(f"{'repeat_penalty' if name == 'repetition_penalty' else name} {value}"
                            for name, value in model.default_params.items())
-    await exchange.json(OllamaShown(f"FROM {model.name}\n", parameters, template, _details(model), info, capabilities,
-                                    _time(summary.modified)))
+    await exchange.json(OllamaShown(f"FROM {model.name}\n", parameters, template, _details(model), info,
+                                    capabilities, _time(summary.modified)))
 
 
 def _model(model: ServedModel, name: str, **more: Any) -> OllamaModel:
     tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
-    return OllamaModel(name=tagged, model=tagged, size=model.summary.num_bytes, digest=model.summary.digest, details=_details(model),
-                       **more)
+    return OllamaModel(name=tagged, model=tagged, size=model.summary.num_bytes, digest=model.summary.digest,
+                       details=_details(model), **more)
 
 
 def _details(model: ServedModel) -> OllamaDetails:
     summary = model.summary
-    return OllamaDetails("", summary.format, summary.architecture, [summary.architecture], _size(summary.num_parameters),
-                         summary.quantization)
+    return OllamaDetails("", summary.format, summary.architecture, [summary.architecture],
+                         _size(summary.num_parameters), summary.quantization)
 
 
 def _size(count: int) -> str:
@@ -505,7 +522,9 @@ def _size(count: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    """As RFC 3339 has it, in UTC."""
+    time = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return time.isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
 
 
 def _nanoseconds(seconds: float) -> int:

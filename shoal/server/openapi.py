@@ -33,7 +33,8 @@ def _encoded(routes: tuple[Route, ...]) -> bytes:
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    types = [t for route in routes for t in (route.request, route.response, route.dialect.error) if t is not None]
+    types = [t for route in routes for t in (route.request, route.response, route.dialect.error)
+             if t is not None]
     found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(types, found))
     paths: dict[str, dict[str, Any]] = {}
@@ -41,7 +42,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Shoal", "version": __version__, "description": "OpenAI's, Anthropic's and Ollama's APIs, and some of vLLM's."},
+        "info": {"title": "Shoal", "version": __version__,
+                 "description": "OpenAI's, Anthropic's and Ollama's APIs, and some of vLLM's."},
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"},
                                                                   "key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}},
@@ -57,7 +59,8 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         kind = route.dialect.stream_type.partition(";")[0]
         content[kind] = {"schema": EVENT if kind == "text/event-stream" else {}}
     is_foreign = route.path.startswith(("/v1/", "/api/"))
-    operation: dict[str, Any] = {"summary": route.summary, "tags": [route.dialect.name if is_foreign else "This server"],
+    operation: dict[str, Any] = {"summary": route.summary,
+                                 "tags": [route.dialect.name if is_foreign else "This server"],
                                  "operationId": f"{route.method.lower()}{route.path}",
                                  "responses": {"200": {"description": "OK", "content": content}}}
     error = schemas[route.dialect.error]

@@ -1,10 +1,7 @@
 """The server's log of requests: one line when a request ends, with what it cost and never with what was said.
 
-    127.0.0.1 POST /v1/chat/completions 200 1.262s model=smollm2 in=34 cached=16 out=120 ttft=0.041s speed=98.2/s finish=stop id=3f2a...
-
-`in` and `out` are tokens, `cached` is the part of `in` that the prefix cache held, `speed` is tokens a second after the first one. A client
-that left before its answer was whole is a 499, as in nginx.
-"""
+`in` and `out` are tokens, `cached` is the part of `in` that the prefix cache held, `speed` is tokens a second
+after the first one. A client that left before its answer was whole is a 499, as in nginx. """
 
 from __future__ import annotations
 
@@ -27,15 +24,20 @@ logger = logging.getLogger(__name__)
 CLIENT_GONE = 499
 MAX_PATH = 200                # characters
 REFUSAL_SECONDS = 1.0
+# A field, its name in a line of text, and its unit.
+LABELS = (("model", "model", ""), ("prompt_tokens", "in", ""), ("cached_tokens", "cached", ""),
+          ("completion_tokens", "out", ""), ("ttft_seconds", "ttft", "s"),
+          ("tokens_per_second", "speed", "/s"), ("finish_reason", "finish", ""), ("request_id", "id", ""),
+          ("error", "error", ""))
 PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)    # what needs no quotes in a line
-# Errors show the value that was wrong, and in a prompt's place that is the prompt: what is quoted stays out of the log. Values are cut
-# where they are long, so a quotation may have no end.
+# Errors show the value that was wrong, and in a prompt's place that is the prompt: what is quoted stays out
+# of the log. Values are cut where they are long, so a quotation may have no end.
 QUOTED = re.compile(r"""(?<!\w)(['"])(?:(?!\1)[^\\]|\\.)*(?:\1|\\?$)""", re.DOTALL)
 
 
 def log_request(exchange: Exchange, wanted: str) -> None:
-    """Writes the line of a request that has ended. wanted: ServerConfig.log_requests. What is asked all day long (Route.quiet) is told at
-    the level DEBUG."""
+    """Writes the line of a request that has ended. wanted: ServerConfig.log_requests. What is asked all day
+    long (Route.quiet) is told at the level DEBUG."""
     is_quiet = exchange.route is not None and exchange.route.quiet
     status, error = status_of(exchange), exchange.error
     is_error = status >= 400 or error is not None
@@ -67,8 +69,8 @@ def event_of(exchange: Exchange) -> Event:
 
 
 class RefusalLog:
-    """Lines of what never became a request, as its head was no HTTP, too long or too late, or the server had no room for its connection.
-    There is a line a second at the most: such things come in floods."""
+    """Lines of what never became a request, as its head was no HTTP, too long or too late, or the server had
+    no room for its connection. There is a line a second at the most: such things come in floods."""
 
     def __init__(self, wanted: str) -> None:
         """wanted: ServerConfig.log_requests."""
@@ -81,7 +83,8 @@ class RefusalLog:
         if now - self._told_at < REFUSAL_SECONDS:
             self._num_untold += 1
             return
-        fields = {"client": client, "method": "-", "path": "-", "status": error.status, "error": error.message, "untold": self._num_untold}
+        fields = {"client": client, "method": "-", "path": "-", "status": error.status,
+                  "error": error.message, "untold": self._num_untold}
         more = f" (and {self._num_untold} others before)" if self._num_untold else ""
         logger.warning(Event(f"{client} - - {error.status} error={_value(error.message)}{more}", fields))
         self._told_at, self._num_untold = now, 0
@@ -89,8 +92,8 @@ class RefusalLog:
 
 def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
     usage, times = generation.usage, generation.times
-    fields = {"model": generation.model.name, "prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens,
-              "completion_tokens": usage.completion_tokens}
+    fields = {"model": generation.model.name, "prompt_tokens": usage.prompt_tokens,
+              "cached_tokens": usage.cached_tokens, "completion_tokens": usage.completion_tokens}
     begun = [one for one in times if one.first]
     if usage.completion_tokens:
         first = min(one.first for one in begun)
@@ -104,10 +107,9 @@ def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
 
 
 def _text(fields: dict[str, Any]) -> str:
-    parts = [fields["client"], fields["method"], fields["path"], str(fields["status"]), f"{fields['seconds']:.3f}s"]
-    for name, label, unit in (("model", "model", ""), ("prompt_tokens", "in", ""), ("cached_tokens", "cached", ""),
-                              ("completion_tokens", "out", ""), ("ttft_seconds", "ttft", "s"), ("tokens_per_second", "speed", "/s"),
-                              ("finish_reason", "finish", ""), ("request_id", "id", ""), ("error", "error", "")):
+    seconds = f"{fields['seconds']:.3f}s"
+    parts = [fields["client"], fields["method"], fields["path"], str(fields["status"]), seconds]
+    for name, label, unit in LABELS:
         if (value := fields.get(name)) is not None:
             shown = f"{value:.3f}" if name == "ttft_seconds" else _value(str(value))
             parts.append(f"{label}={shown}{unit}")

@@ -71,7 +71,8 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
         except OSError as error:    # two may bind one address; the second to listen has lost
             raise ConfigError(f"port {port.getsockname()[1]} was taken by another server meanwhile: {error}; choose another") from None
     asyncio.get_running_loop().set_exception_handler(_LoopErrors())
-    servers = [_Uvicorn(_settings(one, config, Connections(most, RefusalLog(config.log_requests)))) for one, _ in listeners]
+    servers = [_Uvicorn(_settings(one, config, Connections(most, RefusalLog(config.log_requests))))
+               for one, _ in listeners]
     tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, (_, listener) in zip(servers, listeners)]
     reports: asyncio.Task[None] | None = None
     try:

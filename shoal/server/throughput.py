@@ -49,7 +49,8 @@ async def report_throughput(models: Sequence[ServedModel], interval: float = INT
 
 def _counts(model: ServedModel, stats: Stats) -> _Counts:
     metrics = model.metrics
-    return _Counts(metrics.prompt_tokens, metrics.generation_tokens, stats.prefix_cache_queries, stats.prefix_cache_hits,
+    return _Counts(metrics.prompt_tokens, metrics.generation_tokens, stats.prefix_cache_queries,
+                   stats.prefix_cache_hits,
                    time.perf_counter())
 
 
@@ -61,10 +62,13 @@ def _event(name: str, stats: Stats, before: _Counts, now: _Counts) -> Event | No
     if not (prompt or generation or stats.num_running or stats.num_waiting):
         return None
     queries = now.queries - before.queries
-    fields = {"model": name, "prompt_tokens_per_second": round(prompt, 1), "generation_tokens_per_second": round(generation, 1),
-              "running": stats.num_running, "waiting": stats.num_waiting, "kv_cache_usage": round(stats.kv_cache_usage, 4),
+    fields = {"model": name, "prompt_tokens_per_second": round(prompt, 1),
+              "generation_tokens_per_second": round(generation, 1),
+              "running": stats.num_running, "waiting": stats.num_waiting,
+              "kv_cache_usage": round(stats.kv_cache_usage, 4),
               "prefix_cache_hit_rate": round((now.hits - before.hits) / queries, 4) if queries > 0 else None}
     hits = f"{fields['prefix_cache_hit_rate']:.1%}" if queries > 0 else "-"
-    text = (f"{name}: prompt {prompt:.1f} tokens/s, generation {generation:.1f} tokens/s, running {stats.num_running}, "
-            f"waiting {stats.num_waiting}, KV cache {stats.kv_cache_usage:.1%}, prefix cache hits {hits}")
+    text = (f"{name}: prompt {prompt:.1f} tokens/s, generation {generation:.1f} tokens/s, "
+            f"running {stats.num_running}, waiting {stats.num_waiting}, "
+            f"KV cache {stats.kv_cache_usage:.1%}, prefix cache hits {hits}")
     return Event(text, fields)

@@ -47,14 +47,17 @@ async def detokenize(exchange: Exchange) -> None:
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
-    """What a tokenizer_config.json would say, for clients that render chat templates themselves. ?model=NAME, or the first model."""
+    """What a tokenizer_config.json would say, for clients that render chat templates themselves. It is that
+    of ?model=NAME, or of the first model."""
     names = exchange.query().get("model")
     model = exchange.server.find(names[0] if names else None)
     tokenizer = model.need_tokenizer()
     added = {str(i): AddedToken(tokenizer.token_text(i), special=True) for i in tokenizer.all_special_ids}
     special = tokenizer.special_tokens_map
-    await exchange.json(TokenizerInfo("PreTrainedTokenizerFast", tokenizer.chat_template, model.max_model_len, len(tokenizer), added,
-                                      special.get("bos_token"), special.get("eos_token"), special.get("unk_token"),
+    await exchange.json(TokenizerInfo("PreTrainedTokenizerFast", tokenizer.chat_template, model.max_model_len,
+                                      len(tokenizer), added,
+                                      special.get("bos_token"), special.get("eos_token"),
+                                      special.get("unk_token"),
                                       special.get("pad_token")))
 
 
@@ -63,19 +66,25 @@ async def create_embeddings(exchange: Exchange) -> None:
     model = exchange.server.find(request.model)
     keep = model.max_model_len if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
     prompts = await read_prompts(model, request.input, field="input", keep=keep, add_special_tokens=request.add_special_tokens is not False)
-    vectors = await embed(exchange, model, prompts, dimensions=request.dimensions, request_id=request.request_id,
+    vectors = await embed(exchange, model, prompts, dimensions=request.dimensions,
+                          request_id=request.request_id,
                           priority=request.priority, cache_salt=request.cache_salt, timeout=request.timeout)
-    data = [{"object": "embedding", "index": i, "embedding": _packed(vector) if request.encoding_format == "base64" else vector}
+    data = [{"object": "embedding", "index": i, "embedding": _packed(vector) if request.encoding_format
+             == "base64" else vector}
             for i, vector in enumerate(vectors)]
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    await exchange.json({"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+    await exchange.json({"object": "list", "data": data, "model": model.name,
+                         "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
 
 
-async def embed(exchange: Exchange, model: ServedModel, prompts: Sequence[Prompt], *, dimensions: int | None = None,
+async def embed(exchange: Exchange, model: ServedModel, prompts: Sequence[Prompt], *, dimensions: int
+                | None = None,
                 request_id: str | None = None, priority: int = 0, cache_salt: str | None = None,
                 timeout: float | None = None) -> list[list[float]]:
-    """A vector of unit length for each prompt, of its first `dimensions` numbers. Raises ApiError and RequestError."""
-    generation = Generation(model, prompts, SamplingParams(max_tokens=1), request_id=f"embd-{request_id or exchange.request_id}",
+    """A vector of unit length for each prompt: [len(prompts), dimensions, or the model's hidden size]. Raises
+    ApiError and RequestError."""
+    generation = Generation(model, prompts, SamplingParams(max_tokens=1),
+                            request_id=f"embd-{request_id or exchange.request_id}",
                             priority=priority, cache_salt=cache_salt, timeout=timeout, embed=True)
     exchange.generation = generation
     found: dict[int, list[float]] = {}

@@ -90,7 +90,8 @@ def test_steps_are_counted_by_their_tokens():
     s.add(request("a", 25, max_tokens=4))
     run(s)    # 10, 10, 5, then three of one token
     stats = s.stats()
-    assert stats.step_tokens == 28 and dict(zip(STEP_TOKENS, stats.steps_by_tokens)) == {**dict.fromkeys(STEP_TOKENS, 0), 1: 3, 8: 1, 16: 2}
+    by_tokens = dict(zip(STEP_TOKENS, stats.steps_by_tokens))
+    assert stats.step_tokens == 28 and by_tokens == {**dict.fromkeys(STEP_TOKENS, 0), 1: 3, 8: 1, 16: 2}
 
 
 def test_those_who_wait_for_more_than_room_are_told_apart():

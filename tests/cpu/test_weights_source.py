@@ -188,7 +188,8 @@ def test_headers_say_how_large_a_model_is(folder):
     save_file({"a": np.ones((3, 5), np.float16), "b": np.ones(7, np.float32)}, folder / "model-1.safetensors")
     save_file({"c": np.ones((2, 2), np.float16)}, folder / "model-2.safetensors", metadata={"format": "pt"})
     found = summarize(resolve(str(folder)))
-    assert (found.architecture, found.format, found.num_parameters, found.quantization) == ("llama", "safetensors", 26, "F16")
+    assert (found.architecture, found.format) == ("llama", "safetensors")
+    assert (found.num_parameters, found.quantization) == (26, "F16")
     assert found.num_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert found.sizes["embedding_length"] == 64 and re.fullmatch("[0-9a-f]{64}", found.digest)
     assert found == summarize(resolve(str(folder))) and found.digest != before.digest
@@ -199,7 +200,8 @@ def test_a_folder_without_weights_has_no_parameters(folder):
     assert (found.num_parameters, found.num_bytes, found.quantization) == (0, 0, "")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]", b"\x0b" + bytes(7) + b'{"a": true}'])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]",
+                                     b"\x0b" + bytes(7) + b'{"a": true}'])
 def test_a_damaged_header_is_named(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"header of .*model\.safetensors"):
