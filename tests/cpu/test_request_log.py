@@ -87,8 +87,8 @@ def test_an_answered_request_is_one_line_with_its_tokens_and_times(server, lines
     ("/nowhere", {"prompt": SECRET}, 404, "there is nothing at"),
     ("/metrics", {"prompt": SECRET}, 405, "not POST"),
 ])
-def test_a_refusal_is_told_with_its_reason_and_without_what_was_said(server, lines, fields, path, body, status,
-                                                                     words):
+def test_a_refusal_is_told_with_its_reason_and_not_what_was_said(server, lines, fields, path, body, status,
+                                                                 words):
     assert server.request(path, body)[0] == status
     [line], [found] = lines(), fields()
     assert (found["status"], found["level"], found["path"]) == (status, "warning", path)
