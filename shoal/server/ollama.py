@@ -21,6 +21,7 @@ from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import read_prompts
 from shoal.server.protocol import MinusOneOrMore, Positive, Seed, TokenId, Word, Words
+from shoal.server.system import sleep_state_of
 from shoal.server.tokens import embed
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, template_variables
@@ -475,10 +476,11 @@ async def tags(exchange: Exchange) -> None:
 
 async def ps(exchange: Exchange) -> None:
     """Those that are awake."""
-    awake = [model for model in exchange.server.models if not await model.engine.is_sleeping()]
+    states = [(model, await sleep_state_of(model)) for model in exchange.server.models]
     await exchange.json(OllamaModels([_model(model, model.name, expires_at=NEVER,
                                              size_vram=model.summary.num_bytes if model.on_gpu else 0,
-                                             context_length=model.max_model_len) for model in awake]))
+                                             context_length=model.max_model_len)
+                                      for model, state in states if "weights" not in state.asleep]))
 
 
 async def show(exchange: Exchange) -> None:
