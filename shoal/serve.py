@@ -149,8 +149,9 @@ def _served(planned: Planned, llm: AsyncLLM, engine: ServedEngine, tokenizer: To
         request_timeout=config.request_timeout, tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
         trust_request_chat_template=config.trust_request_chat_template,
-        cache_config=_cache_config(planned.config, info),
-        on_gpu=info.device != "cpu", summary=summarize(planned.files))
+        max_logprobs=planned.config.max_logprobs, closes_objects=planned.config.closes_objects,
+        cache_config=_cache_config(planned.config, info), on_gpu=info.device != "cpu",
+        summary=summarize(planned.files))
 
 
 def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:

@@ -15,6 +15,7 @@ from shoal.server.errors import ApiError, to_api_error
 from shoal.server.http import OPENAI, ClientGone, Dialect, Exchange, Receive, Scope, Send
 from shoal.server.keys import read_keys
 from shoal.server.model import ServedModel
+from shoal.server.notices import Notices
 from shoal.server.request_log import log_request, status_of
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -48,6 +49,7 @@ class Server:
         self.by_name = {name: model for model in self.models for name in model.names}
         self.exchanges: set[Exchange] = set()
         self.body_bytes = 0           # of their bodies
+        self.notices = Notices()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in read_keys(config)]
         self._table: dict[str, dict[str, Route]] = {}
         self._prefixes: dict[str, dict[str, Route]] = {}

@@ -237,7 +237,7 @@ async def chat(exchange: Exchange) -> None:
         return
     plan = plan_tools(request.tools, None, None, model.tool_call_parser)
     params = _params(request, model)
-    plan.constrain(params)
+    plan.constrain(params, model.tool_call_parser)
     prompt = await _chat_prompt(request, model, messages, plan, params)
     await _answer(exchange, request, model, prompt, params, plan, writer)
 
@@ -291,13 +291,14 @@ async def _chat_prompt(request: OllamaRequest, model: ServedModel, messages: lis
 async def _answer(exchange: Exchange, request: OllamaRequest, model: ServedModel, prompt: Prompt,
                   params: SamplingParams,
                   plan: ToolPlan, writer: _Writer) -> None:
-    # Whatever num_predict says, an answer ends where the context does.
-    room = model.max_model_len - len(prompt.token_ids)
-    if params.max_tokens is not None and room > 0:
-        params.max_tokens = min(params.max_tokens, room)
+    wanted = request.options.num_ctx if request.options is not None else None
+    if wanted is not None and wanted > model.max_model_len:
+        exchange.warn("num_ctx", f"options.num_ctx {wanted} is more than the {model.max_model_len} tokens that "
+                                 f"{model.name} was started with (--max-model-len)")
     parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "",
                           params).parser()
-    async with Generation(model, [prompt], params, request_id=exchange.request_id) as generation:
+    async with Generation(model, [prompt], params, request_id=exchange.request_id,
+                          cuts_max_tokens=True) as generation:
         exchange.generation = generation
         if request.stream is False:
             [answer] = await generation.collect()

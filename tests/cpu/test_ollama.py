@@ -84,6 +84,14 @@ def test_options_reach_the_engine(served):
     assert chat(served, options={"stop": "cd"})["message"]["content"] == "ab"
 
 
+def test_options_that_mean_nothing_are_told_once(served, caplog):
+    served.say("Hi.")
+    for _ in range(2):
+        chat(served, options={"num_ctx": 8192, "mirostat": 1, "num_thread": 8})
+    [context, unknown] = sorted(r.getMessage() for r in caplog.records if r.name == "shoal.server.notices")
+    assert "'options.mirostat'" in context + unknown and "num_ctx 8192 is more than the 4096" in context + unknown
+
+
 def test_a_format_is_a_grammar(served):
     served.say("{}")
     chat(served, format="json")
