@@ -106,7 +106,8 @@ def test_tools_are_called(choice, chat):
 
 def test_mistakes_are_explained(chat):
     broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
-    for options, words in (({"temperature": -1}, "temperature"), ({"logprobs": True, "top_logprobs": 30}, "top_logprobs"), ({"model": "other"}, "other"),
+    for options, words in (({"temperature": -1}, "temperature"), ({"model": "other"}, "other"),
+                           ({"logprobs": True, "top_logprobs": 30}, "top_logprobs"),
                            ({"response_format": broken}, "nonsense")):
         with pytest.raises(openai.APIStatusError) as error:
             chat(**options)
