@@ -37,6 +37,7 @@ async def create_chat_completion(exchange: Exchange) -> None:
     is_plain = plan.mode == "none" and model.reasoning_parser == "none"
     form = None if is_plain else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
     answer = _Answer(model, request, generation, form)
+    exchange.generation = generation
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(answer.id, "chat.completion.chunk", answer.created, model.name, usage=usage,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shoal.api import Control, Engine, SleepState, Stats, sampling_defaults
+from shoal.api import Control, Engine, ModelSummary, SleepState, Stats, sampling_defaults
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.server.admission import Admission
@@ -55,13 +55,16 @@ class ServedModel:
     tool_call_parser: str = "none"           # "hermes" | "llama3_json" | "none"
     reasoning_parser: str = "none"           # "qwen3" | "none"
     trust_request_chat_template: bool = False
+    cache_config: dict[str, str] = field(default_factory=dict)         # for vllm:cache_config_info
+    on_gpu: bool = False
+    summary: ModelSummary = field(default_factory=ModelSummary)
     max_logprobs: int = 20                   # most that a request may ask for; -1: no limit
     closes_objects: bool = True              # of a JSON schema, where nothing says otherwise
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
         self.admission = Admission(self.max_num_seqs, self.max_queued_requests)
-        self.metrics = ModelMetrics(self.name, self.max_model_len)
+        self.metrics = ModelMetrics(self.name, self.max_model_len, self.cache_config)
         self.numbers = itertools.count()
         self.seeds = random.Random(self.seed)
         self.default_params = sampling_defaults(self.generation_config)
