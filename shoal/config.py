@@ -284,6 +284,7 @@ class ServerConfig:
     port: int = option(8000, "0: any that is free", common=True)
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
     admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
+    profile_dir: str = option("shoal-traces", "the folder below which /start_profile writes traces")
     served_model_name: list[str] | None = option(
         None, "names clients use; the first is the one answered with; default: the model as given",
         common=True)
