@@ -3,6 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# The tests run in that many processes, a file's in one of them; tests of the engine use one thread each.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
+
 # The torch of .venv, and the index that it comes from. On a machine without a GPU that is PyTorch's own index of CPU wheels (200 MB), if
 # it answers within three seconds; the ordinary index has only builds with CUDA for Linux on x86 (gigabytes). It is chosen once, when .venv
 # is made. Variables say otherwise:
@@ -22,11 +26,11 @@ demo: .venv/ready
 	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
 
 test: .venv/ready-test
-	$(BIN)/python -m pytest tests
+	$(PYTEST)
 
 # What is slow or rare: a quarter of an hour more.
 test-slow: .venv/ready-test
-	$(BIN)/python -m pytest tests -m slow
+	$(PYTEST) -m slow
 
 check: .venv/ready-test
 	$(BIN)/ruff check shoal tests benchmarks
