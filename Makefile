@@ -3,10 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# The tests run in that many processes, a file's in one of them; tests of the engine use one thread each.
-JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
-
 # The torch of .venv, and the index that it comes from. On a machine without a GPU that is PyTorch's own index of CPU wheels (200 MB), if
 # it answers within three seconds; the ordinary index has only builds with CUDA for Linux on x86 (gigabytes). It is chosen once, when .venv
 # is made. Variables say otherwise:
@@ -19,6 +15,10 @@ HAS_GPU := test -e /dev/nvidia0 || command -v nvidia-smi >/dev/null
 # The alarm ends Python, as a timeout of urlopen would not bound the search for the address.
 ANSWERS := $(PYTHON) -c "import signal, urllib.request; signal.alarm(3); urllib.request.urlopen('$(CPU_INDEX)/torch/')"
 TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/dev/null)
+
+# The tests run in that many processes, those of a file in one of them. A GPU has room for one.
+JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 2)
+PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
 
 .PHONY: demo test test-slow check test-gpu bench bench-gpu clean
 
