@@ -16,17 +16,21 @@ HAS_GPU := test -e /dev/nvidia0 || command -v nvidia-smi >/dev/null
 ANSWERS := $(PYTHON) -c "import signal, urllib.request; signal.alarm(3); urllib.request.urlopen('$(CPU_INDEX)/torch/')"
 TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/dev/null)
 
+# The tests run in that many processes, those of a file in one of them. A GPU has room for one.
+JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 2)
+PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
+
 .PHONY: demo test test-slow check test-gpu bench bench-gpu clean
 
 demo: .venv/ready
 	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
 
 test: .venv/ready-test
-	$(BIN)/python -m pytest tests
+	$(PYTEST)
 
 # What is slow or rare: a quarter of an hour more.
 test-slow: .venv/ready-test
-	$(BIN)/python -m pytest tests -m slow
+	$(PYTEST) -m slow
 
 check: .venv/ready-test
 	$(BIN)/ruff check shoal tests benchmarks examples
