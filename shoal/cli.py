@@ -111,8 +111,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser, config: type, title: str, but: tuple[str, ...] = ()) -> None:
+    add_flags(parser.add_argument_group(title), config, but)
+
+
+def add_flags(group: Any, config: type, but: tuple[str, ...] = ()) -> None:
     """A flag for each field of the dataclass `config` but some; one that is not given leaves no trace in the arguments."""
-    group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         if field.name in but:
