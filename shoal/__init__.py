@@ -23,9 +23,9 @@ from shoal.version import __version__
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
 
-__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput", "EmbeddingOutput",
-           "EmbeddingRequestOutput", "EngineArgs", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
-           "TokensPrompt", "__version__"]
+__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput",
+           "EmbeddingOutput", "EmbeddingRequestOutput", "EngineArgs", "Logprob", "RequestOutput", "SamplingParams",
+           "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -153,8 +153,9 @@ class SamplingParams:
 class BeamSearchParams:
     """How `LLM.beam_search` looks for likely texts. Raises RequestError for impossible values.
 
-    A finished beam's score is the sum of its log-probabilities, divided by its number of generated tokens (its end-of-text id too) to the
-    power of `length_penalty`. `temperature` changes nothing, as in vLLM: beams are scored by the model's own log-probabilities.
+    A finished beam's score is the sum of its log-probabilities, divided by its number of generated tokens (its
+    end-of-text id too) to the power of `length_penalty`. `temperature` changes nothing, as in vLLM: beams are
+    scored by the model's own log-probabilities.
     """
 
     beam_width: int
@@ -382,14 +383,15 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam: `tokens` are the prompt's ids and the generated ones, `text` is both as text (None without a tokenizer)."""
+    """One beam: `tokens` are the prompt's ids and the generated ones; `text` is both as text, None without a
+    tokenizer."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs]            # one a generated token
+    logprobs: list[TokenLogprobs]           # one a generated token
     cum_logprob: float = 0.0
     text: str | None = None
-    finish_reason: str | None = None         # "stop" at an end-of-text id, "length" at max_tokens or max_model_len
-    stop_reason: int | str | None = None     # the end-of-text id
+    finish_reason: str | None = None        # "stop" at an end-of-text id, "length" at a limit of tokens
+    stop_reason: int | str | None = None    # the end-of-text id
 
 
 @dataclass(slots=True)

@@ -157,7 +157,8 @@ class EngineConfig:
 
     @classmethod
     def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Those of them that are fields. Raises ConfigError for unknown names; meaningless ones of vLLM are dropped with a warning."""
+        """Those of them that are fields. Raises ConfigError for unknown names; meaningless ones of vLLM are
+        dropped with a warning."""
         names = [f.name for f in dataclasses.fields(cls)]
         for name in list(options):
             if name in names:

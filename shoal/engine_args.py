@@ -10,15 +10,16 @@ from shoal.config import EngineConfig
 
 
 class EngineArgs(EngineConfig):
-    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. What of vLLM's means nothing here is dropped
-    with a warning, as by `LLM`. Raises ConfigError."""
+    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. What of vLLM's means
+    nothing here is dropped with a warning, as by `LLM`. Raises ConfigError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**self.known_options(options))
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
-        """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default. Returns what it was given."""
+        """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default. Returns what
+        it was given."""
         from shoal.cli import add_flags
         add_flags(parser, EngineConfig)
         parser.set_defaults(**{field.name: field.default for field in dataclasses.fields(EngineConfig)})
@@ -27,4 +28,5 @@ class EngineArgs(EngineConfig):
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> EngineArgs:
         """From parsed arguments; those that are no options are left alone."""
-        return cls(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if hasattr(arguments, f.name)})
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})

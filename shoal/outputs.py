@@ -9,4 +9,5 @@ from shoal.api import (
     RequestOutput,
 )
 
-__all__ = ["BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "RequestOutput"]
+__all__ = ["BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "EmbeddingOutput",
+           "EmbeddingRequestOutput", "RequestOutput"]

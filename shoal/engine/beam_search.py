@@ -1,5 +1,5 @@
-"""Beam search over one prompt: which beams go on, which are finished, and when no better one can come. The rules are those of
-`transformers` (`num_beams`, early_stopping=False), so that its results are ours."""
+"""Beam search over one prompt: which beams go on, which are finished, and when no better one can come. The rules
+are those of `transformers` (`num_beams`, early_stopping=False), so that its results are ours."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from shoal.api import BeamSearchParams, BeamSearchSequence, TokenLogprobs
 
 
 class BeamSearch:
-    """Begins with the prompt as its only beam; `advance` takes what the model says about the next token of each running beam."""
+    """Begins with the prompt as its only beam; `advance` takes what the model says about the next token of each
+    running beam."""
 
     def __init__(self, prompt_token_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int],
-                 max_model_len: int) -> None:
+                 max_tokens: int) -> None:
         self.params = params
-        self.max_tokens = min(params.max_tokens, max_model_len - len(prompt_token_ids))
+        self.max_tokens = max_tokens    # at most params.max_tokens: what the model has room for
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.running = [BeamSearchSequence(prompt_token_ids, [])]
-        self.finished: list[tuple[float, BeamSearchSequence]] = []    # with its score; the best first, beam_width of them at most
+        self.finished: list[tuple[float, BeamSearchSequence]] = []    # with its score; the best beam_width of them
 
     @property
     def num_candidates(self) -> int:
-        """So many of a beam's likeliest tokens can matter: beam_width of them go on even if every end-of-text id is among the best."""
+        """So many of a beam's likeliest tokens can matter: beam_width of them go on even if every end-of-text id
+        is among the best."""
         return self.params.beam_width + len(self.eos_token_ids)
 
     def advance(self, likeliest: Sequence[TokenLogprobs]) -> None:
-        """`likeliest` holds, for each running beam, at least `num_candidates` tokens with their log-probabilities."""
+        """`likeliest` holds, for each running beam, at least `num_candidates` tokens with their
+        log-probabilities."""
         width = self.params.beam_width
         candidates = [(beam.cum_logprob + found.logprob, beam, token_id, tokens)
                       for beam, tokens in zip(self.running, likeliest) for token_id, found in tokens.items()]
@@ -34,7 +37,8 @@ class BeamSearch:
         length = len(self.running[0].logprobs) + 1
         self.running = []
         for place, (cum_logprob, beam, token_id, tokens) in enumerate(candidates):
-            grown = replace(beam, tokens=[*beam.tokens, token_id], logprobs=[*beam.logprobs, tokens], cum_logprob=cum_logprob)
+            grown = replace(beam, tokens=[*beam.tokens, token_id], logprobs=[*beam.logprobs, tokens],
+                            cum_logprob=cum_logprob)
             if token_id in self.eos_token_ids:
                 grown.finish_reason, grown.stop_reason = "stop", token_id
             elif length == self.max_tokens:

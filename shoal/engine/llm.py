@@ -96,19 +96,23 @@ class LLM:
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
                     use_tqdm: bool = False) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest texts of each prompt that a search so wide finds, those of `transformers`' num_beams. Each token is
-        a step of all beams of all prompts, which the prefix cache makes cheap. Raises RequestError if beam_width and the model's
-        end-of-text ids are together more than max_logprobs, and for a prompt that leaves no room for a token."""
-        prompts = _as_list(prompts)
+        """The `beam_width` likeliest texts of each prompt that a search so wide finds, those of `transformers`'
+        num_beams. Each token is a step of all beams of all prompts, which the prefix cache makes cheap. Raises
+        RequestError if beam_width and the model's end-of-text ids are together more than max_logprobs, and for a
+        prompt that leaves no room for a token."""
         searches, salts = [], []
-        for prompt in prompts:
+        for prompt in _as_list(prompts):
             _, ids, salt = self._tokenize(prompt)
-            searches.append(BeamSearch(ids, params, self.eos_token_ids, self.core.config.max_model_len))    # type: ignore[arg-type]
+            room = (self.config.max_model_len or 0) - len(ids)
+            searches.append(BeamSearch(ids, params, self.eos_token_ids, min(params.max_tokens, room)))
             salts.append(salt)
         if searches and searches[0].num_candidates > self.config.max_logprobs >= 0:
-            raise RequestError(f"beam_width {params.beam_width} needs the {searches[0].num_candidates} likeliest tokens of each step, more "
-                               f"than max_logprobs {self.config.max_logprobs}; choose fewer beams or raise max_logprobs of the engine")
-        with tqdm(total=params.max_tokens, desc="Beam search", disable=not (use_tqdm and sys.stderr.isatty())) as bar:
+            raise RequestError(
+                f"beam_width {params.beam_width} needs the {searches[0].num_candidates} likeliest tokens of each "
+                f"step, more than max_logprobs {self.config.max_logprobs}; choose fewer beams or raise "
+                "max_logprobs of the engine")
+        hidden = not (use_tqdm and sys.stderr.isatty())
+        with tqdm(total=params.max_tokens, desc="Beam search", disable=hidden) as bar:
             while any(search.running for search in searches):
                 self._advance(searches, salts)
                 bar.update()
@@ -123,8 +127,10 @@ class LLM:
         """One token for every running beam."""
         beams = [{"prompt_token_ids": beam.tokens, "cache_salt": salt}
                  for search, salt in zip(searches, salts) for beam in search.running]
-        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=searches[0].num_candidates, detokenize=False)
-        likeliest = iter([output.outputs[0].logprobs[0] for output in self.generate(beams, params, use_tqdm=False)])    # type: ignore[index]
+        num_candidates = searches[0].num_candidates
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, detokenize=False)
+        outputs = self.generate(beams, params, use_tqdm=False)
+        likeliest = iter([output.outputs[0].logprobs[0] for output in outputs])    # type: ignore[index]
         for search in searches:
             if search.running:
                 search.advance([next(likeliest) for _ in search.running])

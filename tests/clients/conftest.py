@@ -6,14 +6,22 @@ from importlib.util import find_spec
 
 import pytest
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1", "OPENAI_API_KEY": "none",
-               "ANTHROPIC_API_KEY": "none", "DO_NOT_TRACK": "1", "HF_DATASETS_OFFLINE": "1"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "NO_PROXY": "127.0.0.1",
+    "OPENAI_API_KEY": "none",
+    "ANTHROPIC_API_KEY": "none",
+    "DO_NOT_TRACK": "1",
+    "HF_DATASETS_OFFLINE": "1",
+}
 collect_ignore_glob = [] if find_spec("instructor") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory):
     from tests.serving import Serve
+
     server = Serve(tmp_path_factory.mktemp("serve"), "--device", "cpu", "--max-model-len", "2048")
     try:
         server.ready()

@@ -27,8 +27,15 @@ def get_weather(city: Annotated[str, Field(max_length=20)]) -> str:
 @pytest.fixture
 def chat(url, model):
     def make(**options):
-        return ChatOpenAI(model=model, base_url=url + "/v1", api_key="none", temperature=0, max_retries=0, timeout=120,
-                          **{"max_tokens": 100} | options)
+        return ChatOpenAI(
+            model=model,
+            base_url=url + "/v1",
+            api_key="none",
+            temperature=0,
+            max_retries=0,
+            timeout=120,
+            **{"max_tokens": 100} | options,
+        )
 
     return make
 
@@ -75,10 +82,14 @@ def test_log_probabilities(chat):
 
 
 def test_batches(chat):
-    assert [bool(answer.text) for answer in chat(max_tokens=8).batch(["Hello", "Good morning", "Hi"])] == [True] * 3
+    assert [bool(answer.text) for answer in chat(max_tokens=8).batch(["Hello", "Good morning", "Hi"])] == [
+        True
+    ] * 3
 
 
 def test_embeddings(url, model):
-    embedder = OpenAIEmbeddings(model=model, base_url=url + "/v1", api_key="none", check_embedding_ctx_length=False)
+    embedder = OpenAIEmbeddings(
+        model=model, base_url=url + "/v1", api_key="none", check_embedding_ctx_length=False
+    )
     [one, two] = embedder.embed_documents(["one", "two"])
     assert len(one) == len(two) == 576 and one == embedder.embed_query("one")

@@ -20,14 +20,35 @@ def results(url, model, tmp_path_factory):
     """(figures by task, samples by task)"""
     folder = tmp_path_factory.mktemp("lm_eval")
     arguments = f"model={model},base_url={url}/v1/completions,tokenizer_backend=remote,num_concurrent=4"
-    command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", arguments, "--include_path", ".",
-               "--tasks", ",".join(NAMES), "--output_path", str(folder), "--log_samples"]
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "run",
+        "--model",
+        "local-completions",
+        "--model_args",
+        arguments,
+        "--include_path",
+        ".",
+        "--tasks",
+        ",".join(NAMES),
+        "--output_path",
+        str(folder),
+        "--log_samples",
+    ]
     env = os.environ | {"HF_HOME": str(folder / "cache")}
     done = subprocess.run(command, cwd=TASKS, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     [figures] = folder.rglob("results_*.json")
-    samples = {name: [json.loads(line) for path in folder.rglob(f"samples_{name}_*.jsonl") for line in path.read_text().splitlines()]
-               for name in NAMES}
+    samples = {
+        name: [
+            json.loads(line)
+            for path in folder.rglob(f"samples_{name}_*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        for name in NAMES
+    }
     return json.loads(figures.read_text())["results"], samples
 
 
@@ -38,14 +59,20 @@ def test_the_likelier_choice_is_the_right_one(results, url, model):
     for sample in samples["shoal_choices"]:
         doc = sample["doc"]
         for choice, [[said, _]] in zip(doc["choices"], sample["resps"]):
-            assert float(said) == pytest.approx(likelihood(client, model, doc["question"], " " + choice), abs=1e-2)
+            assert float(said) == pytest.approx(
+                likelihood(client, model, doc["question"], " " + choice), abs=1e-2
+            )
 
 
 def likelihood(client, model, context, continuation):
     """The same figure from the log-probabilities of an echoed text, whose tokens carry their offsets."""
-    answer = client.completions.create(model=model, prompt=context + continuation, max_tokens=1, logprobs=1, echo=True, temperature=0)
+    answer = client.completions.create(
+        model=model, prompt=context + continuation, max_tokens=1, logprobs=1, echo=True, temperature=0
+    )
     found, length = answer.choices[0].logprobs, len(context + continuation)
-    return sum(p for p, offset in zip(found.token_logprobs, found.text_offset) if len(context) <= offset < length)
+    return sum(
+        p for p, offset in zip(found.token_logprobs, found.text_offset) if len(context) <= offset < length
+    )
 
 
 def test_text_is_generated_until_the_stop(results):

@@ -48,24 +48,39 @@ def test_generate_and_its_stream(client, model):
 
 
 def test_a_system_message_and_stop_strings(client, model):
-    answer = client.generate(model, "Count: one two three", system="You count.", options=BRIEF | {"stop": ["e"]})
+    answer = client.generate(
+        model, "Count: one two three", system="You count.", options=BRIEF | {"stop": ["e"]}
+    )
     assert "e" not in answer.response
 
 
 def test_a_format_holds(client, model):
     options = {"temperature": 0, "num_predict": 100}
-    answer = client.chat(model, [{"role": "user", "content": "An old king."}], format=Person.model_json_schema(), options=options)
+    answer = client.chat(
+        model,
+        [{"role": "user", "content": "An old king."}],
+        format=Person.model_json_schema(),
+        options=options,
+    )
     assert isinstance(Person.model_validate_json(answer.message.content), Person)
     answer = client.generate(model, "An old king.", format=Person.model_json_schema(), options=options)
     assert isinstance(Person.model_validate_json(answer.response), Person)
 
 
 def test_tools_are_offered(client, model):
-    answer = client.chat(model, [{"role": "user", "content": "What is the weather in Paris?"}], tools=[get_weather],
-                         options={"temperature": 0, "num_predict": 60})
+    answer = client.chat(
+        model,
+        [{"role": "user", "content": "What is the weather in Paris?"}],
+        tools=[get_weather],
+        options={"temperature": 0, "num_predict": 60},
+    )
     assert answer.message.content or answer.message.tool_calls
     call = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
-    told = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_name": "get_weather", "content": "sunny"}]
+    told = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "get_weather", "content": "sunny"},
+    ]
     assert client.chat(model, told, tools=[get_weather], options=BRIEF).message.role == "assistant"
 
 
@@ -85,7 +100,10 @@ def test_embeddings(client, model):
 
 def test_asyncio(url, model):
     async def ask():
-        return [part.message.content async for part in await ollama.AsyncClient(host=url).chat(model, ASK, options=BRIEF, stream=True)]
+        return [
+            part.message.content
+            async for part in await ollama.AsyncClient(host=url).chat(model, ASK, options=BRIEF, stream=True)
+        ]
 
     assert "".join(asyncio.run(ask()))
 

@@ -14,12 +14,22 @@ def check(engine, folder, params, eos):
     reasons = set()
     prompts = [TokensPrompt(prompt_token_ids=p) for p in PROMPTS]
     for prompt, output in zip(PROMPTS, engine.beam_search(prompts, params)):
-        expected = tiny.beams(folder, prompt, eos, num_beams=params.beam_width, max_new_tokens=params.max_tokens,
-                              length_penalty=params.length_penalty)
+        expected = tiny.beams(
+            folder,
+            prompt,
+            eos,
+            num_beams=params.beam_width,
+            max_new_tokens=params.max_tokens,
+            length_penalty=params.length_penalty,
+        )
         assert [beam.tokens for beam in output.sequences] == [prompt + ids for ids, _ in expected]
         for beam, (ids, score) in zip(output.sequences, expected):
-            assert beam.cum_logprob / len(ids) ** params.length_penalty == pytest.approx(score, rel=1e-5, abs=2e-4)
-            assert beam.cum_logprob == pytest.approx(sum(step[i].logprob for step, i in zip(beam.logprobs, ids)), abs=1e-4)
+            assert beam.cum_logprob / len(ids) ** params.length_penalty == pytest.approx(
+                score, rel=1e-5, abs=2e-4
+            )
+            assert beam.cum_logprob == pytest.approx(
+                sum(step[i].logprob for step, i in zip(beam.logprobs, ids)), abs=1e-4
+            )
             assert beam.finish_reason == ("stop" if ids[-1] in (eos or ()) else "length")
             reasons.add(beam.finish_reason)
     return reasons
@@ -35,13 +45,17 @@ def test_finished_beams_are_weighed_as_by_the_oracle(penalty, folder, build):
     """A model of 300 tokens of which twelve end the text meets one soon."""
     engine, eos = build(max_logprobs=40), list(range(0, 300, 25))
     engine.eos_token_ids = tuple(eos)
-    reasons = check(engine, folder, BeamSearchParams(beam_width=4, max_tokens=20, length_penalty=penalty), eos)
-    assert "stop" in reasons or penalty == 2.0    # which prefers what is long
+    reasons = check(
+        engine, folder, BeamSearchParams(beam_width=4, max_tokens=20, length_penalty=penalty), eos
+    )
+    assert "stop" in reasons or penalty == 2.0  # which prefers what is long
     check(engine, folder, BeamSearchParams(beam_width=4, max_tokens=1, length_penalty=penalty), eos)
 
 
 def test_one_beam_is_greedy(folder, build):
-    [output] = build().beam_search(TokensPrompt(prompt_token_ids=PROMPTS[0]), BeamSearchParams(1, max_tokens=8, ignore_eos=True))
+    [output] = build().beam_search(
+        TokensPrompt(prompt_token_ids=PROMPTS[0]), BeamSearchParams(1, max_tokens=8, ignore_eos=True)
+    )
     assert output.sequences[0].tokens == PROMPTS[0] + tiny.greedy(folder, PROMPTS[0], 8)
 
 
@@ -65,7 +79,12 @@ def test_mistakes_are_explained(build):
     engine = build()
     with pytest.raises(RequestError, match="max_logprobs 20"):
         engine.beam_search(["a"], BeamSearchParams(beam_width=30, max_tokens=5))
-    for wrong in ({"beam_width": 0}, {"max_tokens": 0}, {"temperature": -1.0}, {"length_penalty": float("nan")}):
+    for wrong in (
+        {"beam_width": 0},
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"length_penalty": float("nan")},
+    ):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | wrong)
     assert engine.beam_search([], BeamSearchParams(beam_width=2, max_tokens=4)) == []

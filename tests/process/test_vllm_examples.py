@@ -15,12 +15,14 @@ EXAMPLES = ROOT / "tests" / "vllm_examples"
 def model(root):
     """Of random weights: what a script prints is not the point, but that it runs and what it checks itself."""
     from tests import tiny
+
     return str(tiny.write_model(root, "llama"))
 
 
 @pytest.fixture
 def example(monkeypatch, capsys):
     """Runs a script as its command line would, in this process, which has torch already; returns what it printed."""
+
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
@@ -35,7 +37,18 @@ def test_basic(example, model):
 
 
 def test_generate_with_options_from_the_command_line(example, model):
-    printed = example("generate", "--model", model, "--max_model_len", "128", "--max-tokens=5", "--temperature", "0", "--top-k", "4")
+    printed = example(
+        "generate",
+        "--model",
+        model,
+        "--max_model_len",
+        "128",
+        "--max-tokens=5",
+        "--temperature",
+        "0",
+        "--top-k",
+        "4",
+    )
     assert printed.count("(5 tokens)") == 2
 
 
@@ -77,7 +90,9 @@ def test_batch_inference(example, model, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     example("batch_inference", model, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["id"] for row in found] == list(range(6)) and all(row["text"] in row["prompt"] and row["answer"] for row in found)
+    assert [row["id"] for row in found] == list(range(6)) and all(
+        row["text"] in row["prompt"] and row["answer"] for row in found
+    )
 
 
 def test_simple_profiling(example, model, tmp_path):

@@ -6,13 +6,17 @@ import time
 
 from shoal import LLM, SamplingParams
 
-TABLE = "| ID | Name | Age |\n|----|------|-----|\n" + "".join(f"| {i} | Person {i} | {20 + i} |\n" for i in range(20))
+TABLE = "| ID | Name | Age |\n|----|------|-----|\n" + "".join(
+    f"| {i} | Person {i} | {20 + i} |\n" for i in range(20)
+)
 
 
 def ask(llm, question):
     start = time.time()
     [output] = llm.generate(TABLE + question, sampling_params=SamplingParams(temperature=0, max_tokens=16))
-    print(f"{output.num_cached_tokens} tokens cached, {time.time() - start:.2f} s: {output.outputs[0].text!r}")
+    print(
+        f"{output.num_cached_tokens} tokens cached, {time.time() - start:.2f} s: {output.outputs[0].text!r}"
+    )
     return output
 
 

@@ -4,7 +4,12 @@ import sys
 
 from shoal import LLM, SamplingParams
 
-PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is", "The future of AI is"]
+PROMPTS = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
 
 
 def main():

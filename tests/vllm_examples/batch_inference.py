@@ -16,11 +16,18 @@ def main():
     params = SamplingParams(temperature=0.3, max_tokens=8)
     with open(result, "w") as file:
         for start in range(0, len(rows), BATCH_SIZE):
-            batch = rows[start:start + BATCH_SIZE]
-            chats = [[{"role": "system", "content": "You are a bot that responds with haikus."},
-                      {"role": "user", "content": row["text"]}] for row in batch]
+            batch = rows[start : start + BATCH_SIZE]
+            chats = [
+                [
+                    {"role": "system", "content": "You are a bot that responds with haikus."},
+                    {"role": "user", "content": row["text"]},
+                ]
+                for row in batch
+            ]
             for row, output in zip(batch, llm.chat(chats, params)):
-                file.write(json.dumps(row | {"prompt": output.prompt, "answer": output.outputs[0].text}) + "\n")
+                file.write(
+                    json.dumps(row | {"prompt": output.prompt, "answer": output.outputs[0].text}) + "\n"
+                )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ def main(args):
     show("unprompted", llm.chat(CONVERSATION, sampling_params, add_generation_prompt=False))
     if template_path is not None:
         with open(template_path) as file:
-            show("template", llm.chat([CONVERSATION], sampling_params, use_tqdm=False, chat_template=file.read()))
+            show(
+                "template",
+                llm.chat([CONVERSATION], sampling_params, use_tqdm=False, chat_template=file.read()),
+            )
 
 
 if __name__ == "__main__":

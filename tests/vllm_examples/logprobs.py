@@ -17,7 +17,13 @@ def main():
     for token_id, step in zip(completion.token_ids, completion.logprobs):
         assert step[token_id].rank == 1 and len(step) == 3
         print(" ".join(f"{found.decoded_token!r}:{found.logprob:.3f}" for found in step.values()))
-    assert abs(sum(step[i].logprob for i, step in zip(completion.token_ids, completion.logprobs)) - completion.cumulative_logprob) < 1e-4
+    assert (
+        abs(
+            sum(step[i].logprob for i, step in zip(completion.token_ids, completion.logprobs))
+            - completion.cumulative_logprob
+        )
+        < 1e-4
+    )
 
 
 if __name__ == "__main__":

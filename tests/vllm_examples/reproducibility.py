@@ -1,4 +1,5 @@
-"""Seeds: the same answers from another engine, others from another seed (after vLLM's features/batch_invariance/reproducibility_offline.py)."""
+"""Seeds: the same answers from another engine, others from another seed (after vLLM's
+features/batch_invariance/reproducibility_offline.py)."""
 
 import sys
 

@@ -41,13 +41,21 @@ def main():
 
     choice = generate("Classify this sentiment: vLLM is wonderful!", {"choice": ["Positive", "Negative"]})
     assert choice in ("Positive", "Negative")
-    email = generate("Generate an email address for Alan Turing, who works in Enigma. End in .com and new line.",
-                     {"regex": r"\w{1,20}@\w{1,20}\.com\n"}, stop=["\n"])
+    email = generate(
+        "Generate an email address for Alan Turing, who works in Enigma. End in .com and new line.",
+        {"regex": r"\w{1,20}@\w{1,20}\.com\n"},
+        stop=["\n"],
+    )
     assert "@" in email and email.endswith(".com")
-    car = generate("Generate a JSON with the brand, model and car_type of the most iconic car from the 90's",
-                   {"json": CarDescription.model_json_schema()})
+    car = generate(
+        "Generate a JSON with the brand, model and car_type of the most iconic car from the 90's",
+        {"json": CarDescription.model_json_schema()},
+    )
     CarDescription.model_validate_json(car)
-    query = generate("Generate an SQL query to show the 'username' and 'email' from the 'users' table.", {"grammar": GRAMMAR})
+    query = generate(
+        "Generate an SQL query to show the 'username' and 'email' from the 'users' table.",
+        {"grammar": GRAMMAR},
+    )
     assert query.startswith("SELECT col_") and " where " in query
     print(choice, email, car, query, sep="\n")
 
