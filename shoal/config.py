@@ -246,11 +246,15 @@ class ServerConfig:
     max_body_bytes: int = option(32 << 20, "of a request; more is a 413")
     max_total_body_bytes: int = option(1 << 30, "of all requests under way together; more are a 429")
     max_queued_requests: int = option(1024, "beyond what runs; more are a 429")
+    max_connections: int | None = option(None, "connections a port takes; beyond them the longest idle one is closed, and without one "
+                                               "the new one gets a 503; default: what the limit of open files leaves")
     request_timeout: float | None = option(None, "seconds a request may take in all; a request's own `timeout` may be shorter")
     read_timeout: float = option(30.0, "seconds a client may take to send its request")
     write_timeout: float = option(120.0, "seconds a client may take none of its answer")
     shutdown_timeout: float = option(30.0, "seconds running requests get after SIGTERM")
-    restart: bool = option(False, "start a dead engine core again")
+    engine_timeout: float = option(60.0, "seconds without a sign of life, or without the end of a step, after which the engine counts as "
+                                         "hung: its requests fail and /health is 503; 0: never")
+    restart: bool = option(False, "start a dead or hung engine core again")
     swap: bool = option(False, "several models: one is awake, the others sleep")
     swap_patience: float = option(5.0, "seconds a sleeping model's requests wait while others still begin")
     tool_call_parser: str = option("auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template')
@@ -261,18 +265,22 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, low, high in (("port", 0, 65535), ("admin_port", 0, 65535), ("max_body_bytes", 1024, None),
-                                ("max_total_body_bytes", 1024, None), ("max_queued_requests", 0, None)):
+                                ("max_total_body_bytes", 1024, None), ("max_queued_requests", 0, None),
+                                ("max_connections", 1, None)):
             value = getattr(self, name)
-            if value is None and name == "admin_port":
+            if value is None and name in ("admin_port", "max_connections"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
                 limit = f"from {low} to {high}" if high else f"of at least {low}"
                 raise ConfigError(f"{name} {value!r} is not an integer {limit}; choose one")
         for name, is_open in (("request_timeout", True), ("read_timeout", True), ("write_timeout", True), ("shutdown_timeout", False),
-                              ("swap_patience", False)):
+                              ("swap_patience", False), ("engine_timeout", False)):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf or (value == 0 and not is_open)):
                 raise ConfigError(f"{name} {value!r} is not a finite number of seconds {'above' if is_open else 'from'} 0")
+        if 0 < self.engine_timeout < 2:
+            raise ConfigError(f"engine_timeout {self.engine_timeout!r} is less than 2 s, as short as a busy machine may pause; choose 2 or "
+                              "more, or 0 for no limit")
         if self.allow_credentials and "*" in (self.allowed_origins or ()):
             raise ConfigError("allow_credentials with allowed_origins '*' is what no browser accepts; name the origins")
         for name, choices in (("tool_call_parser", ("auto", "hermes", "llama3_json", "none")),

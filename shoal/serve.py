@@ -109,7 +109,8 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
 async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:
     """The engine, and meanwhile the tokenizer: a tenth of a small model's start."""
     engine = one.config
-    starting = asyncio.create_task(AsyncLLM.start(engine, restart=config.restart))
+    starting = asyncio.create_task(AsyncLLM.start(engine, restart=config.restart,
+                                                  engine_timeout=config.engine_timeout))
     try:
         await asyncio.sleep(0)    # the engine's process first: it takes longer
         tokenizer = (None if engine.skip_tokenizer_init

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
@@ -27,7 +28,22 @@ from shoal.api import MemoryReport, check_sleep
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, ShoalError, UnavailableError
 from shoal.weights.source import resolve
-from shoal.wire import Abort, Add, Call, Dead, Failure, ModelInfo, Outputs, Ready, Refused, Reply, Start, ToCore
+from shoal.wire import (
+    BEAT_S,
+    Abort,
+    Add,
+    Beat,
+    Call,
+    Dead,
+    Failure,
+    ModelInfo,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    Start,
+    ToCore,
+)
 
 LAST_WORDS_S = 5.0         # for the messages that are still to be sent when the process ends
 TICK_S = 0.002             # between looks at what goes on while there is no request
@@ -46,6 +62,8 @@ class CoreLoop:
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
         self.sleepers: list[Call] = []    # sleep in mode "wait": run when the requests have ended
+        self.progress = 0                 # steps so far; both are read by the thread that sends beats
+        self.doing = ""
 
     def run(self) -> NoReturn:
         """Raises what ended the engine."""
@@ -56,10 +74,15 @@ class CoreLoop:
             while not core.has_work and core.tick():    # KV blocks are on their way to lower tiers
                 self.take_in(block=True, timeout_s=TICK_S)
             self.take_in(block=not core.has_work)
-            if core.has_work and (outputs := core.step()):
-                self.outbox.put(Outputs(outputs))
+            if core.has_work:
+                self.doing = "step"
+                outputs = core.step()
+                self.progress += 1
+                if outputs:
+                    self.outbox.put(Outputs(outputs))
 
     def take_in(self, block: bool, timeout_s: float | None = None) -> None:
+        self.doing = ""
         try:
             while True:
                 self._handle(self.inbox.get(block, timeout_s))
@@ -84,6 +107,7 @@ class CoreLoop:
             raise message
 
     def _call(self, call: Call) -> None:
+        self.doing = call.method
         try:
             if call.method == "sleep" and call.args[2] == "wait" and self.core.has_work:
                 check_sleep(*call.args)
@@ -99,6 +123,15 @@ class CoreLoop:
                 raise self.core.error from error
         else:
             self.outbox.put(Reply(call.call_id, result))
+        finally:
+            self.doing = ""
+
+    def send_beats(self) -> NoReturn:
+        """Runs in a thread of its own."""
+        on_cpu = self.core.config.device == "cpu"    # beside a GPU a host may spin while it waits, which proves nothing
+        while True:
+            self.outbox.put(Beat(self.progress, self.doing, time.process_time() if on_cpu else 0.0))
+            time.sleep(BEAT_S)
 
     def _sleep_at_last(self) -> None:
         calls, self.sleepers = self.sleepers, []
@@ -176,6 +209,7 @@ def main() -> NoReturn:
         core, info = _build(start)
         outbox.put(Ready(info))
         loop = CoreLoop(core, inbox, outbox)
+        threading.Thread(target=loop.send_beats, name="shoal-beats", daemon=True).start()
         loop.take_in(block=True)    # once anything comes the parent has heard that we are ready, and has removed the folder:
         _die_with_parent()          # from here on the kernel itself may end us
         loop.run()
