@@ -1,20 +1,14 @@
-"""One server with the default model for all clients. They live in an environment of their own (requirements.txt), the server in that of
-SHOAL_PYTHON; where the clients are not installed nothing is collected, and `make test-slow` installs them."""
+"""One server with the default model for all clients. They live in an environment of their own (requirements.txt),
+the server in that of SHOAL_PYTHON; where the clients are not installed nothing is collected, and `make test-slow`
+installs them."""
 
 import os
 from importlib.util import find_spec
 
 import pytest
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "NO_PROXY": "127.0.0.1",
-    "OPENAI_API_KEY": "none",
-    "ANTHROPIC_API_KEY": "none",
-    "DO_NOT_TRACK": "1",
-    "HF_DATASETS_OFFLINE": "1",
-}
+# Nothing beyond this machine is asked: not for litellm's list of prices, not through a proxy.
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
 collect_ignore_glob = [] if find_spec("instructor") else ["test_*.py"]
 
 

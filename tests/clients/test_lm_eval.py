@@ -37,7 +37,7 @@ def results(url, model, tmp_path_factory):
         str(folder),
         "--log_samples",
     ]
-    env = os.environ | {"HF_HOME": str(folder / "cache")}
+    env = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     done = subprocess.run(command, cwd=TASKS, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     [figures] = folder.rglob("results_*.json")

@@ -14,7 +14,10 @@ from shoal.utils.argparse_utils import FlexibleArgumentParser
 
 def test_a_command_line_of_nothing_has_every_default():
     found = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([])
-    assert vars(found) == dataclasses.asdict(EngineConfig())
+    assert (
+        EngineConfig.from_options(**vars(found)) == EngineConfig()
+        and found.max_logprobs == EngineConfig().max_logprobs
+    )
 
 
 def test_a_command_line_becomes_options():
