@@ -288,13 +288,33 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class MemoryReport:
-    """What `sleep` or `wake_up` did, summed over ranks. Bytes and seconds."""
+    """What `sleep` or `wake_up` did, summed over ranks. Bytes and seconds.
+
+    Of what is in use now the regions' and this process's parts are told; the rest is that of contexts (of
+    CUDA, some 0.5 GiB a process) and of other processes. On the CPU regions alone are counted. An engine's
+    call that changes no region tells its seconds alone.
+    """
 
     seconds: float = 0.0
     freed_bytes: int = 0         # of device memory given back (sleep) ...
     taken_bytes: int = 0         # ... or taken again (wake_up)
     host_bytes: int = 0          # kept in host memory now
-    in_use_bytes: int = 0        # of device memory, still mapped in regions
+    in_use_bytes: int = 0        # of device memory, by whomever ...
+    region_bytes: int = 0        # ... of them in these regions ...
+    process_bytes: int = 0       # ... and in what else PyTorch holds in this process
+
+
+@dataclass(slots=True)
+class SleepState:
+    """What of a worker sleeps. Whoever is asked says what is so, not what was asked for last."""
+
+    level: int | None = None    # the deepest since all was awake; 0: only paused; None: awake
+    asleep: set[str] = field(default_factory=set)    # tags of the regions that are given back
+    kept: str = ""    # where the sleeping weights are: "host", "file"; "": dropped, or awake
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.level is not None
 
 
 def check_tags(tags: Sequence[str] | None) -> list[str]:
@@ -320,13 +340,15 @@ class Control(Protocol):
     """What whoever operates a worker asks of it. Tags are names of memory regions: "weights", "kv_cache"."""
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        """Level 0 pauses scheduling only, 1 keeps the weights in host memory and drops the KV cache, 2 drops both. `mode` says what happens
-        to running requests: "wait" for their end, "abort" them, "keep" them for after the wake-up. Raises ConfigError."""
+        """Level 0 pauses scheduling only, 1 keeps the weights in host memory and drops the KV cache, 2 drops
+        both. `mode` says what happens to running requests: "wait" for their end, "abort" them, "keep" them
+        for after the wake-up. Raises ConfigError for unknown levels, tags and modes, and for levels 1 and 2
+        without sleep mode."""
         ...
 
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport: ...
 
-    async def is_sleeping(self) -> bool: ...
+    async def sleep_state(self) -> SleepState: ...
 
     async def reset_prefix_cache(self) -> bool: ...
 
@@ -347,8 +369,9 @@ class Control(Protocol):
         ...
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the host, "ready_bytes": host memory
-        held ready for it}. Summed over ranks."""
+        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the
+        host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
+        {"in_use_bytes", "region_bytes", "process_bytes"}, as in MemoryReport. Summed over ranks."""
         ...
 
 

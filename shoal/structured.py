@@ -28,7 +28,8 @@ MAX_RULES = 1000             # of a grammar
 MAX_MULTIPLE = 100_000       # product of a schema's `multipleOf`s: the automaton has that many states
 MAX_DIGITS = 40              # of a number in a schema
 
-LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, initial_lexer_fuel=500_000, verbose_errors=False)
+LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, initial_lexer_fuel=500_000, step_max_items=20_000,
+                        verbose_errors=False)
 STACK_BYTES = 256 << 20      # llguidance recurses along rules, up to 40 MiB deep for MAX_BYTES; untouched pages cost nothing
 
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.api import MemoryReport, Output, Request, Stats
+from shoal.api import MemoryReport, Output, Request, SleepState, Stats
 from shoal.config import EngineConfig
 from shoal.engine.core_process import CoreProcess
 from shoal.engine.watchdog import Watchdog
@@ -176,8 +176,8 @@ class AsyncLLM:
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
         return await self._call(MemoryReport, "wake_up", tags)
 
-    async def is_sleeping(self) -> bool:
-        return await self._call(bool, "is_sleeping")
+    async def sleep_state(self) -> SleepState:
+        return await self._call(SleepState, "sleep_state")
 
     async def reset_prefix_cache(self) -> bool:
         return await self._call(bool, "reset_prefix_cache")

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from shoal import wire
-from shoal.api import MemoryReport, check_sleep
+from shoal.api import MemoryReport, SleepState, check_sleep
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, ShoalError, UnavailableError
 from shoal.weights.source import resolve
@@ -142,11 +142,7 @@ class CoreLoop:
     # What can be called: api.Control and two more
 
     def do_sleep(self, level: int, tags: list[str] | None, mode: str) -> MemoryReport:
-        check_sleep(level, tags, mode)
-        if level:
-            return self.core.sleep(level, tags, mode)
-        self.core.pause(mode)    # a pause releases nothing, so it needs no sleep mode
-        return MemoryReport()
+        return self.core.sleep(level, tags, mode)
 
     def do_wake_up(self, tags: list[str] | None) -> MemoryReport:
         """Calls off a sleep that still waits for running requests: the last word counts."""
@@ -157,8 +153,8 @@ class CoreLoop:
             self.core.refuse(None)
         return self.core.wake_up(tags)
 
-    def do_is_sleeping(self) -> bool:
-        return self.core.is_sleeping
+    def do_sleep_state(self) -> SleepState:
+        return self.core.sleep_state()
 
     def do_reset_prefix_cache(self) -> bool:
         return self.core.reset_prefix_cache()

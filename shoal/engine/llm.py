@@ -206,22 +206,17 @@ class LLM:
         return self.core.kv_events.snapshot()
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
-        """Gives the device's memory back; needs enable_sleep_mode=True. Level 0 pauses scheduling only, 1 keeps the weights in host memory
-        (or relies on their file: sleep_offload) and drops the KV cache, 2 drops both. `tags` ("weights", "kv_cache") restricts it to some
-        regions. Requests that run (of `stream`) are waited for, aborted, or kept for after the wake-up, as `mode` says. Until every region
-        is awake `generate` raises UnavailableError. Raises ConfigError for an unknown level, tag or mode, and UnavailableError where
-        the host lacks memory to keep the weights in; then nothing has changed."""
+        """Gives the device's memory back. Level 0 pauses scheduling only, 1 keeps the weights in host memory
+        (or relies on their file: sleep_offload) and drops the KV cache, 2 drops both; 1 and 2 need
+        enable_sleep_mode=True. `tags` ("weights", "kv_cache") restricts it to some regions. Requests that run
+        (of `stream`) are waited for, aborted, or kept for after the wake-up, as `mode` says. Until every
+        region is awake `generate` raises UnavailableError. Raises ConfigError for an unknown level, tag or
+        mode, and UnavailableError where the host lacks memory to keep the weights in; then nothing has
+        changed."""
         check_sleep(level, tags, mode)
         if mode == "wait":
             self._finish_requests()
         return self.core.sleep(level, tags, mode)
-
-    def pause(self, mode: str = "abort") -> None:
-        """Nothing is scheduled until wake_up(). Needs no sleep mode. `mode` as for sleep."""
-        check_sleep(0, None, mode)
-        if mode == "wait":
-            self._finish_requests()
-        self.core.pause(mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Takes memory again, at the same addresses; all regions, or those of `tags`. If memory was taken meanwhile it raises
@@ -231,12 +226,13 @@ class LLM:
 
     @property
     def is_sleeping(self) -> bool:
-        """Until every region is awake."""
-        return self.core.is_sleeping
+        """Until every region is awake; at level 0 too."""
+        return self.core.sleep_state().is_sleeping
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the host, "ready_bytes": host memory
-        held ready for it}, summed over ranks."""
+        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the
+        host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
+        {"in_use_bytes", "region_bytes", "process_bytes"}, as in MemoryReport. Summed over ranks."""
         return self.core.memory_usage()
 
     def update_weights(self, source: str) -> int:

@@ -289,7 +289,7 @@ class Scheduler:
             start = seq.num_computed
             if start + 1 >= seq.max_num_tokens:
                 continue    # its last token is on the way
-            if seq.lockstep and seq.num_tokens > len(seq.token_ids):
+            if seq.lockstep and (seq.num_tokens > len(seq.token_ids) or seq.is_delayed):
                 continue
             if start % block_size == 0 and not self._grow(seq):
                 break
@@ -341,7 +341,7 @@ class Scheduler:
         index = 0
         while budget and self._free_rows and index < len(self.waiting):
             seq = self.waiting[index]
-            if seq.held or seq.asking:
+            if seq.held or seq.asking or seq.is_delayed:
                 index += 1
                 continue
             if seq.num_pending:
@@ -467,6 +467,8 @@ class Scheduler:
         del queue[bisect_left(queue, seq.turn, key=_turn)]
         if seq.status is not WAITING:
             self._let_go(seq)
+        if seq.grammar is not None:
+            seq.grammar.close()
         seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
 
     def _let_go(self, seq: Sequence) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shoal.api import Control, Engine, Stats, sampling_defaults
+from shoal.api import Control, Engine, SleepState, Stats, sampling_defaults
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.server.admission import Admission
@@ -62,7 +62,7 @@ class ServedModel:
         self.default_params = sampling_defaults(self.generation_config)
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         self.last_stats = Stats()
-        self._last_level = 1
+        self.last_sleep_state = SleepState()
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
     def need_tokenizer(self) -> Tokenizer:
@@ -105,14 +105,6 @@ class ServedModel:
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def slept(self, level: int) -> None:
-        """The level that the model was put to sleep at, which engines don't tell."""
-        self._last_level = level
-
-    async def sleeping_level(self) -> int | None:
-        """None while it is awake."""
-        return self._last_level if await self.engine.is_sleeping() else None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from prometheus_client.core import Metric
 
-from shoal.api import Stats
+from shoal.api import SleepState, Stats
 from shoal.errors import EngineDeadError
 from shoal.metrics import exposition
 from shoal.server.chat_page import chat_page
@@ -69,13 +69,10 @@ async def metrics(exchange: Exchange) -> None:
 
 async def _families(model: ServedModel) -> Iterable[Metric]:
     try:
-        stats = await _stats(model)
-        level = await asyncio.wait_for(model.sleeping_level(), PATIENCE_SECONDS)
-    except EngineDeadError:
-        stats, level = Stats(), None    # nothing runs any more; what was counted here stays
-    except TimeoutError:
-        stats, level = model.last_stats, None    # whoever falls asleep or wakes up answers afterwards
-    return model.metrics.collect(stats, level, model.admission.refused)
+        stats, state = await _stats(model), await _sleep_state(model)
+    except EngineDeadError:    # nothing runs any more; what was counted here stays
+        stats, state = Stats(), SleepState()
+    return model.metrics.collect(stats, state.level, model.admission.refused)
 
 
 async def _stats(model: ServedModel) -> Stats:
@@ -84,6 +81,15 @@ async def _stats(model: ServedModel) -> Stats:
     except TimeoutError:
         pass
     return model.last_stats
+
+
+async def _sleep_state(model: ServedModel) -> SleepState:
+    """Whoever falls asleep or wakes up answers afterwards: until then it is as it was."""
+    try:
+        model.last_sleep_state = await asyncio.wait_for(model.engine.sleep_state(), PATIENCE_SECONDS)
+    except TimeoutError:
+        pass
+    return model.last_sleep_state
 
 
 @functools.cache

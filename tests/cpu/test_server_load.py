@@ -9,6 +9,7 @@ import time
 import openai
 import pytest
 
+from shoal.api import SleepState
 from shoal.fake import FakeEngine
 from tests.fake_server import NAME, FakeServer, eventually, ids_of, post, read_until
 
@@ -267,6 +268,21 @@ def test_sleep_and_wake_up_over_http():
         assert server.json("/wake_up?tags=weights&tags=kv_cache", b"", admin=True)[0] == 200
         assert server.request(COMPLETE, LONG)[0] == 200
         assert 'sleep_state="awake"} 1.0' in server.request("/metrics")[2]
+
+
+def test_metrics_tell_the_sleep_that_is_so_not_the_last_that_was_asked_for():
+    with FakeServer() as server:
+        for path, state in (("/sleep?level=2", "discard_all"), ("/pause", "discard_all"),
+                            ("/sleep?level=1", "discard_all"), ("/wake_up", "awake"), ("/pause", "awake"),
+                            ("/sleep?level=1", "weights_offloaded"), ("/pause", "weights_offloaded"),
+                            ("/resume", "awake")):
+            assert server.request(path, b"", admin=True)[0] == 200
+            for name in ("awake", "weights_offloaded", "discard_all"):
+                labels, value = f'engine="0",model_name="tiny",sleep_state="{name}"', float(name == state)
+                text = server.request("/metrics")[2]
+                assert f"vllm:engine_sleep_state{{{labels}}} {value}" in text, (path, name)
+        server.engine.state = SleepState(2, {"weights"})    # somebody else's doing
+        assert 'sleep_state="discard_all"} 1.0' in server.request("/metrics")[2]
 
 
 def test_sleep_aborts_running_requests_and_tells_them():

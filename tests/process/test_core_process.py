@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
+from shoal.api import FinishReason, Request, SamplingParams, SleepState, StructuredOutputsParams
 from shoal.config import EngineConfig
 from shoal.engine import async_llm
 from shoal.engine.async_llm import AsyncLLM
@@ -179,7 +179,8 @@ async def test_sleep_in_its_three_modes(llm):
         return task
 
     running = await begin("aborted")
-    assert (await llm.sleep(1)).freed_bytes > 0 and await llm.is_sleeping()
+    assert (await llm.sleep(1)).freed_bytes > 0
+    assert await llm.sleep_state() == SleepState(1, {"weights", "kv_cache"}, "host")
     assert (await running)[1] is FinishReason.ABORT
     with pytest.raises(UnavailableError, match="sleep"):
         await run(llm, request("refused"))
@@ -197,7 +198,7 @@ async def test_sleep_in_its_three_modes(llm):
     await llm.wake_up()
     with pytest.raises(UnavailableError, match="wake_up came before"):
         await sleeping
-    assert not await llm.is_sleeping() and len((await run(llm, request("new")))[0]) == 8
+    assert not (await llm.sleep_state()).is_sleeping and len((await run(llm, request("new")))[0]) == 8
     assert await running == (whole, FinishReason.LENGTH)
 
     running = await begin("awaited")
@@ -244,7 +245,7 @@ async def test_a_pause_needs_no_sleep_mode(llm):
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         await llm.sleep(1)
     await llm.sleep(0, mode="wait")
-    assert await llm.is_sleeping()
+    assert await llm.sleep_state() == SleepState(0)
     await llm.wake_up()
     assert len((await run(llm, request(1)))[0]) == 8
 
