@@ -24,7 +24,8 @@ demo: .venv/ready
 test: .venv/ready-test
 	$(BIN)/python -m pytest tests
 
-# What is slow or rare: half an hour more. Clients of others run in an environment of their own, against the server of .venv.
+# What is slow or rare: half an hour more. Other people's clients run in an environment of their own, against the
+# server of .venv.
 test-slow: .venv/ready-test .venv-clients/ready
 	$(BIN)/python -m pytest tests -m slow
 	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow

@@ -79,12 +79,8 @@ def test_mistakes_are_explained(build):
     engine = build()
     with pytest.raises(RequestError, match="max_logprobs 20"):
         engine.beam_search(["a"], BeamSearchParams(beam_width=30, max_tokens=5))
-    for wrong in (
-        {"beam_width": 0},
-        {"max_tokens": 0},
-        {"temperature": -1.0},
-        {"length_penalty": float("nan")},
-    ):
-        with pytest.raises(RequestError, match=next(iter(wrong))):
-            BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | wrong)
+    mistakes = {"beam_width": 0, "max_tokens": 0, "temperature": -1.0, "length_penalty": float("nan")}
+    for name, value in mistakes.items():
+        with pytest.raises(RequestError, match=name):
+            BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, name: value})
     assert engine.beam_search([], BeamSearchParams(beam_width=2, max_tokens=4)) == []
