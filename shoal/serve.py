@@ -70,7 +70,8 @@ def plan(model: str | None, models: Sequence[str], options: dict[str, Any], conf
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
-        found.append(Planned(config.served_model_name or [name], engine, resolve(engine.model, engine.revision, engine.download_dir)))
+        files = resolve(engine.model, engine.revision, engine.download_dir).check()
+        found.append(Planned(config.served_model_name or [name], engine, files))
     return found
 
 

@@ -57,7 +57,7 @@ class LLM:
             if options.get(name) is not None:
                 options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig.from_options(model=str(model), **options)
-        files = resolve(config.model, config.revision, config.download_dir)
+        files = resolve(config.model, config.revision, config.download_dir).check()
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, config.tokenizer, config.chat_template)
         self.generation_config = files.generation_config if config.generation_config == "auto" else {}
         self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, files.config.vocab_size)
