@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import typing
 from typing import Any
 
+from shoal.cli_options import argument_of, flag_of
 from shoal.config import EngineConfig
 
 
@@ -20,9 +22,10 @@ class EngineArgs(EngineConfig):
     def add_cli_args(parser: Any) -> Any:
         """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default. Returns what
         it was given."""
-        from shoal.cli import add_flags
-        add_flags(parser, EngineConfig)
-        parser.set_defaults(**{field.name: field.default for field in dataclasses.fields(EngineConfig)})
+        hints = typing.get_type_hints(EngineConfig)
+        for field in dataclasses.fields(EngineConfig):
+            argument = argument_of(field, hints[field.name]) | {"default": field.default}
+            parser.add_argument(flag_of(field.name), **argument)
         return parser
 
     @classmethod
