@@ -27,6 +27,9 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"      # the engine failed
 
 
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 @dataclass(slots=True)
 class StructuredOutputsParams:
     """What the text of an answer must be: exactly one of the fields is given. Names are vLLM's; raises RequestError otherwise."""
@@ -36,13 +39,19 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None                         # Lark, or GBNF/EBNF where it begins with `root ::=`
     json_object: bool | None = None                    # any JSON object
+    # Alternatives and sequences of texts and JSON, in xgrammar's form, or their JSON text.
+    structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None              # between the tokens of JSON
+    # Objects have the keys that their schema names and no others, unless it says so itself. None: as
+    # structured_outputs_config says.
+    disable_additional_properties: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name) not in (None, False)]
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             what = f"gives {' and '.join(given)}" if given else "gives none of its kinds"
-            raise RequestError(f"structured_outputs {what}; give exactly one of json, regex, choice, grammar, json_object")
+            raise RequestError(f"structured_outputs {what}; give exactly one of "
+                               f"{', '.join(STRUCTURED_KINDS)}")
         if self.choice is not None and (not isinstance(self.choice, list) or not all(isinstance(c, str) and c for c in self.choice)
                                         or not self.choice):
             raise RequestError(f"structured_outputs.choice {self.choice!r:.80} is not a list of texts; give at least one")
@@ -121,11 +130,12 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), -1)
         if self.seed is not None and not isinstance(self.seed, int):
-            raise RequestError(f"seed {self.seed!r} is not an integer; give an integer or None")
+            raise RequestError(f"seed {self.seed!r} is not an integer; give one, or leave it out")
         if not all(isinstance(s, str) and s for s in self.stop or ()):
             raise RequestError(f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one character")
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True; use stop_token_ids, or let the engine detokenize")
+            raise RequestError("stop strings need text, and this request is for token ids alone (detokenize "
+                               "is off); use stop_token_ids")
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
             if ids and not all(isinstance(i, int) and i >= 0 for i in ids):

@@ -12,15 +12,20 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.parser
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shoal import tool_prompt
 from shoal.errors import RequestError
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Marks where a continued message ends. The space at its end tells whether the template trims messages.
 CONTINUE = "<|continue here|> "
+PROBE = "Does this appear?"
+# What a template's own code may raise.
+FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
 class ChatTemplate:
@@ -38,37 +43,67 @@ class ChatTemplate:
             line = getattr(error, "lineno", "?")
             raise RequestError(f"the chat template is not valid Jinja: {error} (line {line}); give another as chat_template") from None
         self._reads_parts = _loops_over_content(tree)
+        self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
+        self._reads_calls = _names(tree, "tool_calls")
+        self._knows_developer = _names(tree, "developer")
 
     def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, continue_final_message: bool = False,
-               tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
-        """Raises RequestError for malformed messages, and with the template's own words if it refuses them."""
+               tools: list[dict[str, Any]] | None = None, tool_call_parser: str = "hermes",
+               **variables: Any) -> str:
+        """Raises RequestError for malformed messages, and with the template's own words if it refuses them.
+
+        tool_call_parser: in whose format tools and calls are written if the template doesn't
+        (tool_prompt.py).
+        """
         if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message and add_generation_prompt exclude each other; set one of them to False")
+            raise RequestError("continue_final_message and add_generation_prompt exclude each other; switch "
+                               "one of them off")
         messages = [self._prepare(i, message) for i, message in enumerate(_checked(messages))]
+        tools = _plain(tools, "tools")
+        variables = {"documents": None, **_plain(variables, "the chat template's variables")}
+        if not self._reads_calls:
+            messages = tool_prompt.with_calls_as_text(messages, tool_call_parser)
+        if tools and not self.reads_tools:
+            messages = tool_prompt.with_tools(messages, tool_prompt.describe(tools, tool_call_parser),
+                                              self._takes_system(variables))
         if continue_final_message:
             _mark_end(messages[-1])
         try:
-            text = self._template.render({"documents": None, **_plain(variables, "the chat template's variables"), "messages": messages,
-                                          "tools": _plain(tools, "tools"), "add_generation_prompt": add_generation_prompt})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
-            raise RequestError(f"the chat template does not take these messages: {error}") from None
+            text = self._template.render({**variables, "messages": messages, "tools": tools,
+                                          "add_generation_prompt": add_generation_prompt})
+        except (jinja2.TemplateError, *FAILURES) as error:
+            raise RequestError(f"messages: the chat template does not take them: {error}") from None
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _takes_system(self, variables: dict[str, Any]) -> bool:
+        """Whether the template writes a system message, as it shows with one."""
+        messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "Hello"}]
+        try:
+            return PROBE in self._template.render({**variables, "messages": messages, "tools": None,
+                                                   "add_generation_prompt": False})
+        except (jinja2.TemplateError, *FAILURES):
+            return False
 
     def _prepare(self, i: int, message: Any) -> dict[str, Any]:
         """A plain copy, its content as this template expects it: text, or text parts if it loops over them."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {i} {message!r:.80} is no dict with a 'role'; a message is {{'role': 'user', 'content': 'text'}}")
+            raise RequestError(f"messages[{i}] {message!r:.80} is no object with a role; a message is "
+                               f"{{'role': 'user', 'content': 'text'}}")
         # As with OpenAI's API, what is None is absent; a message of nothing but tool calls has empty content.
-        message = {key: value for key, value in _plain(message, f"message {i}").items() if value is not None}
+        plain = _plain(message, f"messages[{i}]")
+        message = {key: value for key, value in plain.items() if value is not None}
+        if message["role"] == "developer" and not self._knows_developer:    # OpenAI's newer name
+            message["role"] = "system"
         content = message.get("content", "")
         if isinstance(content, list):
             texts = [_part_text(i, part) for part in content]
             content = [{"type": "text", "text": t} for t in texts] if self._reads_parts else "\n".join(texts)
         elif not isinstance(content, str):
-            raise RequestError(f"the content {content!r:.80} of message {i} is neither text nor a list of text parts")
+            raise RequestError(f"messages[{i}].content {content!r:.80} is neither text nor a list of text "
+                               f"parts")
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list):
-            raise RequestError(f"the tool_calls {calls!r:.80} of message {i} are no list of calls")
+            raise RequestError(f"messages[{i}].tool_calls {calls!r:.80} are no list of calls")
         for call in calls:
             _parse_arguments(i, call)
         return {**message, "content": content}
@@ -86,7 +121,8 @@ class _Generation(jinja2.ext.Extension):
 
 def _checked(messages: Any) -> Sequence[Any]:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError(f"the conversation {messages!r:.80} is no list of messages; give [{{'role': 'user', 'content': 'text'}}]")
+        raise RequestError(f"messages {messages!r:.80} is no list of messages; give [{{'role': 'user', "
+                           f"'content': 'text'}}]")
     return messages
 
 
@@ -103,7 +139,8 @@ def _part_text(i: int, part: Any) -> str:
         return part
     if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str):
         return part["text"]
-    raise RequestError(f"message {i} has a content part {part!r:.80}; this model reads text: {{'type': 'text', 'text': ...}}")
+    raise RequestError(f"messages[{i}].content has the part {part!r:.80}; this model reads text: {{'type': "
+                       f"'text', 'text': ...}}")
 
 
 def _parse_arguments(i: int, call: Any) -> None:
@@ -113,7 +150,8 @@ def _parse_arguments(i: int, call: Any) -> None:
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"the arguments {function['arguments']!r:.80} of a tool call in message {i} are not JSON: {error}") from None
+            raise RequestError(f"messages[{i}].tool_calls has the arguments {function['arguments']!r:.80}, "
+                               f"which are not JSON: {error}") from None
 
 
 def _mark_end(message: dict[str, Any]) -> None:
@@ -143,6 +181,12 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 
     names |= {a.target.name for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name) and is_content(a.node)}
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _names(tree: nodes.Template, name: str) -> bool:
+    """Whether the template asks for this attribute, or for something by this text."""
+    return (any(node.attr == name for node in tree.find_all(nodes.Getattr))
+            or any(node.value == name for node in tree.find_all(nodes.Const)))
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,

@@ -65,21 +65,7 @@ class KVEventsConfig:
         """From fields, or JSON of them."""
         if value is None or isinstance(value, cls):
             return value
-        fields = value
-        if isinstance(value, str):
-            try:
-                fields = json.loads(value)
-            except ValueError:
-                fields = None    # type: ignore[assignment]
-        names = [f.name for f in dataclasses.fields(cls)]
-        if not isinstance(fields, dict):
-            raise ConfigError(f"kv_events_config {value!r:.200} is neither a dict nor a JSON object; its fields are {', '.join(names)}")
-        for name in fields:
-            if name not in names:
-                nearest = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(names)}"
-                raise ConfigError(f"kv_events_config has no field {name!r}; {hint}")
-        return cls(**fields)
+        return cls(**_fields_of(cls, "kv_events_config", value))
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable_kv_cache_events, bool):
@@ -98,6 +84,45 @@ class KVEventsConfig:
                 raise ConfigError(f"kv_events_config.{name} {value!r} is no endpoint of ZMQ; tcp://*:5557 and ipc:///tmp/kv-events are")
         if self.endpoint == self.replay_endpoint:
             raise ConfigError(f"kv_events_config.replay_endpoint {self.replay_endpoint!r} is the endpoint too; give each its own")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsConfig:
+    """How structured outputs are read where a request doesn't say: vLLM's fields. Raises ConfigError."""
+
+    disable_additional_properties: bool = True    # unlike in vLLM: small models invent keys until max_tokens
+
+    @classmethod
+    def of(cls, value: StructuredOutputsConfig | dict[str, Any] | str | None) -> StructuredOutputsConfig:
+        """From fields, or JSON of them."""
+        if isinstance(value, cls):
+            return value
+        return cls(**_fields_of(cls, "structured_outputs_config", {} if value is None else value))
+
+    def __post_init__(self) -> None:
+        if not isinstance(closes := self.disable_additional_properties, bool):
+            raise ConfigError(f"structured_outputs_config.disable_additional_properties {closes!r} is "
+                              f"neither true nor false")
+
+
+def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
+    """`value`, a dict or JSON of one, if the dataclass `config` has all its keys. Raises ConfigError."""
+    fields = value
+    if isinstance(value, str):
+        try:
+            fields = json.loads(value)
+        except ValueError:
+            fields = None
+    names = [f.name for f in dataclasses.fields(config)]
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{option_name} {value!r:.200} is neither a dict nor a JSON object; its fields are "
+                          f"{', '.join(names)}")
+    for name in fields:
+        if name not in names:
+            nearest = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(names)}"
+            raise ConfigError(f"{option_name} has no field {name!r}; {hint}")
+    return fields
 
 
 def _is_endpoint(value: Any) -> bool:
@@ -158,6 +183,9 @@ class EngineConfig:
         "auto", "\"vllm\": ignore the model's generation_config.json for default sampling parameters",
         section="requests")
     chat_template: str | None = option(None, "a Jinja template or a path to one; default: the model's own")
+    structured_outputs_config: StructuredOutputsConfig | None = option(
+        None, 'JSON; {"disable_additional_properties": false} lets objects have keys that their schema does '
+              'not name')
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     seed: int = option(0, "of requests that bring none")
     enable_sleep_mode: bool = option(
@@ -215,6 +243,8 @@ class EngineConfig:
                               ("kv_eviction_policy", ("lru", "lfu")), ("kv_load_policy", ("cost", "always"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        object.__setattr__(self, "structured_outputs_config",
+                           StructuredOutputsConfig.of(self.structured_outputs_config))
         object.__setattr__(self, "kv_events_config", events := KVEventsConfig.of(self.kv_events_config))
         if events is not None and events.enable_kv_cache_events and not self.enable_prefix_caching:
             raise ConfigError("kv_events_config enables events of cached blocks, and enable_prefix_caching False caches none; drop one")
@@ -222,6 +252,12 @@ class EngineConfig:
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or not all(isinstance(s, int) and s > 0 for s in sizes)):
             raise ConfigError(f"cudagraph_capture_sizes {sizes!r} must be a list of batch sizes from 1 up; the default is a ladder")
+
+    @property
+    def closes_objects(self) -> bool:
+        """Whether objects of a JSON schema have no other keys than it names, where neither it nor the request
+        says otherwise."""
+        return StructuredOutputsConfig.of(self.structured_outputs_config).disable_additional_properties
 
     @property
     def has_kv_tiers(self) -> bool:

@@ -133,4 +133,6 @@ def _served(planned: Planned, llm: AsyncLLM, engine: ServedEngine, tokenizer: To
         generation_config=info.generation_config, seed=planned.config.seed, max_queued_requests=config.max_queued_requests,
         request_timeout=config.request_timeout, tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
-        trust_request_chat_template=config.trust_request_chat_template)
+        trust_request_chat_template=config.trust_request_chat_template,
+        max_logprobs=planned.config.max_logprobs,
+        closes_objects=planned.config.closes_objects)

@@ -13,6 +13,7 @@ from shoal.server.errors import ApiError, to_api_error
 from shoal.server.http import ClientGone, Exchange, Receive, Scope, Send
 from shoal.server.keys import read_keys
 from shoal.server.model import ServedModel
+from shoal.server.notices import Notices
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -41,6 +42,7 @@ class Server:
         self.by_name = {name: model for model in self.models for name in model.names}
         self.exchanges: set[Exchange] = set()
         self.body_bytes = 0           # of their bodies
+        self.notices = Notices()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in read_keys(config)]
         self._table: dict[str, dict[str, Route]] = {}
         self._prefixes: dict[str, dict[str, Route]] = {}

@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096      # characters: from here on text is tokenized in a thread (about 1 ms), so that a burst never holds up the streams
 TEXT_THREADS = 2
-TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"})
+TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt",
+                            "continue_final_message", "tokenize", "tool_call_parser"})
 
 
 class ServedEngine(Engine, Control, Protocol):
@@ -52,6 +53,8 @@ class ServedModel:
     tool_call_parser: str = "none"           # "hermes" | "llama3_json" | "none"
     reasoning_parser: str = "none"           # "qwen3" | "none"
     trust_request_chat_template: bool = False
+    max_logprobs: int = 20                   # most that a request may ask for; -1: no limit
+    closes_objects: bool = True              # of a JSON schema, where nothing says otherwise
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
@@ -94,7 +97,9 @@ class ServedModel:
 
         def render() -> Prompt:
             text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=chat_template, add_generation_prompt=generates,
-                                                 continue_final_message=bool(continue_final_message), tokenize=False, **variables)
+                                                 continue_final_message=bool(continue_final_message),
+                                                 tokenize=False, tool_call_parser=self.tool_call_parser,
+                                                 **variables)
             return Prompt(tokenizer.encode(text, bool(add_special_tokens)), text)
 
         return await self.for_text(text_size([messages, variables]) + (LONG_TEXT if tools else 0), render)
