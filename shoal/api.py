@@ -163,9 +163,9 @@ class SamplingParams:
 class BeamSearchParams:
     """How `LLM.beam_search` looks for likely texts. Raises RequestError for impossible values.
 
-    A finished beam's score is the sum of its log-probabilities, divided by its number of generated tokens (its
-    end-of-text id too) to the power of `length_penalty`. `temperature` changes nothing, as in vLLM: beams are
-    scored by the model's own log-probabilities.
+    A finished beam's score is the sum of its log-probabilities, divided by its number of generated tokens
+    (its end-of-text id too) to the power of `length_penalty`. `temperature` changes nothing, as in vLLM:
+    beams are scored by the model's own log-probabilities.
     """
 
     beam_width: int

@@ -12,16 +12,16 @@ from shoal.config import EngineConfig
 
 
 class EngineArgs(EngineConfig):
-    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. What of vLLM's means
-    nothing here is dropped with a warning, as by `LLM`. Raises ConfigError."""
+    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. What of vLLM's
+    means nothing here is dropped with a warning, as by `LLM`. Raises ConfigError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**self.known_options(options))
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
-        """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default. Returns what
-        it was given."""
+        """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default. Returns
+        what it was given."""
         hints = typing.get_type_hints(EngineConfig)
         for field in dataclasses.fields(EngineConfig):
             argument = argument_of(field, hints[field.name]) | {"default": field.default}

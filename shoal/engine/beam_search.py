@@ -1,5 +1,5 @@
-"""Beam search over one prompt: which beams go on, which are finished, and when no better one can come. The rules
-are those of `transformers` (`num_beams`, early_stopping=False), so that its results are ours."""
+"""Beam search over one prompt: which beams go on, which are finished, and when no better one can come. The
+rules are those of `transformers` (`num_beams`, early_stopping=False), so that its results are ours."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal.api import BeamSearchParams, BeamSearchSequence, TokenLogprobs
 
 
 class BeamSearch:
-    """Begins with the prompt as its only beam; `advance` takes what the model says about the next token of each
-    running beam."""
+    """Begins with the prompt as its only beam; `advance` takes what the model says about the next token of
+    each running beam."""
 
     def __init__(self, prompt_token_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int],
                  max_tokens: int) -> None:
@@ -19,12 +19,12 @@ class BeamSearch:
         self.max_tokens = max_tokens    # at most params.max_tokens: what the model has room for
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.running = [BeamSearchSequence(prompt_token_ids, [])]
-        self.finished: list[tuple[float, BeamSearchSequence]] = []    # with its score; the best beam_width of them
+        self.finished: list[tuple[float, BeamSearchSequence]] = []    # with scores; the best beam_width
 
     @property
     def num_candidates(self) -> int:
-        """So many of a beam's likeliest tokens can matter: beam_width of them go on even if every end-of-text id
-        is among the best."""
+        """So many of a beam's likeliest tokens can matter: beam_width of them go on even if every end-of-text
+        id is among the best."""
         return self.params.beam_width + len(self.eos_token_ids)
 
     def advance(self, likeliest: Sequence[TokenLogprobs]) -> None:

@@ -96,10 +96,10 @@ class LLM:
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
                     use_tqdm: bool = False) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest texts of each prompt that a search so wide finds, those of `transformers`'
-        num_beams. Each token is a step of all beams of all prompts, which the prefix cache makes cheap. Raises
-        RequestError if beam_width and the model's end-of-text ids are together more than max_logprobs, and for a
-        prompt that leaves no room for a token."""
+        """The `beam_width` likeliest texts of each prompt that a search so wide finds: `transformers`' num_beams.
+        Each token is a step of all beams of all prompts, which the prefix cache makes cheap. Raises
+        RequestError if beam_width and the model's end-of-text ids are together more than max_logprobs, and for
+        a prompt that leaves no room for a token."""
         searches, salts = [], []
         for prompt in _as_list(prompts):
             _, ids, salt = self._tokenize(prompt)
@@ -108,8 +108,8 @@ class LLM:
             salts.append(salt)
         if searches and searches[0].num_candidates > self.config.max_logprobs >= 0:
             raise RequestError(
-                f"beam_width {params.beam_width} needs the {searches[0].num_candidates} likeliest tokens of each "
-                f"step, more than max_logprobs {self.config.max_logprobs}; choose fewer beams or raise "
+                f"beam_width {params.beam_width} needs the {searches[0].num_candidates} likeliest tokens of "
+                f"each step, more than max_logprobs {self.config.max_logprobs}; choose fewer beams or raise "
                 "max_logprobs of the engine")
         hidden = not (use_tqdm and sys.stderr.isatty())
         with tqdm(total=params.max_tokens, desc="Beam search", disable=hidden) as bar:

@@ -1,4 +1,4 @@
-"""FlexibleArgumentParser, under vLLM's name and in vLLM's place: its scripts read their command line with it."""
+"""FlexibleArgumentParser, under vLLM's name and in vLLM's place: its scripts read command lines with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""anthropic's client with the habits of an agent: a large fixed max_tokens, cached blocks, tools, counting."""
+"""anthropic's client with the habits of an agent: a fixed max_tokens, cached blocks, tools, counting."""
 
 import anthropic
 import pytest

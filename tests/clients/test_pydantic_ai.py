@@ -44,7 +44,8 @@ def test_an_output_type_is_filled(output, llm, settings):
 
 
 def test_a_tool_beside_an_output_type(llm, settings):
-    """The model must call one of the two; a tool's answer goes back to it until it fills the output or the requests are spent."""
+    """The model must call one of the two; a tool's answer goes back to it until it fills the output or the
+    requests are spent."""
     called = []
     agent = Agent(llm, output_type=City, retries=0)
 

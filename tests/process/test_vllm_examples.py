@@ -1,4 +1,5 @@
-"""Scripts that use vLLM's offline API as its examples do run with the import changed; docs/compatibility.md lists them."""
+"""Scripts that use vLLM's offline API as its examples do run with the import changed; docs/compatibility.md
+lists them."""
 
 import json
 import runpy
@@ -13,7 +14,7 @@ EXAMPLES = ROOT / "tests" / "vllm_examples"
 
 @pytest.fixture(scope="module")
 def model(root):
-    """Of random weights: what a script prints is not the point, but that it runs and what it checks itself."""
+    """It has random weights: what a script prints is not the point, but that it runs and what it checks."""
     from tests import tiny
 
     return str(tiny.write_model(root, "llama"))
@@ -21,7 +22,8 @@ def model(root):
 
 @pytest.fixture
 def example(monkeypatch, capsys):
-    """Runs a script as its command line would, in this process, which has torch already; returns what it printed."""
+    """Runs a script as its command line would, in this process, which has torch already; returns what it
+    printed."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])

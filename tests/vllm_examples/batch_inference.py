@@ -1,4 +1,4 @@
-"""A file of prompts becomes a file of answers, in batches (what vLLM's batch_llm_inference.py does, without Ray)."""
+"""A file of prompts becomes a file of answers, in batches (vLLM's batch_llm_inference.py without Ray)."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""One conversation, many at once, and with another template (after vLLM's basic/offline_inference/chat.py)."""
+"""One conversation, many at once, and with another template (after vLLM's basic/chat.py)."""
 
 from shoal import LLM, EngineArgs
 from shoal.outputs import RequestOutput

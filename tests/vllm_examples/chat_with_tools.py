@@ -1,5 +1,5 @@
-"""A tool is called and its answer told to the model (after vLLM's chat_with_tools.py; the form of the call is enforced,
-for a model as small as ours)."""
+"""A tool is called and its answer told to the model (after vLLM's chat_with_tools.py; the form of the call is
+enforced, for a model as small as ours)."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The options as an object, whole and changed (the way of vLLM's multimodal examples, which build an LLM with asdict)."""
+"""The options as an object, whole and changed (as vLLM's multimodal examples do)."""
 
 import sys
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt and answer, and whether a cached prompt changes them (the API that vLLM's own tests of logprobs use)."""
+"""Log-probabilities of prompt and answer, by token."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A trace of what the engine does (after vLLM's features/profiling/simple_profiling_offline.py; the folder is an argument here)."""
+"""A trace of what the engine does (after vLLM's simple_profiling_offline.py; the folder is an argument)."""
 
 import sys
 

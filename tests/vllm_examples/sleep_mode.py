@@ -1,4 +1,4 @@
-"""Memory given back and taken again, with the same answers after (after vLLM's sleep mode, docs/features/sleep_mode.md)."""
+"""Memory given back and taken again, with equal answers then (after vLLM's docs/features/sleep_mode.md)."""
 
 import sys
 
