@@ -16,6 +16,8 @@ from shoal.errors import ConfigError, RequestError
 MAX_LOGIT_BIAS = 100.0
 MEMORY_TAGS = ("weights", "kv_cache")        # the regions that can sleep
 SLEEP_MODES = ("abort", "wait", "keep")      # what becomes of requests that run
+# Upper bounds by which steps are counted: vLLM's.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class FinishReason(enum.StrEnum):
@@ -264,6 +266,7 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0                  # of those: for a grammar, a store, a sleeping model
     num_blocks: int = 0
     num_free_blocks: int = 0               # free or evictable
     num_preemptions: int = 0
@@ -273,10 +276,26 @@ class Stats:
     external_prefix_cache_hits: int = 0    # tokens fetched
     kv_dropped_blocks: int = 0             # evicted from the device, and kept nowhere else
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)    # "host", "disk", "store", those there are
+    step_tokens: int = 0                   # computed in all steps
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     @property
     def kv_cache_usage(self) -> float:
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What a model's files say of it, for whoever lists models. Nothing in here is needed to run it."""
+
+    architecture: str = ""                 # "llama", "qwen3"
+    format: str = ""                       # "gguf" | "safetensors"
+    num_parameters: int = 0
+    quantization: str = ""                 # the type of most weights: "Q4_K", "BF16"
+    num_bytes: int = 0                     # of the files with weights
+    modified: float = 0.0                  # seconds since 1970
+    digest: str = "0" * 64                 # hexadecimal, another for other files
+    sizes: Mapping[str, int] = field(default_factory=dict)    # "embedding_length" and more of GGUF's names
 
 
 class Engine(Protocol):

@@ -14,6 +14,7 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.parser
+import jinja2.runtime
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -24,15 +25,18 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 # Marks where a continued message ends. The space at its end tells whether the template trims messages.
 CONTINUE = "<|continue here|> "
 PROBE = "Does this appear?"
+PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
+MOST_REPEATED = 10_000_000    # characters or items that a template's `*` may make
+MOST_BITS = 100_000           # of a number that its `**` may make
 # What a template's own code may raise.
-FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
 
 class ChatTemplate:
     """One compiled template."""
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -109,6 +113,20 @@ class ChatTemplate:
         return {**message, "content": content}
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which one operator cannot take all memory or all time either."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        for one, other in ((left, right), (right, left)):
+            if operator == "*" and isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > MOST_REPEATED:
+                raise ValueError(f"a text or list of {len(one)} times {other} is more than {MOST_REPEATED} long")
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+            raise ValueError(f"{left} ** {right} has more than {MOST_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+
 class _Generation(jinja2.ext.Extension):
     """{% generation %} marks what a model wrote, for training. Here it is only its body."""
 
@@ -127,11 +145,34 @@ def _checked(messages: Any) -> Sequence[Any]:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """JSON values: an object with methods of its own would be a way out of the sandbox."""
+    """A copy of JSON values: an object with methods of its own would be a way out of the sandbox."""
     try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError, RecursionError) as error:
+        return _copied(value)
+    except (TypeError, RecursionError) as error:
         raise RequestError(f"{what}: {error}; only what JSON can express may be in a conversation") from None
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        return value
+    if isinstance(value, dict):
+        return {key if type(key) is str else _key(key): _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied(item) for item in value]
+    for plain in (str, bool, int, float):    # a class of its own may bring methods of its own
+        if isinstance(value, plain):
+            return plain(value)
+    raise TypeError(f"a {kind.__name__} is no value of JSON")
+
+
+def _key(key: Any) -> str:
+    """As JSON writes keys that are no texts."""
+    if isinstance(key, str):
+        return str(key)
+    if key is None or isinstance(key, (bool, int, float)):
+        return json.dumps(key)
+    raise TypeError(f"keys must be texts, and {key!r:.80} is none")
 
 
 def _part_text(i: int, part: Any) -> str:

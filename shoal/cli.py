@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal import bench_serve
+from shoal import bench_serve, logs
 from shoal.api import SamplingParams
 from shoal.bench_serve import ServeBench
 from shoal.cli_options import SAMPLING, Parser, given_options, integer
@@ -253,13 +253,13 @@ def run_profile(arguments: argparse.Namespace) -> int:
 def run_serve(arguments: argparse.Namespace) -> int:
     """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
     from shoal.serve import serve
-    logging.getLogger().setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     given = given_options(arguments, ServerConfig)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         if len(values := given.get(name, ())) == 1 and values[0].startswith("["):    # vLLM's spelling: a JSON list
             given[name] = _json_list(name, values[0])
-    return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig),
-                 ServerConfig(**given))
+    config = ServerConfig(**given)
+    logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
+    return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
 
 
 def _json_list(name: str, text: str) -> list[str]:

@@ -320,6 +320,9 @@ class ServerConfig:
         "auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template',
         section="tools and templates")
     reasoning_parser: str = option("auto", '"qwen3" | "none"; auto: by the chat template')
+    log_requests: str = option("all", 'which requests get a line in the log: "all" | "errors" | "off"; '
+                                      "health checks and the like do with --verbose only")
+    log_format: str = option("text", '"text" | "json": a JSON object a line')
     trust_request_chat_template: bool = option(False, "requests may bring a chat template (in the sandbox, but one may run for ever)")
     ssl_keyfile: str | None = option(None, "TLS: the private key", section="TLS")
     ssl_certfile: str | None = option(None, "TLS: the certificate")
@@ -345,7 +348,8 @@ class ServerConfig:
         if self.allow_credentials and "*" in (self.allowed_origins or ()):
             raise ConfigError("allow_credentials with allowed_origins '*' is what no browser accepts; name the origins")
         for name, choices in (("tool_call_parser", ("auto", "hermes", "llama3_json", "none")),
-                              ("reasoning_parser", ("auto", "qwen3", "none"))):
+                              ("reasoning_parser", ("auto", "qwen3", "none")),
+                              ("log_requests", ("all", "errors", "off")), ("log_format", ("text", "json"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.admin_port == self.port != 0 and self.admin_host == self.host:

@@ -37,6 +37,7 @@ async def create_chat_completion(exchange: Exchange) -> None:
     is_plain = plan.mode == "none" and model.reasoning_parser == "none"
     form = None if is_plain else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
     answer = _Answer(model, request, generation, form)
+    exchange.generation = generation
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(answer.id, "chat.completion.chunk", answer.created, model.name, usage=usage,
@@ -83,7 +84,8 @@ async def _prompt(model: ServedModel, request: ChatCompletionRequest, plan: Tool
     prompt = await model.chat_prompt(messages, tools=plan.tools, chat_template=request.chat_template,
                                      add_generation_prompt=request.add_generation_prompt,
                                      continue_final_message=request.continue_final_message,
-                                     add_special_tokens=request.add_special_tokens, documents=request.documents, variables=variables)
+                                     add_special_tokens=request.add_special_tokens, documents=request.documents, variables=variables,
+                                     must_fit=request.truncate_prompt_tokens is None)
     wanted = request.max_completion_tokens or request.max_tokens
     if wanted is not None and wanted >= model.max_model_len:
         wanted = None    # it is cut to what the prompt leaves, so the prompt is not cut for it

@@ -20,6 +20,7 @@ from types import TracebackType
 from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, StructuredOutputsParams, TokenLogprobs
 from shoal.detokenizer import Detokenizer, add_texts
 from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
+from shoal.metrics import RequestTimes
 from shoal.server.errors import ApiError
 from shoal.server.model import Prompt, ServedModel
 
@@ -112,6 +113,8 @@ class Generation:
         finally:
             for answer in self._answers:
                 answer.close()
+            for i in range(0, len(self._answers), self.params.n):
+                self.model.metrics.end(self.times[i:i + self.params.n])
             self.model.admission.leave(len(self._answers))
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
@@ -168,6 +171,11 @@ class Generation:
         for whole, parts in zip(wholes, texts):
             whole.text = "".join(parts)
         return wholes
+
+    @property
+    def times(self) -> list[RequestTimes]:
+        """Of each answer, once the block is entered."""
+        return [answer.times for answer in self._answers]
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:

@@ -12,9 +12,10 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
-from shoal.server.http import Exchange
+from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.protocol import MinusOneOrMore, Positive, Words
+from shoal.server.shapes import AnthropicErrorResponse
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
 
@@ -110,7 +111,6 @@ class TokenCount(Struct):
 
 
 async def create_message(exchange: Exchange) -> None:
-    exchange.error_event = error_event
     request = exchange.decode(MessagesRequest)
     model = exchange.server.find(request.model)
     plan, params = _plan(exchange, request, model), _params(request, model)
@@ -120,6 +120,7 @@ async def create_message(exchange: Exchange) -> None:
     writer = _Writer(request.model or model.name, len(prompt.token_ids))
     async with Generation(model, [prompt], params, request_id=exchange.request_id,
                           cuts_max_tokens=True) as answers:
+        exchange.generation = answers
         if not request.stream:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
@@ -155,6 +156,9 @@ def error_body(error: ApiError) -> bytes:
 
 def error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+
+ANTHROPIC = Dialect("Anthropic", AnthropicErrorResponse, error_body, error_event)
 
 
 class _Writer:

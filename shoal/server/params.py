@@ -79,7 +79,7 @@ async def read_prompts(model: ServedModel, given: Prompts, *, field: str, add_sp
     else:
         raise ApiError(400, f"{field} mixes texts and token ids; give a text, a list of texts, ids, or a list of lists of ids", param=field)
     if isinstance(texts[0], str):
-        prompts = [Prompt(ids, text) for ids, text in zip(await model.encode(texts, add_special_tokens), texts)]
+        prompts = [Prompt(ids, text) for ids, text in zip(await model.encode(texts, add_special_tokens, must_fit=keep is None), texts)]
     else:
         prompts = [Prompt(ids) for ids in texts]
     return [shortened(prompt, keep) for prompt in prompts]

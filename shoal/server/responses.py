@@ -174,6 +174,7 @@ async def create_response(exchange: Exchange) -> None:
     async with Generation(model, [prompt], params, request_id=request.request_id or exchange.request_id, priority=request.priority,
                           cache_salt=request.cache_salt, timeout=request.timeout,
                           cuts_max_tokens=True) as answers:
+        exchange.generation = answers
         if not request.stream:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
