@@ -28,9 +28,10 @@ demo: .venv/ready
 test: .venv/ready-test
 	$(PYTEST)
 
-# What is slow or rare: a quarter of an hour more.
-test-slow: .venv/ready-test
+# What is slow or rare. Other people's clients run in an environment of their own, against a server of .venv.
+test-slow: .venv/ready-test .venv-clients/ready
 	$(PYTEST) -m slow
+	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow
 
 check: .venv/ready-test
 	$(BIN)/ruff check shoal tests benchmarks examples
@@ -60,5 +61,10 @@ bench-gpu:
 	$(BIN)/python -m pip install --quiet --editable ".[test,check]"
 	touch $@
 
+.venv-clients/ready: tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -34,8 +34,8 @@ IGNORED_OPTIONS = frozenset({
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "enable_expert_parallel": (False,), "quantization": (None,),
     "kv_cache_dtype": ("auto",), "cpu_offload_gb": (0,), "enable_lora": (False,), "speculative_config": (None,), "hf_overrides": (None, {}),
-    "override_generation_config": (None, {}), "task": (None, "auto", "generate"),
-    "runner": (None, "auto", "generate"),
+    "override_generation_config": (None, {}), "task": (None, "auto", "generate", "embed"),
+    "runner": (None, "auto", "generate", "pooling"),    # any model generates, and embeds
 }
 
 
@@ -195,6 +195,12 @@ class EngineConfig:
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """Builds a config from user options: unknown names raise, meaningless ones of vLLM warn."""
+        return cls(**cls.known_options(options))
+
+    @classmethod
+    def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Those of them that are fields. Raises ConfigError for unknown names; meaningless ones of vLLM are
+        dropped with a warning."""
         names = [f.name for f in dataclasses.fields(cls)]
         for name in list(options):
             if name in names:
@@ -210,7 +216,7 @@ class EngineConfig:
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else "`shoal generate --help-all` lists them"
             raise ConfigError(f"unknown option {name!r}={options[name]!r}; {hint}")
-        return cls(**options)
+        return options
 
     def __post_init__(self) -> None:
         for name, low in (("max_model_len", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
