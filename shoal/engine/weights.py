@@ -48,7 +48,7 @@ class Weights:
         self._check_awake()
         dummy = self._is_dummy(files)
         if not dummy:
-            check_checkpoint(self.core.model_config, self._shapes, files)
+            check_checkpoint(self.core.model_config, files)
             if self.packed_as is not None:
                 check_same_packing(self.packed_as, files)
         self._load(f"from {files.path}", None, "load_checkpoint", str(files.path), dummy)
