@@ -1,10 +1,22 @@
-# Two commands for a newcomer: `make demo` and `make test`. Everything is installed into .venv in this folder.
+# Two commands for a newcomer: `make demo` and `make test`. Everything is installed into .venv in this folder, by whichever comes first.
 
 PYTHON ?= python3
 BIN := .venv/bin
-TORCH := torch==2.13.0
 
-.PHONY: demo test check test-gpu bench bench-gpu clean
+# The torch of .venv, and the index that it comes from. On a machine without a GPU that is PyTorch's own index of CPU wheels (200 MB), if
+# it answers within three seconds; the ordinary index has only builds with CUDA for Linux on x86 (gigabytes). It is chosen once, when .venv
+# is made. Variables say otherwise:
+#     make demo TORCH_INDEX=                                              pip's ordinary index
+#     make demo TORCH_INDEX=https://download.pytorch.org/whl/cu130        another one
+#     make demo TORCH=torch==2.12.0                                       another version
+TORCH ?= torch==2.13.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+HAS_GPU := test -e /dev/nvidia0 || command -v nvidia-smi >/dev/null
+# The alarm ends Python, as a timeout of urlopen would not bound the search for the address.
+ANSWERS := $(PYTHON) -c "import signal, urllib.request; signal.alarm(3); urllib.request.urlopen('$(CPU_INDEX)/torch/')"
+TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/dev/null)
+
+.PHONY: demo test test-slow check test-gpu bench bench-gpu clean
 
 demo: .venv/ready
 	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
@@ -12,8 +24,12 @@ demo: .venv/ready
 test: .venv/ready-test
 	$(BIN)/python -m pytest tests
 
+# What is slow or rare: a quarter of an hour more.
+test-slow: .venv/ready-test
+	$(BIN)/python -m pytest tests -m slow
+
 check: .venv/ready-test
-	$(BIN)/ruff check shoal tests benchmarks
+	$(BIN)/ruff check shoal tests benchmarks examples
 	$(BIN)/mypy
 
 # On a machine with a GPU, with the torch that is installed there.
@@ -28,10 +44,11 @@ bench-gpu:
 	$(PYTHON) benchmarks/gpu.py --workloads nano,single,prefill,decode,shared,four,service,tiny,long,tree --json benchmarks/results/h200.json
 	$(PYTHON) benchmarks/performance.py benchmarks/results/h200.json
 
-# torch first, pinned: on a machine without a GPU the pin finds a CPU build where there is one.
+# torch comes first, from an index of its own, and shows its progress, as it is most of what is downloaded; the rest from pip's own index.
 .venv/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Shoal needs Python 3.11 or later: make PYTHON=python3.12, say" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	index="$(TORCH_INDEX)"; $(BIN)/python -m pip install $${index:+--index-url "$$index"} "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 

@@ -240,6 +240,8 @@ class ServerConfig:
     max_body_bytes: int = option(32 << 20, "of a request; more is a 413")
     max_total_body_bytes: int = option(1 << 30, "of all requests under way together; more are a 429")
     max_queued_requests: int = option(1024, "beyond what runs; more are a 429")
+    max_connections: int | None = option(None, "connections a port takes; beyond them the longest idle one is closed, and without one "
+                                               "the new one gets a 503; default: what the limit of open files leaves")
     request_timeout: float | None = option(None, "seconds a request may take in all; a request's own `timeout` may be shorter")
     read_timeout: float = option(30.0, "seconds a client may take to send its request")
     write_timeout: float = option(120.0, "seconds a client may take none of its answer")
@@ -255,9 +257,10 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, low, high in (("port", 0, 65535), ("admin_port", 0, 65535), ("max_body_bytes", 1024, None),
-                                ("max_total_body_bytes", 1024, None), ("max_queued_requests", 0, None)):
+                                ("max_total_body_bytes", 1024, None), ("max_queued_requests", 0, None),
+                                ("max_connections", 1, None)):
             value = getattr(self, name)
-            if value is None and name == "admin_port":
+            if value is None and name in ("admin_port", "max_connections"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
                 limit = f"from {low} to {high}" if high else f"of at least {low}"

@@ -1,5 +1,8 @@
 """Engines on tiny checkpoints, for tests of any folder. Nothing heavy is imported before a test asks for it."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 
@@ -38,3 +41,10 @@ def build(root, engine_options):
         engine.core.scheduler.check()
         assert engine.stats().num_free_blocks == engine.stats().num_blocks, "requests are left"
         engine.exit()
+
+
+@pytest.fixture
+def no_triton(tmp_path):
+    """An environment for processes in which `import triton` fails, as it does beside a CPU wheel of torch."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}

@@ -30,7 +30,8 @@ class Serve:
         self.log = folder / f"log-{self.port}"
         ports = ("--port", str(self.port), "--admin-port", str(self.admin))
         command = [sys.executable, "-m", "shoal.cli", "serve", *map(str, arguments), *ports]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+        env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 

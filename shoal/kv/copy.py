@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shoal.errors import UnavailableError, UserError
-from shoal.kernels.block_copy import Pieces, bytes_at, copy_by_dma, copy_by_kernel, copy_on_host, join, runs
+from shoal.kernels.block_copy import Pieces, bytes_at, copy_by_dma, copy_on_host, join, runs
 from shoal.kv.layout import ITEM_BYTES, LayoutError, compatibility
 from shoal.kv.storage import Kind, host_memory, in_flight, pinned_memory
 from shoal.kv.view import BlockView
@@ -231,6 +231,7 @@ def copy_on_device(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray, dev
         if over_pcie and pieces.run >= DMA_BYTES:
             copy_by_dma(*runs(pieces, src_ids, dst_ids), pieces.run, stream)
         else:
+            from shoal.kernels.block_copy_triton import copy_by_kernel  # only now: a CPU run may lack Triton
             packed = upload(device, pieces.src, pieces.dst, src_ids, dst_ids)
             copy_by_kernel(pieces, *packed.split((2 * len(pieces.src), 2 * len(src_ids))))
         event = stream.record_event()
@@ -326,6 +327,7 @@ class CopyStream:
                     if self._over_pcie and pieces.run >= DMA_BYTES:
                         copy_by_dma(*runs(pieces, *self._ids), pieces.run, self.stream)
                     else:
+                        from shoal.kernels.block_copy_triton import copy_by_kernel  # only now, as above
                         copy_by_kernel(pieces, self._addresses[which], self._device_ids)
             event = self.stream.record_event()
             in_flight.keep(event, *self._views)

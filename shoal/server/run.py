@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import logging
 import resource
 import signal
 import socket
 import ssl
-import sys
-import termios
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.server.app import Server
-from shoal.server.errors import ApiError
+from shoal.server.connection import Connection, Connections
 
 logger = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75    # longer than clients and proxies keep theirs, so that they close and never meet a closing socket
 LAST_WORDS_SECONDS = 5     # for answers that are whole and not yet read when the server ends
 Ready = Callable[[int, int | None], None]
 FORCED_SECONDS = 0.5       # to tell so those who are cut off
 BACKLOG = 2048             # connections that wait to be accepted
+ACCEPTED_AT_ONCE = 64      # connections that asyncio accepts before it looks at anything else, their number included
 MAX_FILES = 65536          # connections are files, and the usual limit of 1024 is soon reached
+RESERVED_FILES = 256       # those that are no connections: engines, libraries, logs, and connections just accepted
+ACCEPT_LOG_SECONDS = 10.0  # between two lines that say that files have run out
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -62,14 +60,15 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
 
     ports: open_ports' sockets, closed at the end. ready: called with the numbers of both once they listen.
     """
-    _allow_many_files()
+    most = max_connections(config)
     listeners = list(zip([app] if admin is None else [app, admin], ports, strict=True))
     for port in ports:
         try:
             port.listen(BACKLOG)
         except OSError as error:    # two may bind one address; the second to listen has lost
             raise ConfigError(f"port {port.getsockname()[1]} was taken by another server meanwhile: {error}; choose another") from None
-    servers = [_Uvicorn(_settings(one, config)) for one, _ in listeners]
+    asyncio.get_running_loop().set_exception_handler(_LoopErrors())
+    servers = [_Uvicorn(_settings(one, config, Connections(most))) for one, _ in listeners]
     tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, (_, listener) in zip(servers, listeners)]
     try:
         while not all(server.started for server in servers):
@@ -77,6 +76,8 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
                 failed.result()
                 raise ConfigError("the HTTP server ended before it began; the log says why")
             await asyncio.sleep(0.01)
+        for port in ports:
+            port.listen(BACKLOG)    # again: asyncio takes one number for what may wait and what is accepted at once
         if ready is not None:
             numbers = [port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
@@ -139,18 +140,26 @@ def url_of(config: ServerConfig, port: int) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 
-def _settings(app: Server, config: ServerConfig) -> uvicorn.Config:
-    connection = functools.partial(_Connection, limits=config)
-    return uvicorn.Config(app, http=connection, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,    # type: ignore[arg-type]
-                          proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
-                          timeout_graceful_shutdown=LAST_WORDS_SECONDS, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
-
-
-def _allow_many_files() -> None:
+def max_connections(config: ServerConfig) -> int:
+    """How many connections a port takes: what is configured, else what the limit of open files leaves beside RESERVED_FILES. The limit is
+    raised as far as it goes. Raises ConfigError for more connections than files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    files = wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)
+    room = max(files - RESERVED_FILES, files // 2)
+    if config.max_connections is not None and config.max_connections > room:
+        raise ConfigError(f"max_connections {config.max_connections} is more than {room}, which this process's limit of {files} open files "
+                          "leaves; raise that limit (ulimit -n, LimitNOFILE in a systemd unit) or choose fewer")
+    return config.max_connections or room
+
+
+def _settings(app: Server, config: ServerConfig, all_connections: Connections) -> uvicorn.Config:
+    connection = functools.partial(Connection, limits=config, all_connections=all_connections)
+    return uvicorn.Config(app, http=connection, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,    # type: ignore[arg-type]
+                          proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=ACCEPTED_AT_ONCE,
+                          timeout_graceful_shutdown=LAST_WORDS_SECONDS, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
 
 
 async def _first(*awaitables: Any) -> None:
@@ -174,120 +183,17 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, with limits that it lacks: on a request's head, in time and size, and on an answer that nobody reads."""
+class _LoopErrors:
+    """What asyncio says of callbacks that failed. Where files have run out it would say so for every connection that waits, thousands of
+    times a second; once in a while is enough."""
 
-    def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._limits = limits
-        self._in_head, self._head_bytes = True, 0
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._is_told_again = False    # what the parser reads is no news
+    def __init__(self) -> None:
+        self._said = -ACCEPT_LOG_SECONDS
 
-    def connection_made(self, transport: asyncio.Transport) -> None:    # type: ignore[override]
-        super().connection_made(transport)
-        self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timers()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        if self._is_told_again:
-            return
-        super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
-
-    def on_url(self, url: bytes) -> None:
-        if not self._is_told_again:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_told_again:
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        if self._is_told_again:
-            return
-        self._in_head = False
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            self._decline(data[offer.args[0]:])
-        except httptools.HttpParserError:
-            self.send_400_response("what came is no HTTP")
-            return
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEADER_BYTES:
-                self._refuse(ApiError(431, f"the request's head has more than {MAX_HEADER_BYTES} bytes"))
-
-    def _decline(self, rest: bytes) -> None:
-        """The client offers another protocol (HTTP/2, as Java's does each time), and the parser ends the request with its head. Nobody need
-        take the offer: another parser is told of the body, which begins with `rest`."""
-        framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
-        self.parser = httptools.HttpRequestParser(self)
-        self.cycle.more_body = True
-        self._is_told_again = True
-        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
-        self._is_told_again = False
-        if rest:
-            self.data_received(rest)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._await_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-
-    def _await_reader(self) -> None:
-        self._write_timer = self.loop.call_later(self._limits.write_timeout, self._check_reader, self._num_unread())
-
-    def _check_reader(self, before: int) -> None:
-        """A big answer takes a slow line long: only whoever took nothing at all is given up."""
-        if self._num_unread() < before:
-            self._await_reader()
-        else:
-            self.transport.abort()
-
-    def _num_unread(self) -> int:
-        """Bytes that the client's side has not acknowledged: those in our buffer, and those in the kernel's, which may be megabytes."""
-        in_kernel = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-        return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, msg))
-
-    def _head_is_late(self) -> None:
-        self._refuse(ApiError(408, f"the request's head did not arrive within {self._limits.read_timeout:g} s"))
-
-    def _refuse(self, error: ApiError) -> None:
-        """Answers what never became a request."""
-        self._stop_timers()
-        if self.transport.is_closing():
-            return
-        body = error.body()
-        self.transport.write(b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
-            error.status, REASONS[error.status], len(body), body))
-        self.transport.close()
-
-    def _stop_timers(self) -> None:
-        for timer in (self._head_timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
-
-
-REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "accept" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+        elif (now := time.monotonic()) - self._said >= ACCEPT_LOG_SECONDS:
+            self._said = now
+            logger.error("a connection cannot be accepted: %s; raise the limit of open files, or lower --max-connections",
+                         context.get("exception"))

@@ -75,3 +75,12 @@ def test_sub_package_init_files_are_empty(path):
 def test_memory_is_imported_without_torch_until_a_region_is_asked_for():
     code = "import sys, shoal.memory; assert 'torch' not in sys.modules; from shoal.memory import Regions, pause, region, resume, usage"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_nothing_but_kernels_and_attention_needs_triton(no_triton):
+    """A CPU wheel of torch brings no Triton. What CPU kernels and attention need is covered by tests/process/test_without_triton.py."""
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in MODULES]
+    names = [name for name in names if not name.startswith(("shoal.kernels.", "shoal.attention.")) and not name.endswith("__main__")]
+    code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", code], env=no_triton, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

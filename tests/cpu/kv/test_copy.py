@@ -13,7 +13,7 @@ import torch
 from triton_compile import check_kernels, compile_launches
 
 from shoal.errors import UnavailableError
-from shoal.kernels import block_copy
+from shoal.kernels import block_copy, block_copy_triton
 from shoal.kv import copy
 from shoal.kv.copy import BlockCopyError, CopyStream, CopyStreams, copy_blocks, gather_blocks, scatter_blocks
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
@@ -28,7 +28,7 @@ QWEN3_8B = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16)
 def by_kernel(pieces, src_ids, dst_ids):
     """In the interpreter, which takes addresses of host memory."""
     addresses = torch.from_numpy(np.concatenate((pieces.src, pieces.dst)))
-    block_copy.copy_by_kernel(pieces, addresses, torch.from_numpy(np.concatenate((src_ids, dst_ids))))
+    block_copy_triton.copy_by_kernel(pieces, addresses, torch.from_numpy(np.concatenate((src_ids, dst_ids))))
 
 
 def by_runs(pieces, src_ids, dst_ids):
@@ -50,7 +50,7 @@ def test_ids_are_honoured_in_every_layout(way):
 
 
 def test_random_copies_between_layouts_equal_indexing(way, monkeypatch):
-    monkeypatch.setattr(block_copy, "TILE_BYTES", 256)    # several tiles a run, and runs a tile
+    monkeypatch.setattr(block_copy_triton, "TILE_BYTES", 256)    # several tiles a run, and runs a tile
     kv_cases.check_random_copies(seed=7, rounds=15 if way == "kernel" else 60, allocators=[(host_memory, host_memory)])
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.kernels import block_copy
+from shoal.kernels import block_copy_triton
 from shoal.kv import copy
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
 from shoal.kv.reshard import reshard
@@ -22,7 +22,7 @@ SPEC = CacheSpec(Layout.KV_FIRST, 2, 8, 4, "float16", 4)
 def way(request, monkeypatch):
     def by_kernel(pieces, src_ids, dst_ids):
         addresses = torch.from_numpy(np.concatenate((pieces.src, pieces.dst)))
-        block_copy.copy_by_kernel(pieces, addresses, torch.from_numpy(np.concatenate((src_ids, dst_ids))))
+        block_copy_triton.copy_by_kernel(pieces, addresses, torch.from_numpy(np.concatenate((src_ids, dst_ids))))
 
     if request.param == "kernel":
         monkeypatch.setattr(copy, "copy_on_host", by_kernel)

@@ -1,0 +1,267 @@
+"""One client's connection: uvicorn's protocol with the limits that it lacks.
+
+They bound a request's head, its trailers and the framing of its chunks, the number of connections, the time that a head may take, and
+the time that an answer may lie unread. Requests that come ahead of their turn (pipelined ones) do not hide that their client has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import select
+import sys
+import termios
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from shoal.config import ServerConfig
+from shoal.server.errors import ApiError
+
+MAX_HEADER_BYTES = 64 << 10    # of a head with its URL; trailers and the extensions of chunks get as much again
+CHUNK_BYTES = 24               # the framing of one chunk: its size in hex digits and two line ends, at the most
+HANGUP_POLL_S = 0.5            # between looks at a client whose requests wait for their turn
+HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+
+
+class Connections:
+    """The connections of one port, and which of them are idle: no request has begun, and none is being answered."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: beyond so many, the one that has been idle longest is closed, and without an idle one the new one is refused."""
+        self.most = most
+        self.num_open = 0
+        self.idle: dict[Connection, None] = {}    # the longest idle one first
+
+    def make_room(self) -> bool:
+        """Whether one more connection may stay. An idle one may have been closed for it."""
+        if self.num_open <= self.most:
+            return True
+        longest = next((one for one in self.idle if one is not self), None)
+        if longest is None:
+            return False
+        del self.idle[longest]
+        longest.transport.abort()
+        return True
+
+
+class _TooLarge(Exception):
+    """A callback of the parser raises this to stop it in the middle of what it was given."""
+
+
+class Connection(HttpToolsProtocol):
+    """Built by uvicorn, one a client."""
+
+    def __init__(self, *args: Any, limits: ServerConfig, all_connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits, self._all = limits, all_connections
+        self._in_head = True
+        self._between_messages = True
+        self._is_told_again = False     # what the parser reads is no news
+        self._head_bytes = 0            # of the message's URL, headers and trailers
+        self._known_bytes = 0           # of what the parser was given in this read: those that a callback told of
+        self._unknown_bytes = 0         # of this message: those that no callback has told of
+        self._began_message = False     # in this read
+        self._running: Any = None       # the cycle that the application works on; self.cycle is the newest
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._hangup_timer: asyncio.TimerHandle | None = None
+
+    # Its beginning and its end
+
+    def connection_made(self, transport: asyncio.Transport) -> None:    # type: ignore[override]
+        super().connection_made(transport)
+        self._all.num_open += 1
+        if not self._all.make_room():
+            self._refuse(ApiError(503, f"the server has {self._all.most} connections, the most it takes (--max-connections), and all of "
+                                       "them are busy; try again later", headers={"retry-after": "1"}))
+            return
+        self._all.idle[self] = None
+        self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.num_open -= 1
+        self._all.idle.pop(self, None)
+        self._stop_timers()
+        self.pipeline.clear()
+        running = self._running
+        if running is not None and not running.response_complete:    # uvicorn tells the newest cycle alone
+            running.disconnected = True
+            running.message_event.set()
+        super().connection_lost(exc)
+
+    # What the client sends
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._known_bytes, self._began_message = 0, False
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                rest = rest[len(rest):]
+            except httptools.HttpParserUpgrade as offer:
+                rest = rest[offer.args[0]:]
+                self._decline()
+            except httptools.HttpParserCallbackError as error:
+                if not isinstance(error.__context__, _TooLarge):
+                    raise
+                self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
+            except httptools.HttpParserError:
+                self._refuse(ApiError(400, "what came is no HTTP"))
+            if self.transport.is_closing():
+                return
+        if self._began_message:
+            self._unknown_bytes = 0
+        else:
+            self._unknown_bytes = max(0, self._unknown_bytes + len(data) - self._known_bytes)
+        if self._unknown_bytes > MAX_HEADER_BYTES:
+            self._refuse(ApiError(431, f"one field of the request's head, or what its chunks say beside their content, has more than "
+                                       f"{MAX_HEADER_BYTES} bytes"))
+
+    def _decline(self) -> None:
+        """The client offers another protocol (HTTP/2, as Java's does each time), and the parser ends the request with its head. Nobody
+        need take the offer: another parser is told of the body that follows."""
+        framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.cycle.more_body = True
+        self._is_told_again = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        self._is_told_again = False
+
+    # What the parser makes of it
+
+    def on_message_begin(self) -> None:
+        if self._is_told_again:
+            return
+        super().on_message_begin()
+        self._all.idle.pop(self, None)
+        self._in_head = self._began_message = True
+        self._between_messages = False
+        self._head_bytes = 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_told_again:
+            self._count_head(len(url))
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_told_again:
+            return
+        self._count_head(len(name) + len(value) + len(": \r\n"))
+        if self._in_head:    # trailers are counted and dropped
+            super().on_header(name, value)
+
+    def _count_head(self, count: int) -> None:
+        self._head_bytes += count
+        self._known_bytes += count
+        if self._head_bytes > MAX_HEADER_BYTES:
+            raise _TooLarge
+
+    def on_headers_complete(self) -> None:
+        if self._is_told_again:
+            return
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        num_waiting = len(self.pipeline)
+        super().on_headers_complete()
+        if len(self.pipeline) == num_waiting:
+            self._running = self.cycle
+        elif self._hangup_timer is None:    # uvicorn reads no more, and so would not see that the client leaves
+            self._hangup_timer = self.loop.call_later(HANGUP_POLL_S, self._look_for_hangup)
+
+    def on_chunk_header(self) -> None:
+        self._known_bytes += CHUNK_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        self._known_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._between_messages = True
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._between_messages and not self.pipeline and self.cycle.response_complete:
+            self._all.idle[self] = None
+
+    # The answer
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]    # the one that uvicorn begins now
+        self._note_idle()
+        super().on_response_complete()
+
+    def _look_for_hangup(self) -> None:
+        """A client that left is seen by its socket's state, as what it sent before it left lies unread."""
+        self._hangup_timer = None
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self._socket_fd(), HANGUP)
+        if any(events & HANGUP for _, events in poll.poll(0)):
+            self.transport.abort()
+        elif self.pipeline:
+            self._hangup_timer = self.loop.call_later(HANGUP_POLL_S, self._look_for_hangup)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def _await_reader(self) -> None:
+        self._write_timer = self.loop.call_later(self._limits.write_timeout, self._check_reader, self._num_unread())
+
+    def _check_reader(self, before: int) -> None:
+        """A big answer takes a slow line long: only whoever took nothing at all is given up."""
+        if self._num_unread() < before:
+            self._await_reader()
+        else:
+            self.transport.abort()
+
+    def _num_unread(self) -> int:
+        """Bytes that the client's side has not acknowledged: those in our buffer, and those in the kernel's, which may be megabytes."""
+        in_kernel = fcntl.ioctl(self._socket_fd(), termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
+
+    def _socket_fd(self) -> int:
+        return self.transport.get_extra_info("socket").fileno()
+
+    # Refusals
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, msg))
+
+    def _head_is_late(self) -> None:
+        self._refuse(ApiError(408, f"the request's head did not arrive within {self._limits.read_timeout:g} s"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers what never became a request, and closes. While an earlier request waits for its answer, it only closes."""
+        self._stop_timers()
+        if self.transport.is_closing():
+            return
+        running = self._running
+        is_running = running is self.cycle and not self._in_head
+        if running is None or running.response_complete or (is_running and not running.response_started):
+            body = error.body()
+            more = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in (error.headers or {}).items())
+            self.transport.write(b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
+                                 % (error.status, REASONS[error.status], len(body), more, body))
+        self.transport.close()
+
+    def _stop_timers(self) -> None:
+        for timer in (self._head_timer, self._write_timer, self._hangup_timer):
+            if timer is not None:
+                timer.cancel()

@@ -1,0 +1,172 @@
+"""Connections that do what no ordinary client does: nobody else may notice, and memory stays bounded."""
+
+import resource
+import socket
+import threading
+
+import psutil
+import pytest
+
+from shoal.config import ServerConfig
+from shoal.errors import ConfigError
+from shoal.fake import FakeEngine
+from shoal.server.connection import MAX_HEADER_BYTES
+from shoal.server.run import max_connections
+from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
+
+COMPLETE = "/v1/completions"
+LONG = {"prompt": "a", "max_tokens": 255}
+GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+BODY = b'{"prompt":"a","max_tokens":2}'
+
+
+@pytest.fixture
+def server():
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def slow():
+    with FakeServer(FakeEngine(300, reply=ids_of("word "), token_seconds=1.0)) as server:
+        yield server
+
+
+def idle(server):
+    return not server.engine._running and server.model.admission.active == 0
+
+
+def send_until_cut(connection, piece, limit):
+    """Sends `piece` again and again until the server has had enough; returns how many bytes it took."""
+    sent = 0
+    connection.settimeout(5)
+    try:
+        while sent < limit:
+            sent += connection.send(piece)
+    except OSError:
+        pass
+    return sent
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("second", [GET, post(COMPLETE, LONG), GET * 100])
+def test_a_client_that_leaves_takes_what_it_asked_ahead_with_it(stream, second, slow, caplog):
+    connection = slow.raw(post(COMPLETE, {**LONG, "stream": stream}) + second)
+    eventually(lambda: len(slow.engine._running) == 1)
+    connection.close()
+    eventually(lambda: idle(slow))
+    assert len(slow.engine.seen) == 1, "a request was begun for a client that had left"
+    assert "socket.send() raised exception" not in caplog.text
+
+
+def test_requests_that_come_ahead_of_their_turn_are_answered_in_order(server):
+    count = 4000
+    connection = server.raw(b"")
+    threading.Thread(target=connection.sendall, args=(GET * (count - 1) + GET.replace(b"Host: x", b"Connection: close"),)).start()
+    answers = read_until(connection)
+    assert answers.count(b"HTTP/1.1 200 OK") == count and b"HTTP/1.1 4" not in answers
+
+
+def test_thousands_of_offers_of_another_protocol_are_declined(server):
+    offer = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n"
+    connection = server.raw(b"")
+    last = GET.replace(b"Host: x", b"Connection: close")
+    threading.Thread(target=connection.sendall, args=(offer * 3000 + last,)).start()
+    assert read_until(connection).count(b"HTTP/1.1 200 OK") == 3001
+
+
+@pytest.mark.parametrize(("line", "times"), [
+    (b"X-A: " + b"b" * 1000 + b"\r\n", 70), (b"A: b\r\n", 12_000), (b"X-A: " + b"b" * (70 << 10) + b"\r\n", 1)])
+def test_a_head_beyond_the_limit_is_refused_however_it_comes(line, times, server):
+    head = b"GET /version HTTP/1.1\r\nHost: x\r\n" + line * times + b"\r\n"
+    assert MAX_HEADER_BYTES < len(head)
+    assert b" 431 " in read_until(server.raw(head))
+    connection = server.raw(head[:1000])
+    connection.sendall(head[1000:])
+    assert b" 431 " in read_until(connection)
+
+
+def test_a_head_below_the_limit_is_taken(server):
+    head = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"X-A: " + b"b" * (60 << 10) + b"\r\n\r\n"
+    assert b" 200 OK" in read_until(server.raw(head))
+
+
+@pytest.mark.parametrize("piece", [b"X: y\r\n" * 20_000, b"y" * 120_000], ids=["many", "one"])
+def test_trailers_have_the_heads_limit(piece, server):
+    connection = server.raw(CHUNKED + b"%x\r\n%b\r\n0\r\nX: " % (len(BODY), BODY))
+    before = psutil.Process().memory_info().rss
+    assert send_until_cut(connection, piece, 64 << 20) < 16 << 20
+    assert psutil.Process().memory_info().rss - before < 32 << 20
+    assert server.json("/version")[0] == 200 and not server.engine.seen
+
+
+@pytest.mark.parametrize("piece", [b"x" * 100_000, b"1;" + b"x" * 1000 + b"\r\n \r\n"], ids=["one", "many"])
+def test_extensions_of_chunks_have_a_limit(piece, server):
+    connection = server.raw(CHUNKED + (b"1;" if b"\n" not in piece else b""))
+    assert send_until_cut(connection, piece, 64 << 20) < 16 << 20
+    assert server.json("/version")[0] == 200
+
+
+def test_trailers_and_small_chunks_within_the_limits_are_taken(server):
+    chunks = b"".join(b"1;name=value\r\n%c\r\n" % byte for byte in BODY.ljust(3000))
+    connection = server.raw(CHUNKED + chunks + b"0\r\nX-Checksum: 1\r\n\r\n")
+    assert b" 200 OK" in read_until(connection, b'"usage"')
+
+
+def test_beyond_the_cap_the_longest_idle_connection_makes_room():
+    with FakeServer(FakeEngine(300, reply=ids_of("word "), token_seconds=0.05), max_connections=20) as server:
+        stream = server.raw(post(COMPLETE, {**LONG, "max_tokens": 100, "stream": True}))
+        read_until(stream, b"data:")
+        held = [server.raw(b"") for _ in range(100)]
+        assert server.json("/version")[0] == 200
+        assert server.raw(GET) and b"[DONE]" in read_until(stream, b"[DONE]"), "the busy connection was closed"
+        num_open = sum(not closed(one) for one in held)
+        assert num_open < 20
+        for one in held:
+            one.close()
+
+
+def closed(connection):
+    connection.settimeout(0.2)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_beyond_the_cap_of_busy_connections_a_new_one_is_told_to_come_back(caplog):
+    with FakeServer(FakeEngine(300, reply=ids_of("word "), token_seconds=1.0), max_connections=4) as server:
+        held = [server.raw(post(COMPLETE, {**LONG, "stream": True})) for _ in range(4)]
+        eventually(lambda: len(server.engine._running) == 4)
+        answer = read_until(server.raw(b""))
+        assert b" 503 " in answer and b"retry-after: 1" in answer and b"--max-connections" in answer
+        for one in held:
+            one.close()
+        eventually(lambda: idle(server))
+        assert server.json("/version")[0] == 200
+
+
+def test_where_files_run_out_the_log_says_so_once_and_the_server_lives_on(caplog):
+    with FakeServer() as server:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(psutil.Process().open_files()) + psutil.Process().num_fds() + 40, hard))
+            with pytest.raises(OSError):
+                for _ in range(100):
+                    held.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            eventually(lambda: "cannot be accepted" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for one in held:
+                one.close()
+        assert caplog.text.count("cannot be accepted") == 1
+        eventually(lambda: server.json("/version")[0] == 200)
+
+
+def test_more_connections_than_files_are_a_mistake():
+    with pytest.raises(ConfigError, match=r"max_connections 100000000 .* open files .*ulimit -n"):
+        max_connections(ServerConfig(max_connections=100_000_000))
