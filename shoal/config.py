@@ -112,6 +112,8 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     download_dir: str | None = option(None, "where files from the hub are kept; default: the hub library's cache")
     load_format: str = option("auto", '"auto" | "safetensors" | "dummy": random weights')
+    check_weights: bool = option(False, "before loading, read every weight: all are finite and none absurd, and files of the hub's "
+                                        "cache have their checksums")
     dtype: str = option("auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it')
     device: str = option("auto", '"cuda" if there is one, else "cpu"')
     max_model_len: int | None = option(None, "default: what the model was trained for")

@@ -36,6 +36,9 @@ class TokenizerFiles(Protocol):
     def kind(self) -> str: ...    # "gguf", or something else for a folder
 
     @property
+    def path(self) -> Path: ...    # what errors name
+
+    @property
     def folder(self) -> Path: ...
 
     @property
@@ -51,7 +54,10 @@ def load_tokenizer(files: TokenizerFiles, tokenizer: str | None = None, chat_tem
         path = Path(tokenizer)
         loaded = Tokenizer.from_folder(path.parent if path.is_file() else path)
     elif files.kind == "gguf":
-        loaded = Tokenizer.from_gguf(files.metadata)
+        try:
+            loaded = Tokenizer.from_gguf(files.metadata)
+        except CheckpointError as error:
+            raise CheckpointError(f"{files.path}: {error}") from None
     else:
         loaded = Tokenizer.from_folder(files.folder)
     if chat_template is not None:

@@ -40,6 +40,7 @@ from shoal.kv.events import KvEvents
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
 from shoal.tokenizer import load_tokenizer
+from shoal.weights.check import verify_weights
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import CheckpointFiles
 
@@ -69,6 +70,8 @@ class EngineCore:
         check_room(self.config, self.model_config, files.tensor_bytes if keep_quantized else None)
         if self.config.load_format != "dummy":
             check_shapes(files)
+            if config.check_weights:
+                verify_weights(files)
         self.error: EngineDeadError | None = None
         self.num_threads = torch.get_num_threads()    # put back by exit()
         self.group: WorkerGroup | None = None

@@ -31,7 +31,7 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
     if dummy:
         model.load_dummy_weights()
         return
-    bar = tqdm(_tensors(files), desc="Loading weights", unit=" tensors", leave=False, disable=None if show_progress else True)
+    bar = tqdm(checkpoint_tensors(files), desc="Loading weights", unit=" tensors", leave=False, disable=None if show_progress else True)
     try:
         model.begin_loading()
         for name, tensor in bar:
@@ -67,7 +67,8 @@ def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
     return CheckpointError(f"{files.path}: {error}")
 
 
-def _tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+    """Under their Hugging Face names. Raises CheckpointError."""
     return safetensors_tensors(files.folder) if files.file is None else gguf_tensors(files.header, files.config)
 
 

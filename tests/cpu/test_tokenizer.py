@@ -216,7 +216,7 @@ def test_a_damaged_folder_is_refused_with_the_file_named(damage, named, tmp_path
 
 class Files:
     def __init__(self, kind, folder, metadata):
-        self.kind, self.folder, self.metadata = kind, folder, metadata
+        self.kind, self.folder, self.path, self.metadata = kind, folder, folder, metadata
 
 
 def test_options_replace_the_tokenizer_and_its_template(tmp_path):
