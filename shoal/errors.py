@@ -37,9 +37,9 @@ class CheckpointError(UserError):
     """
 
     def __init__(self, message: str) -> None:
-        if len(message) > MAX_MESSAGE:
-            message = f"{message[:MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2:]}"
-        super().__init__("".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in message]))
+        shown = "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in message])
+        half = MAX_MESSAGE // 2 - 3
+        super().__init__(shown if len(shown) <= MAX_MESSAGE else f"{shown[:half]} ... {shown[-half:]}")
 
 
 class UnavailableError(ShoalError, RuntimeError):

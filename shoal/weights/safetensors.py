@@ -97,15 +97,15 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
     for name, info in header.items():
         shapes[name], start, end = _parse_tensor(info, f"{path}: the tensor {name!r:.200}")
         spans.append((start, end, name))
-    position = 0
+    position, before = 0, "the header"
     for start, end, name in sorted(spans):
         if 8 + length + end > size:
             raise CheckpointError(f"cannot read {path}: it is truncated: the tensor {name} ends at byte {8 + length + end}, the file at "
                                   f"{size}; fetch it again")
         if start != position:
-            raise CheckpointError(f"{path}: the tensor {name} begins at byte {start} of the data, but the one before ends at {position}; "
+            raise CheckpointError(f"{path}: the tensor {name} begins at byte {start} of the data, but {before} ends at {position}; "
                                   "fetch it again")
-        position = end
+        position, before = end, name
     return shapes
 
 
@@ -120,8 +120,8 @@ def _parse_tensor(info: Any, where: str) -> tuple[tuple[int, ...], int, int]:
     if not _are_counts(offsets, least=0) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}, which are no first byte and end")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
-        raise CheckpointError(f"{where} of dtype {dtype} and shape {shape} takes {math.prod(shape) * DTYPES[dtype]} bytes, its data_offsets "
-                              f"{offsets} are {offsets[1] - offsets[0]}; fetch it again")
+        raise CheckpointError(f"{where} of dtype {dtype} and shape {shape} takes {math.prod(shape) * DTYPES[dtype]} bytes, "
+                              f"its data_offsets {offsets} are {offsets[1] - offsets[0]}; fetch it again")
     return tuple(shape), offsets[0], offsets[1]
 
 
