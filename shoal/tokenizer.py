@@ -142,6 +142,12 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise RequestError(f"the prompt {text!r:.80} is no text of whole characters; give a str without lone surrogates") from None
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            # A pattern of the checkpoint's pre-tokenizer that needs too many tries.
+            raise RequestError(f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; shorten it, or give another "
+                               "tokenizer with the option `tokenizer`") from None
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
         """{"input_ids": ids}, or a list of ids each for a list of texts."""
@@ -329,9 +335,14 @@ def refusing(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not _is_panic(error):
             raise
         raise CheckpointError(f"{what}: {error}") from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Of Rust code: no Exception, and of a class that cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def _token_text(value: Any, where: str) -> str | None:

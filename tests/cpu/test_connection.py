@@ -80,7 +80,7 @@ def test_thousands_of_offers_of_another_protocol_are_declined(server):
     (b"X-A: " + b"b" * 1000 + b"\r\n", 70), (b"A: b\r\n", 12_000), (b"X-A: " + b"b" * (70 << 10) + b"\r\n", 1)])
 def test_a_head_beyond_the_limit_is_refused_however_it_comes(line, times, server):
     head = b"GET /version HTTP/1.1\r\nHost: x\r\n" + line * times + b"\r\n"
-    assert MAX_HEADER_BYTES < len(head)
+    assert len(head) > MAX_HEADER_BYTES
     assert b" 431 " in read_until(server.raw(head))
     connection = server.raw(head[:1000])
     connection.sendall(head[1000:])

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import transformers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from shoal.errors import CheckpointError, RequestError
 from shoal.tokenizer import Tokenizer, load_tokenizer
@@ -172,6 +172,16 @@ def test_truncation_and_padding_left_in_the_file_are_ignored(tmp_path):
 def test_what_is_no_text_is_refused(text, tmp_path):
     with pytest.raises(RequestError, match="no text"):
         Tokenizer.from_folder(write(tmp_path)).encode(text)
+
+
+def test_a_pattern_that_never_ends_is_an_error_of_the_request(tmp_path):
+    backend = plain()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated"),
+                                                     pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend))
+    with pytest.raises(RequestError, match=r"the model's tokenizer cannot take the prompt 'aaa.*retry-limit"):
+        tokenizer.encode("a" * 50 + "!")
+    assert tokenizer.encode("b") == backend.encode("b", add_special_tokens=True).ids
 
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space(tmp_path):
