@@ -121,8 +121,12 @@ class Tokenizer:
         for role, ids in (("bos_token", begins), ("eos_token", ends)):
             if role not in special and ids and (text := backend.id_to_token(ids[0])) is not None:
                 special[role] = text
+        templates = _chat_templates(folder, settings)
         with refusing(f"{file} is no tokenizer"):
-            return cls(backend, special, ends, _chat_templates(folder, settings))
+            try:
+                return cls(backend, special, ends, templates)
+            except CheckpointError as error:
+                raise CheckpointError(f"{file}: {error}") from None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -255,7 +259,7 @@ class TokenBytes(dict[int, bytes]):
         self._byte_level = "ByteLevel" in steps
         self._byte_fallback = "ByteFallback" in steps
         if not steps or not steps.keys() <= ({"ByteLevel", "Fuse"} if self._byte_level else SENTENCEPIECE_STEPS):
-            raise CheckpointError(f"tokenizer.json has the decoder {list(steps)}; only byte-level and SentencePiece ones are supported")
+            raise CheckpointError(f"the decoder {list(steps)} is not supported; only byte-level and SentencePiece ones are")
         self.strips_first_space = "Strip" in steps or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
         # SentencePiece shows every byte that is no text as one U+FFFD, byte-level tokenizers every broken character.
         self.errors = "replace" if self._byte_level else "shoal.every-byte"
