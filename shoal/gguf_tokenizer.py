@@ -21,7 +21,8 @@ from shoal.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Of a SentencePiece vocabulary, every cut of every token is looked at. Published ones have 2 million characters, and 64 in a token.
+# Of a SentencePiece vocabulary, every cut of every token is looked at. Published ones have 2 million
+# characters, and 64 in a token.
 MAX_CHARACTERS, MAX_TOKEN_LEN = 16 << 20, 512
 WAY_OUT = "convert the model again, or give another tokenizer with the option `tokenizer`"
 
@@ -86,7 +87,8 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
     """Raises CheckpointError for a tokenizer or pre-tokenizer that it does not know, or metadata that is missing or at odds."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _list(metadata, "tokens", str)
-    types = _list(metadata, "token_type", int) if "tokenizer.ggml.token_type" in metadata else [TokenType.NORMAL] * len(tokens)
+    types = _list(metadata, "token_type",
+                  int) if "tokenizer.ggml.token_type" in metadata else [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; {WAY_OUT}")
     if kind == "gpt2":
@@ -96,8 +98,10 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
     elif kind == "llama":
         scores = _list(metadata, "scores", float, int)
         if len(scores) != len(tokens):
-            raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens; {WAY_OUT}")
-        backend = _sentencepiece(tokens, types, scores, bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
+            raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} "
+                                  f"tokens; {WAY_OUT}")
+        backend = _sentencepiece(tokens, types, scores,
+                                 bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
         add_bos = True
     else:
         raise CheckpointError(f"tokenizer.ggml.model {kind!r:.80} is not one of 'gpt2', 'llama'; {WAY_OUT}")
@@ -131,7 +135,8 @@ def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
     if values is None:
         raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{name}; {WAY_OUT}")
     if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
-        raise CheckpointError(f"tokenizer.ggml.{name} {values!r:.80} is no list of {kinds[0].__name__}; {WAY_OUT}")
+        raise CheckpointError(f"tokenizer.ggml.{name} {values!r:.80} is no list of {kinds[0].__name__}; "
+                              f"{WAY_OUT}")
     return values
 
 
@@ -155,7 +160,8 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
         logger.warning("the GGUF file names no pre-tokenizer (tokenizer.ggml.pre): 'default' is used, as in llama.cpp; better: %s", WAY_OUT)
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise CheckpointError(f"tokenizer.ggml.pre {name!r:.80} is not one of {', '.join(PRE_TOKENIZERS)}; {WAY_OUT}")
+        raise CheckpointError(f"tokenizer.ggml.pre {name!r:.80} is not one of {', '.join(PRE_TOKENIZERS)}; "
+                              f"{WAY_OUT}")
     return PRE_TOKENIZERS[name]
 
 
@@ -185,7 +191,8 @@ def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: Pre
 def _sentencepiece(tokens: list[str], types: list[int], scores: list[float], add_space_prefix: bool) -> Backend:
     """SentencePiece joins the neighbours whose joint piece has the best score: BPE, each split of a piece being a merge, best first."""
     if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens), default=0) > MAX_TOKEN_LEN:
-        raise CheckpointError(f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to {max(map(len, tokens))} a token, more "
+        raise CheckpointError(f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to "
+                              f"{max(map(len, tokens))} a token, more "
                               f"than the {MAX_CHARACTERS} and {MAX_TOKEN_LEN} that are taken; {WAY_OUT}")
     mergeable = {TokenType.NORMAL, TokenType.USER_DEFINED}
     ordinary = {t: s for t, kind, s in zip(tokens, types, scores) if kind in mergeable}

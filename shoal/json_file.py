@@ -1,4 +1,5 @@
-"""The JSON files of a checkpoint. They come from strangers: what is no object, too large or too deep is a CheckpointError that names it."""
+"""The JSON files of a checkpoint. They come from strangers: what is no object, too large or too deep is a
+CheckpointError that names it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 
-# The largest published ones, the indexes of models with tens of thousands of experts, have some 16 MiB. A parsed file takes up to 30
+# The largest published ones, the indexes of models with tens of thousands of experts, have some 16 MiB. A
+# parsed file takes up to 30
 # times its bytes (empty lists), so this bounds the memory of one at 1 GiB.
 MAX_JSON_BYTES = 32 << 20
 
@@ -30,7 +32,8 @@ def read_bounded(path: Path, most: int) -> bytes:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if len(content) > most:
-        raise CheckpointError(f"{path} has more than {most} bytes; a file of its kind has far fewer, is it another one?")
+        raise CheckpointError(f"{path} has more than {most} bytes; a file of its kind has far fewer, is it "
+                              f"another one?")
     return content
 
 

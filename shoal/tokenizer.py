@@ -133,10 +133,12 @@ class Tokenizer:
         """Raises CheckpointError as gguf_tokenizer.build_backend does."""
         template = metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
-            raise CheckpointError(f"tokenizer.chat_template {template!r:.80} of the GGUF file is no text; {gguf_tokenizer.WAY_OUT}")
+            raise CheckpointError(f"tokenizer.chat_template {template!r:.80} of the GGUF file is no text; "
+                                  f"{gguf_tokenizer.WAY_OUT}")
         with refusing("the tokenizer in the GGUF file is damaged"):
             backend = gguf_tokenizer.build_backend(metadata)
-            return cls(backend, gguf_tokenizer.special_tokens(metadata), gguf_tokenizer.end_token_ids(metadata, backend),
+            return cls(backend, gguf_tokenizer.special_tokens(metadata),
+                       gguf_tokenizer.end_token_ids(metadata, backend),
                        {"default": template} if template else None)
 
     # Text and ids
@@ -150,7 +152,8 @@ class Tokenizer:
             if not _is_panic(error):
                 raise
             # A pattern of the checkpoint's pre-tokenizer that needs too many tries.
-            raise RequestError(f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; shorten it, or give another "
+            raise RequestError(f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; shorten "
+                               f"it, or give another "
                                "tokenizer with the option `tokenizer`") from None
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
@@ -259,7 +262,8 @@ class TokenBytes(dict[int, bytes]):
         self._byte_level = "ByteLevel" in steps
         self._byte_fallback = "ByteFallback" in steps
         if not steps or not steps.keys() <= ({"ByteLevel", "Fuse"} if self._byte_level else SENTENCEPIECE_STEPS):
-            raise CheckpointError(f"the decoder {list(steps)} is not supported; only byte-level and SentencePiece ones are")
+            raise CheckpointError(f"the decoder {list(steps)} is not supported; only byte-level and "
+                                  f"SentencePiece ones are")
         self.strips_first_space = "Strip" in steps or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
         # SentencePiece shows every byte that is no text as one U+FFFD, byte-level tokenizers every broken character.
         self.errors = "replace" if self._byte_level else "shoal.every-byte"
@@ -317,7 +321,8 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
         stored = [(entry.get("name"), entry.get("template")) for entry in stored]
     named = list(stored.items()) if isinstance(stored, dict) else stored
     if not isinstance(named, list) or not all(isinstance(text, str) for entry in named for text in entry):
-        raise CheckpointError(f"{folder / where}: chat_template {stored!r:.80} is neither a template nor templates by name")
+        raise CheckpointError(f"{folder / where}: chat_template {stored!r:.80} is neither a template nor "
+                              f"templates by name")
     return dict(named)
 
 
@@ -333,7 +338,8 @@ def _text_or_file(template: str) -> str:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """The tokenizers library raises nothing narrower than Exception, and where its Rust code panics not even that."""
+    """The tokenizers library raises nothing narrower than Exception, and where its Rust code panics not even
+    that."""
     try:
         yield
     except CheckpointError:

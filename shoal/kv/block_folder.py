@@ -81,7 +81,8 @@ class BlockFolder:
 
     @property
     def is_open_to_others(self) -> bool:
-        """Whether anybody but its owner may list or enter the folder, or its owner is somebody else. Raises OSError."""
+        """Whether anybody but its owner may list or enter the folder, or its owner is somebody else. Raises
+        OSError."""
         status = os.stat(self.path)
         return bool(status.st_mode & 0o077) or status.st_uid != os.geteuid()
 
@@ -191,7 +192,8 @@ class BlockFolder:
 
 
 def make_private(path: str, below: str) -> None:
-    """Makes `path` and what leads from there to `below`, for the owner alone: os.makedirs gives its mode to the last folder only. Folders
+    """Makes `path` and what leads from there to `below`, for the owner alone: os.makedirs gives its mode to
+    the last folder only. Folders
     that exist stay as they are, and those above `path` get the usual rights."""
     above = os.path.dirname(os.path.abspath(path))
     if not os.path.exists(above):

@@ -320,9 +320,11 @@ class KvEvents:
         config, rank = self.config, self.data_parallel_rank
         self._keys = load_keys(self._context, config)
         endpoint = with_rank(config.endpoint, rank)
-        self._pub = open_socket(self._context, zmq.PUB, "endpoint", endpoint, self._keys, is_ours(endpoint), sndhwm=config.hwm)
+        self._pub = open_socket(self._context, zmq.PUB, "endpoint", endpoint, self._keys, is_ours(endpoint),
+                                sndhwm=config.hwm)
         if config.replay_endpoint is not None:
-            router = open_socket(self._context, zmq.ROUTER, "replay_endpoint", with_rank(config.replay_endpoint, rank), self._keys, True,
+            router = open_socket(self._context, zmq.ROUTER, "replay_endpoint",
+                                 with_rank(config.replay_endpoint, rank), self._keys, True,
                                  sndhwm=WINDOW, rcvhwm=WINDOW)
             self._replay = Replay(router, self._topic, self._batch, lambda: self._next, self._encode_snapshot)
 

@@ -1,7 +1,9 @@
 """Answers to listeners that have missed batches, in bounded memory, whoever asks and whoever does not read.
 
-An answer is a place in the numbers of batches, not a copy of them. It goes on as its client takes what comes. What libzmq has been given
-and has not sent yet is counted: each message tells when its memory is free again. One client has WINDOW messages at most, and all
+An answer is a place in the numbers of batches, not a copy of them. It goes on as its client takes what comes.
+What libzmq has been given
+and has not sent yet is counted: each message tells when its memory is free again. One client has WINDOW
+messages at most, and all
 together MAX_HELD_BYTES, or one message if that is more.
 """
 
@@ -42,10 +44,13 @@ class Snapshot:
 
 
 class Replay:
-    """The ROUTER socket. All calls are the publisher's thread's, which lends its batches: `batch(n)` is the payload of number n, None if it
-    is gone or has not been; `num_batches()` how many have been published; `snapshot()` the payload of all that is there."""
+    """The ROUTER socket. All calls are the publisher's thread's, which lends its batches: `batch(n)` is the
+    payload of number n, None if it
+    is gone or has not been; `num_batches()` how many have been published; `snapshot()` the payload of all
+    that is there."""
 
-    def __init__(self, router: zmq.Socket[bytes], topic: bytes, batch: Callable[[int], bytes | None], num_batches: Callable[[], int],
+    def __init__(self, router: zmq.Socket[bytes], topic: bytes, batch: Callable[[int], bytes | None],
+                 num_batches: Callable[[], int],
                  snapshot: Callable[[], bytes]) -> None:
         self.router, self._topic = router, topic
         self._batch, self._num_batches, self._make_snapshot = batch, num_batches, snapshot
@@ -57,7 +62,8 @@ class Replay:
         router.copy_threshold = 0         # every payload is shared, and tells when libzmq is done with it
 
     def turn(self) -> bool:
-        """Takes what was asked and goes on with the answers. Whether there was anything to do, so that another turn is worth while."""
+        """Takes what was asked and goes on with the answers. Whether there was anything to do, so that
+        another turn is worth while."""
         asked = self._take_requests()
         self._held = [held for held in self._held if not held[0].done]
         self.num_held_bytes = sum(size for _, size in self._held)
@@ -80,7 +86,8 @@ class Replay:
         return bool(self._answers)
 
     def _take_requests(self) -> bool:
-        """Clients take turns in the order in which they asked. A new request of a client ends the one before."""
+        """Clients take turns in the order in which they asked. A new request of a client ends the one
+        before."""
         count = 0
         while count < TURN_REQUESTS and self.router.poll(0):
             frames = self.router.recv_multipart()

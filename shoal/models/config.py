@@ -28,10 +28,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128,
                   "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
-# What a config may claim at most: several times what any published model has. Before the tensors are looked at (and of dummy weights for
+# What a config may claim at most: several times what any published model has. Before the tensors are looked
+# at (and of dummy weights for
 # good) this is all that bounds what is made for it.
-MOST = {"num_hidden_layers": 1 << 12, "vocab_size": 1 << 24, "hidden_size": 1 << 18, "intermediate_size": 1 << 20,
-        "moe_intermediate_size": 1 << 20, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12,
+MOST = {"num_hidden_layers": 1 << 12, "vocab_size": 1 << 24, "hidden_size": 1 << 18,
+        "intermediate_size": 1 << 20,
+        "moe_intermediate_size": 1 << 20, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
+        "head_dim": 1 << 12,
         "num_experts": 1 << 14, "num_experts_per_tok": 1 << 10, "max_position_embeddings": 1 << 28,
         "original_max_position_embeddings": 1 << 28}
 MOST_COUNT = (1 << 31) - 1                     # of any other
@@ -127,7 +130,8 @@ class ModelConfig:
         num_layers, max_position = fields.count("num_hidden_layers"), fields.count("max_position_embeddings")
         num_experts = fields.count("num_experts", least=0) if architecture == "qwen3_moe" else 0
         if num_experts and fields.count("num_experts_per_tok") > num_experts:
-            raise CheckpointError(f"{where}: num_experts_per_tok {fields.get('num_experts_per_tok')} is more than num_experts "
+            raise CheckpointError(f"{where}: num_experts_per_tok {fields.get('num_experts_per_tok')} is more "
+                                  f"than num_experts "
                                   f"{num_experts}")
         attention_bias = architecture in ("llama", "qwen3", "qwen3_moe") and fields.flag("attention_bias")
         moe = architecture == "qwen3_moe"
@@ -143,8 +147,10 @@ class ModelConfig:
             num_experts_per_tok=fields.count("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=fields.count("moe_intermediate_size") if moe else 0,
             norm_topk_prob=moe and fields.flag("norm_topk_prob"),
-            decoder_sparse_step=fields.count("decoder_sparse_step", 1), mlp_only_layers=_mlp_only_layers(fields, num_layers),
-            dtype=_dtype(fields), bos_token_id=next(iter(fields.ids("bos_token_id")), None), eos_token_ids=fields.ids("eos_token_id"))
+            decoder_sparse_step=fields.count("decoder_sparse_step", 1),
+            mlp_only_layers=_mlp_only_layers(fields, num_layers),
+            dtype=_dtype(fields), bos_token_id=next(iter(fields.ids("bos_token_id")), None),
+            eos_token_ids=fields.ids("eos_token_id"))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str,
@@ -170,7 +176,8 @@ class ModelConfig:
         config |= {"architectures": [GGUF_ARCHITECTURES[name]], "vocab_size": embedding[0], "head_dim": head_dim,
                    "tie_word_embeddings": "output.weight" not in shapes, "norm_topk_prob": True,
                    "rope_parameters": _gguf_rope(values, where),
-                   "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"), "eos_token_id": _gguf_eos(metadata, where)}
+                   "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+                   "eos_token_id": _gguf_eos(metadata, where)}
         parsed = cls.from_hf(config, where)
         rope = parsed.rope
         if rope_factors:
@@ -192,19 +199,23 @@ class _Fields:
         return self.values.get(key)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least` and at most MOST; a null or missing one is the default, or an error without one."""
+        """An integer of at least `least` and at most MOST; a null or missing one is the default, or an error
+        without one."""
         value, most = self._value(key, default), MOST.get(key, MOST_COUNT)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise CheckpointError(f"{self.where}: {key} {value!r:.80} is not an integer of at least {least}")
         if value > most:
-            raise CheckpointError(f"{self.where}: {key} {value!r:.80} is more than {most}, the most that is taken; is it damaged?")
+            raise CheckpointError(f"{self.where}: {key} {value!r:.80} is more than {most}, the most that is "
+                                  f"taken; is it damaged?")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number, neither tiny nor huge."""
         value, least = self._value(key, default), LEAST_THETA if key == "rope_theta" else LEAST_NUMBER
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= MOST_NUMBER:
-            raise CheckpointError(f"{self.where}: {key} {value!r:.80} is not a positive number from {least:g} to {MOST_NUMBER:g}")
+        if not isinstance(value, (int, float)) or isinstance(value,
+                                                             bool) or not least <= value <= MOST_NUMBER:
+            raise CheckpointError(f"{self.where}: {key} {value!r:.80} is not a positive number from "
+                                  f"{least:g} to {MOST_NUMBER:g}")
         return float(value)
 
     def ids(self, key: str) -> tuple[int, ...]:
@@ -225,7 +236,8 @@ class _Fields:
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """Configs write one id, a list of ids, or null; some write -1 for none. Raises CheckpointError for what is none of these."""
+    """Configs write one id, a list of ids, or null; some write -1 for none. Raises CheckpointError for what
+    is none of these."""
     values = value if isinstance(value, list) else [value]
     if not all(v is None or (type(v) is int and v <= MOST_COUNT) for v in values):
         raise CheckpointError(f"{where} {value!r:.80} is neither a token id nor a list of them")
@@ -242,7 +254,8 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
     if not names and isinstance(model_type, str) and model_type in DEFAULTS:
         return model_type
     shown = ", ".join(map(str, names[:4])) if names else model_type
-    raise CheckpointError(f"{where}: architecture {shown!r:.200} is not supported; these are: {', '.join(ARCHITECTURES)}")
+    raise CheckpointError(f"{where}: architecture {shown!r:.200} is not supported; these are: "
+                          f"{', '.join(ARCHITECTURES)}")
 
 
 def _refuse_unsupported(fields: _Fields, where: str) -> None:
@@ -252,7 +265,8 @@ def _refuse_unsupported(fields: _Fields, where: str) -> None:
     quantization = fields.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(f"{where}: quant_method {method!r:.80} (quantization_config) is not supported; use an unquantized checkpoint "
+        raise CheckpointError(f"{where}: quant_method {method!r:.80} (quantization_config) is not supported; "
+                              f"use an unquantized checkpoint "
                               "or a GGUF file")
 
 
@@ -265,9 +279,11 @@ def _rope(fields: _Fields, max_position: int) -> RopeConfig:
         raise CheckpointError(f"{where}: rope parameters per layer type are not supported: {given!r:.120}")
     kind = given.get("rope_type") or given.get("type") or "default"
     rope = _Fields({"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": fields.get("partial_rotary_factor"),
-                    **{key: value for key, value in given.items() if value is not None}}, f"{where}: rope {kind!s:.80}")
+                    **{key: value for key, value in given.items() if value is not None}},
+                   f"{where}: rope {kind!s:.80}")
     if kind not in ROPE_KINDS:
-        raise CheckpointError(f"{where}: rope type {kind!r:.80} is not supported; these are: {', '.join(ROPE_KINDS)}")
+        raise CheckpointError(f"{where}: rope type {kind!r:.80} is not supported; these are: "
+                              f"{', '.join(ROPE_KINDS)}")
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"{where}: partial_rotary_factor {rope.get('partial_rotary_factor')} is not supported; only 1.0 is")
     theta = rope.number("rope_theta", ROPE_THETA)
@@ -322,8 +338,11 @@ def _windows(architecture: str, fields: _Fields, num_layers: int) -> tuple[int |
 
 def _mlp_only_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
     layers = fields.get("mlp_only_layers") or []
-    if not isinstance(layers, list) or len(layers) > num_layers or not all(type(i) is int and 0 <= i < num_layers for i in layers):
-        raise CheckpointError(f"{fields.where}: mlp_only_layers {layers!r:.80} are no layers from 0 to {num_layers - 1}")
+    if not isinstance(layers,
+                      list) or len(layers) > num_layers or not all(type(i) is int and 0 <= i < num_layers
+                                                                   for i in layers):
+        raise CheckpointError(f"{fields.where}: mlp_only_layers {layers!r:.80} are no layers from 0 to "
+                              f"{num_layers - 1}")
     return tuple(layers)
 
 
@@ -343,7 +362,9 @@ def _gguf_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":    # llama.cpp multiplies its attn_factors with yarn's own factor; attention_factor is the product
         given = _Fields(values, where)
         own = _yarn_attention_factor(_Fields({}, where), given.number("rope.scaling.factor"))
-        rope["attention_factor"] = own * given.number("rope.scaling.attn_factor", 1.0) * given.number("rope.scaling.yarn_attn_factor", 1.0)
+        rope["attention_factor"] = own * given.number("rope.scaling.attn_factor",
+                                                      1.0) * given.number("rope.scaling.yarn_attn_factor",
+                                                                          1.0)
     return rope
 
 

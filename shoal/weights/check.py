@@ -1,6 +1,8 @@
-"""The option `check_weights`: whether a checkpoint's files are those that the hub gave, and its weights numbers that a model may have.
+"""The option `check_weights`: whether a checkpoint's files are those that the hub gave, and its weights
+numbers that a model may have.
 
-Every byte is read, which takes about as long as loading a second time. Noise that looks like weights is noticed by checksums alone.
+Every byte is read, which takes about as long as loading a second time. Noise that looks like weights is
+noticed by checksums alone.
 """
 
 from __future__ import annotations
@@ -29,16 +31,19 @@ BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 def verify_weights(files: CheckpointFiles) -> None:
     """Raises CheckpointError that names the file, and the tensor where there is one."""
-    verified = sum(_verify(path) for path in ([files.file] if files.file is not None else sorted(files.folder.iterdir())))
+    verified = sum(_verify(path)
+                   for path in ([files.file] if files.file is not None else sorted(files.folder.iterdir())))
     count = 0
     for name, tensor in checkpoint_tensors(files):
         _check_numbers(name, tensor, files)
         count += 1
-    logger.info("%s: %d tensors are finite, %d files have the checksums that they are known by", files.path, count, verified)
+    logger.info("%s: %d tensors are finite, %d files have the checksums that they are known by", files.path,
+                count, verified)
 
 
 def _verify(path: Path) -> bool:
-    """Whether there is a checksum of this file; it is the right one. The hub's cache names what a snapshot links to by its hash: sha256
+    """Whether there is a checksum of this file; it is the right one. The hub's cache names what a snapshot
+    links to by its hash: sha256
     of large files (LFS), git's of small ones."""
     target = path.resolve()
     expected = default_model.SHA256 if path.name == default_model.FILE else ""
@@ -56,7 +61,8 @@ def _verify(path: Path) -> bool:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if digest.hexdigest() != expected:
-        raise CheckpointError(f"{path} has the {digest.name} {digest.hexdigest()} instead of {expected}, by which it is known; "
+        raise CheckpointError(f"{path} has the {digest.name} {digest.hexdigest()} instead of {expected}, by "
+                              f"which it is known; "
                               f"remove {target} and fetch it again")
     return True
 
@@ -67,8 +73,10 @@ def _check_numbers(name: str, tensor: torch.Tensor | QuantizedTensor, files: Che
         if not -LARGEST <= low <= high <= LARGEST:    # NaN is neither
             where = f"{files.path}: the tensor {name} of shape {list(tensor.shape)}"
             bad = piece.flatten()[~(piece.flatten().abs() <= LARGEST)]
-            raise CheckpointError(f"{where} holds {bad[0].item()!r} among its weights ({len(bad)} of {piece.numel()} looked at are no "
-                                  f"numbers from -{LARGEST:g} to {LARGEST:g}); the file is damaged, fetch it again")
+            raise CheckpointError(f"{where} holds {bad[0].item()!r} among its weights ({len(bad)} of "
+                                  f"{piece.numel()} looked at are no "
+                                  f"numbers from -{LARGEST:g} to {LARGEST:g}); the file is damaged, fetch it "
+                                  f"again")
 
 
 def _pieces(tensor: torch.Tensor | QuantizedTensor) -> Iterator[torch.Tensor]:

@@ -56,11 +56,13 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
         name, shape = _hugging_face_name(info.name, header), info.shape
         if "{}" in name:
             if len(shape) != 3 or shape[0] != config.num_experts:
-                raise CheckpointError(f"{header.path}: the tensor {info.name} has shape {list(shape)} instead of [experts, out, in] for "
+                raise CheckpointError(f"{header.path}: the tensor {info.name} has shape {list(shape)} "
+                                      f"instead of [experts, out, in] for "
                                       f"{config.num_experts} experts")
             shape = shape[1:]
         if info.kind not in PLAIN and len(shape) != 2:
-            raise CheckpointError(f"{header.path}: the {info.kind} tensor {info.name} has shape {list(info.shape)} instead of [out, in]")
+            raise CheckpointError(f"{header.path}: the {info.kind} tensor {info.name} has shape "
+                                  f"{list(info.shape)} instead of [out, in]")
         shapes |= {name.format(expert): shape for expert in range(config.num_experts if "{}" in name else 1)}
     return shapes
 

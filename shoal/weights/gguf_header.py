@@ -23,7 +23,8 @@ TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32,
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 ROPE_FACTORS = "rope_freqs.weight"    # Llama 3's scaling: what each rotary frequency is divided by
-# Of what lies before the tensors' data. The largest published vocabularies take 10 MiB and a million values, as texts of 60 bytes.
+# Of what lies before the tensors' data. The largest published vocabularies take 10 MiB and a million values,
+# as texts of 60 bytes.
 MAX_HEADER_BYTES, MAX_VALUES = 256 << 20, 4 << 20
 MAX_DIMS = 4                # GGML_MAX_DIMS
 MAX_NESTING = 4             # of arrays in arrays
@@ -70,7 +71,8 @@ def read_rope_factors(header: GGUFHeader) -> tuple[float, ...]:
     if info is None:
         return ()
     if info.kind != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_ROPE_FACTORS:
-        raise CheckpointError(f"{header.path}: the tensor {info.name} is {info.kind} of shape {list(info.shape)} instead of a row of F32")
+        raise CheckpointError(f"{header.path}: the tensor {info.name} is {info.kind} of shape "
+                              f"{list(info.shape)} instead of a row of F32")
     with header.path.open("rb") as file:
         file.seek(info.offset)
         factors = struct.unpack(f"<{info.shape[0]}f", file.read(info.num_bytes))
@@ -91,7 +93,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
         if version not in (2, 3):
             raise CheckpointError(f"{path}: GGUF version {version} is not supported (little-endian 2 and 3 are)")
         num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
-        cursor.announce(num_tensors, 32, "tensors")    # a name's length, dimensions, one of them, a type, an offset
+        # a name's length, dimensions, one of them, a type, an offset
+        cursor.announce(num_tensors, 32, "tensors")
         cursor.announce(num_values, 13, "key-value pairs")
         for _ in range(num_values):
             part = f"metadata after {len(metadata)} keys"
@@ -108,14 +111,17 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
                 raise EOFError("it is there twice")
             infos[name] = info
     except (struct.error, UnicodeDecodeError, EOFError) as error:
-        raise CheckpointError(f"{path}: the GGUF header is damaged or truncated near byte {cursor.position}, {part} ({error}); "
+        raise CheckpointError(f"{path}: the GGUF header is damaged or truncated near byte {cursor.position}, "
+                              f"{part} ({error}); "
                               "fetch the file again") from None
     parts = metadata.get("split.count", 1)
     if not isinstance(parts, int) or parts > 1:
-        raise CheckpointError(f"{path} is one of {parts!r} parts (split.count); join them with llama-gguf-split --merge")
+        raise CheckpointError(f"{path} is one of {parts!r} parts (split.count); join them with "
+                              f"llama-gguf-split --merge")
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
-        raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a multiple of 8 up to {MAX_ALIGNMENT}")
+        raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a multiple of 8 up to "
+                              f"{MAX_ALIGNMENT}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: _locate(path, len(data), name, shape, number, start, offset, alignment)
                for name, (shape, number, offset) in infos.items()}
@@ -123,7 +129,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     return GGUFHeader(path, metadata, tensors)
 
 
-def _locate(path: Path, file_size: int, name: str, shape: tuple[int, ...], number: int, start: int, offset: int,
+def _locate(path: Path, file_size: int, name: str, shape: tuple[int, ...], number: int, start: int,
+            offset: int,
             alignment: int) -> TensorInfo:
     """`offset` counts from `start`, the first byte behind the header."""
     if number not in TYPES:
@@ -133,10 +140,12 @@ def _locate(path: Path, file_size: int, name: str, shape: tuple[int, ...], numbe
     if not all(shape) or shape[-1] % group_size:
         raise CheckpointError(f"{path}: the tensor {name} of shape {list(shape)} does not divide into {kind} groups of {group_size}")
     if offset % alignment:
-        raise CheckpointError(f"{path}: the tensor {name} begins at byte {offset} of the data, which is not a multiple of {alignment}")
+        raise CheckpointError(f"{path}: the tensor {name} begins at byte {offset} of the data, which is not "
+                              f"a multiple of {alignment}")
     first, num_bytes = start + offset, math.prod(shape) // group_size * group_bytes
     if first + num_bytes > file_size:
-        raise CheckpointError(f"{path} is truncated: the tensor {name} of shape {list(shape)} ends at byte {first + num_bytes}, "
+        raise CheckpointError(f"{path} is truncated: the tensor {name} of shape {list(shape)} ends at byte "
+                              f"{first + num_bytes}, "
                               f"the file at {file_size}; fetch it again")
     return TensorInfo(name, kind, shape, first, num_bytes)
 
@@ -145,7 +154,8 @@ def _refuse_overlaps(path: Path, tensors: dict[str, TensorInfo]) -> None:
     previous: TensorInfo | None = None
     for info in sorted(tensors.values(), key=lambda info: info.offset):
         if previous is not None and previous.offset + previous.num_bytes > info.offset:
-            raise CheckpointError(f"{path}: the tensors {previous.name} and {info.name} overlap at byte {info.offset}; fetch it again")
+            raise CheckpointError(f"{path}: the tensors {previous.name} and {info.name} overlap at byte "
+                                  f"{info.offset}; fetch it again")
         previous = info
 
 
@@ -156,7 +166,8 @@ def type_name(number: int) -> str:
 
 
 class _Cursor:
-    """Reads value after value. Raises struct.error or EOFError past the end of the header, or for more than a header may hold."""
+    """Reads value after value. Raises struct.error or EOFError past the end of the header, or for more than a
+    header may hold."""
 
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self.data, self.position = data, position
@@ -219,9 +230,11 @@ class _Cursor:
         return name, (shape, self.scalar("I"), self.scalar("Q"))
 
     def announce(self, count: int, least_bytes: int, what: str) -> None:
-        """Before anything is made for `count` things of at least so many bytes each: a damaged count can be astronomic."""
+        """Before anything is made for `count` things of at least so many bytes each: a damaged count can be
+        astronomic."""
         if count > self.values_left or count * least_bytes > self.end - self.position:
-            raise EOFError(f"{count} {what} are announced, but {self.end - self.position} bytes and {self.values_left} values are left")
+            raise EOFError(f"{count} {what} are announced, but {self.end - self.position} bytes and "
+                           f"{self.values_left} values are left")
         self.values_left -= count
 
     def _code(self, number: int) -> str:

@@ -31,7 +31,8 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
     if dummy:
         model.load_dummy_weights()
         return
-    bar = tqdm(checkpoint_tensors(files), desc="Loading weights", unit=" tensors", leave=False, disable=None if show_progress else True)
+    bar = tqdm(checkpoint_tensors(files), desc="Loading weights", unit=" tensors", leave=False,
+               disable=None if show_progress else True)
     try:
         model.begin_loading()
         for name, tensor in bar:
@@ -43,20 +44,26 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
 
 
 def check_shapes(files: CheckpointFiles) -> None:
-    """From the files' headers, before anything is made for them. Raises CheckpointError unless they hold the tensors that the config asks
-    for, and no others. A config that claims more than there is ends this at the first tensor that is missing."""
+    """From the files' headers, before anything is made for them. Raises CheckpointError unless they hold the
+    tensors that the config asks
+    for, and no others. A config that claims more than there is ends this at the first tensor that is
+    missing."""
     try:
-        shapes = safetensors_shapes(files.folder) if files.file is None else gguf_shapes(files.header, files.config)
+        shapes = safetensors_shapes(files.folder) if files.file is None else gguf_shapes(files.header,
+                                                                                         files.config)
         found = {name: shape for name, shape in shapes.items() if not is_derived(name, files.config)}
         for name, shape in checkpoint_shapes(files.config):
             if name not in found:
-                raise CheckpointError(f"the checkpoint lacks the tensor {name}, for which its config asks; is a shard missing?")
+                raise CheckpointError(f"the checkpoint lacks the tensor {name}, for which its config asks; "
+                                      f"is a shard missing?")
             if found[name] != shape:
-                raise CheckpointError(f"{name} has shape {list(found[name])}, but the config asks for {list(shape)}; is it another model's "
+                raise CheckpointError(f"{name} has shape {list(found[name])}, but the config asks for "
+                                      f"{list(shape)}; is it another model's "
                                       "file?")
             del found[name]
         if found:
-            raise CheckpointError(f"the checkpoint holds {min(found)}, which this {files.config.architecture} model does not have")
+            raise CheckpointError(f"the checkpoint holds {min(found)}, which this "
+                                  f"{files.config.architecture} model does not have")
     except (CheckpointError, OSError) as error:
         raise _named(error, files) from None
 

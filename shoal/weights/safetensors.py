@@ -1,6 +1,7 @@
 """The tensors of a Hugging Face folder's safetensors files, one by one, as views of the memory-mapped files.
 
-Headers are read here, so that what a stranger's file says is bounded, checked and named before the library maps its tensors.
+Headers are read here, so that what a stranger's file says is bounded, checked and named before the library
+maps its tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from shoal.json_file import MAX_JSON_BYTES, parse_object, read_object
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 MAX_DIMS = 4
-# A format's name -> bytes of a number. Weights are real numbers; what is packed otherwise asks for kernels that are not here.
+# A format's name -> bytes of a number. Weights are real numbers; what is packed otherwise asks for kernels
+# that are not here.
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -40,7 +42,8 @@ def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:
-    """Each file with the tensors to take from it; an empty list: all. The index decides if there is one. A file may be a link to one
+    """Each file with the tensors to take from it; an empty list: all. The index decides if there is one. A
+    file may be a link to one
     elsewhere, as in the hub's cache, but is named without a path."""
     index = folder / INDEX
     if not index.exists():
@@ -50,11 +53,13 @@ def shards(folder: Path) -> dict[Path, list[str]]:
         return {path: [] for path in files}
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
-        raise CheckpointError(f"{index} is no index of tensors: its weight_map is {file_of!r:.80}; fetch it again")
+        raise CheckpointError(f"{index} is no index of tensors: its weight_map is {file_of!r:.80}; fetch it "
+                              f"again")
     result: dict[Path, list[str]] = {}
     for name, file in file_of.items():
         if not isinstance(file, str) or not SHARD.fullmatch(file):
-            raise CheckpointError(f"{index}: the weight_map has {name!r:.80} in {file!r:.80}, which is no name of a .safetensors file "
+            raise CheckpointError(f"{index}: the weight_map has {name!r:.80} in {file!r:.80}, which is no "
+                                  f"name of a .safetensors file "
                                   "beside it")
         result.setdefault(folder / file, []).append(name)
     for path, names in result.items():
@@ -70,15 +75,18 @@ def _files(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[int, ...]]]]:
         held = _read_header(path)
         for name in names or sorted(held):
             if name not in held:
-                raise CheckpointError(f"{path} does not hold the tensor {name}, which {INDEX} says it does; fetch both again")
+                raise CheckpointError(f"{path} does not hold the tensor {name}, which {INDEX} says it does; "
+                                      f"fetch both again")
             if name in taken:
-                raise CheckpointError(f"{path} holds the tensor {name}, and so does another file of the folder; remove one of them")
+                raise CheckpointError(f"{path} holds the tensor {name}, and so does another file of the "
+                                      f"folder; remove one of them")
             taken.add(name)
         yield path, {name: held[name] for name in names or sorted(held)}
 
 
 def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor. Raises CheckpointError unless all lie in the file, one after the other, as their shapes say."""
+    """The shape of each tensor. Raises CheckpointError unless all lie in the file, one after the other, as
+    their shapes say."""
     try:
         if not path.is_file():    # a pipe would never end
             raise FileNotFoundError("no such file")
@@ -86,7 +94,8 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, MAX_JSON_BYTES):
-                raise CheckpointError(f"{path}: the header says that it has {length} bytes, of {size} in the file and {MAX_JSON_BYTES} "
+                raise CheckpointError(f"{path}: the header says that it has {length} bytes, of {size} in the "
+                                      f"file and {MAX_JSON_BYTES} "
                                       "that are read; fetch it again")
             header = parse_object(file.read(length), f"{path}: the header")
     except (OSError, struct.error) as error:
@@ -100,10 +109,12 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
     position, before = 0, "the header"
     for start, end, name in sorted(spans):
         if 8 + length + end > size:
-            raise CheckpointError(f"cannot read {path}: it is truncated: the tensor {name} ends at byte {8 + length + end}, the file at "
+            raise CheckpointError(f"cannot read {path}: it is truncated: the tensor {name} ends at byte "
+                                  f"{8 + length + end}, the file at "
                                   f"{size}; fetch it again")
         if start != position:
-            raise CheckpointError(f"{path}: the tensor {name} begins at byte {start} of the data, but {before} ends at {position}; "
+            raise CheckpointError(f"{path}: the tensor {name} begins at byte {start} of the data, but "
+                                  f"{before} ends at {position}; "
                                   "fetch it again")
         position, before = end, name
     return shapes
@@ -114,19 +125,23 @@ def _parse_tensor(info: Any, where: str) -> tuple[tuple[int, ...], int, int]:
     fields = info if isinstance(info, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{where} has dtype {dtype!r:.40}, which is not supported; these are: {', '.join(DTYPES)}")
+        raise CheckpointError(f"{where} has dtype {dtype!r:.40}, which is not supported; these are: "
+                              f"{', '.join(DTYPES)}")
     if not _are_counts(shape) or not 1 <= len(shape) <= MAX_DIMS:
-        raise CheckpointError(f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive integers")
+        raise CheckpointError(f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive "
+                              f"integers")
     if not _are_counts(offsets, least=0) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}, which are no first byte and end")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
-        raise CheckpointError(f"{where} of dtype {dtype} and shape {shape} takes {math.prod(shape) * DTYPES[dtype]} bytes, "
+        raise CheckpointError(f"{where} of dtype {dtype} and shape {shape} takes "
+                              f"{math.prod(shape) * DTYPES[dtype]} bytes, "
                               f"its data_offsets {offsets} are {offsets[1] - offsets[0]}; fetch it again")
     return tuple(shape), offsets[0], offsets[1]
 
 
 def _are_counts(values: Any, least: int = 1) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and least <= value < 1 << 63 for value in values)
+    return isinstance(values,
+                      list) and all(type(value) is int and least <= value < 1 << 63 for value in values)
 
 
 @contextmanager

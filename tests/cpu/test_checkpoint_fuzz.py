@@ -1,4 +1,5 @@
-"""Checkpoints from strangers: whatever is damaged in them, they are taken or refused by name, in bounded time and memory."""
+"""Checkpoints from strangers: whatever is damaged in them, they are taken or refused by name, in bounded time
+and memory."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def whole(tmp_path_factory):
 
 def try_cases(whole: Path, seed: int, cases: int, *options: str) -> dict[str, Any]:
     """In a process of its own, which a crash, a hang or a claim on all memory ends."""
-    done = subprocess.run([sys.executable, "-m", "tests.checkpoint_fuzz", str(whole), "--seed", str(seed), "--cases", str(cases), *options],
+    done = subprocess.run([sys.executable, "-m", "tests.checkpoint_fuzz", str(whole), "--seed", str(seed),
+                           "--cases", str(cases), *options],
                           cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, f"seed {seed}: {done.stderr[-4000:]}"
     result = json.loads(done.stdout)
@@ -51,7 +53,8 @@ def try_cases(whole: Path, seed: int, cases: int, *options: str) -> dict[str, An
 def assert_held(result: dict[str, Any], cases: int) -> None:
     assert result["failures"] == []
     assert sum(result["counts"].values()) == cases
-    assert all(result["counts"][f"{kind} refused"] > cases // len(KINDS) // 3 for kind in KINDS), "the damage reaches what is read"
+    assert all(result["counts"][f"{kind} refused"] > cases // len(KINDS) // 3
+               for kind in KINDS), "the damage reaches what is read"
     assert result["grown_mib"] < MAX_GROWTH_MIB
 
 
@@ -77,7 +80,8 @@ def test_what_is_taken_in_spite_of_damage_generates(whole):
 @pytest.mark.parametrize("seed", range(2))
 def test_an_engine_lives_on_unchanged_after_updates_with_damaged_checkpoints(whole, tmp_path, seed):
     print(f"seed {seed}")
-    llm = LLM(str(whole / "hf"), device="cpu", dtype="float32", max_model_len=64, kv_cache_memory_bytes=1 << 22)
+    llm = LLM(str(whole / "hf"), device="cpu", dtype="float32", max_model_len=64,
+              kv_cache_memory_bytes=1 << 22)
     params, refused = SamplingParams(max_tokens=4, temperature=0), 0
 
     def tokens() -> list[int]:
@@ -122,11 +126,14 @@ def nest(depth: int) -> Any:
     (lambda t: setattr(t, "num_tensors", 2**63), "9223372036854775808 tensors are announced"),
     (lambda t: setattr(t, "num_values", 2**63), "9223372036854775808 key-value pairs are announced"),
     (lambda t: t.lies.__setitem__(1, 2**63), "a string of 9223372036854775808 bytes ends behind"),
-    (lambda t: set_value(t, "llama.block_count", 9, (0, [0] * (MAX_VALUES + 1))), "values of an array are announced"),
+    (lambda t: set_value(t, "llama.block_count", 9, (0, [0] * (MAX_VALUES + 1))), "values of an array are "
+                                                                                  "announced"),
     (lambda t: set_value(t, "llama.block_count", 9, nest(300)), "nested more than 4 deep"),
-    (lambda t: set_value(t, "llama.block_count", 10, 2**31), "num_hidden_layers 2147483648 is more than 4096"),
+    (lambda t: set_value(t, "llama.block_count", 10, 2**31),
+     "num_hidden_layers 2147483648 is more than 4096"),
     (lambda t: set_value(t, "llama.block_count", 10, 4000), "lacks the tensor model.layers.2."),
-    (lambda t: set_value(t, "llama.context_length", 10, 2**40), "max_position_embeddings 1099511627776 is more than"),
+    (lambda t: set_value(t, "llama.context_length", 10, 2**40), "max_position_embeddings 1099511627776 is "
+                                                                "more than"),
     (lambda t: t.metadata.append(list(t.metadata[0])), "key 'general.architecture' (it is there twice)"),
     (lambda t: t.metadata.append(["general.alignment", 4, 2**31]), "general.alignment 2147483648"),
     (lambda t: t.metadata.append(["split.count", 8, "many"]), "is one of 'many' parts"),
@@ -150,7 +157,8 @@ def test_a_piece_of_a_megabyte_is_refused_before_it_is_cut_everywhere(whole, tmp
     tokens = next(entry for entry in tree.metadata if entry[0] == "tokenizer.ggml.tokens")
     tokens[2][1][300] = "a" * 2**20
     (tmp_path / "m.gguf").write_bytes(tree.pack())
-    with pytest.raises(CheckpointError, match=rf"m\.gguf: tokenizer\.ggml\.tokens has .*1048576 a token.*and {MAX_TOKEN_LEN}"):
+    with pytest.raises(CheckpointError, match=rf"m\.gguf: tokenizer\.ggml\.tokens has .*1048576 a token.*and "
+                                              rf"{MAX_TOKEN_LEN}"):
         open_checkpoint(tmp_path / "m.gguf", load=False)
 
 
@@ -167,10 +175,12 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda h: h[NORM].update(dtype="I32"), "dtype 'I32', which is not supported; these are: F64, F32, F16, BF16"),
+    (lambda h: h[NORM].update(dtype="I32"), "dtype 'I32', which is not supported; these are: F64, F32, F16, "
+                                            "BF16"),
     (lambda h: h[NORM].update(shape=[1] * 1_000_000), "which is not 1 to 4 positive integers"),
     (lambda h: h[NORM].update(shape=[2**32, 2**32]), "takes 73786976294838206464 bytes"),
-    (lambda h: h[NORM].update(data_offsets=[2**62, 2**62 + 192]), "it is truncated: the tensor model.norm.weight ends at byte"),
+    (lambda h: h[NORM].update(data_offsets=[2**62, 2**62 + 192]), "it is truncated: the tensor "
+                                                                  "model.norm.weight ends at byte"),
     (lambda h: h[NORM].update(data_offsets=[0, 192]), "of the data, but"),
     (lambda h: h[NORM].update(data_offsets=[0, -192]), "data_offsets [0, -192]"),
     (lambda h: h[NORM].pop("data_offsets"), "data_offsets None"),
@@ -189,16 +199,20 @@ def test_a_safetensors_header_longer_than_its_file_is_refused(root, tmp_path, le
     folder = copy_of(root, tmp_path)
     path = folder / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: the header says that it has {length} bytes"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: the header says that it has {length} "
+                                              rf"bytes"):
         check_shapes(resolve(str(folder)))
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "passwd", "", None, 3, "a\0.safetensors"])
+@pytest.mark.parametrize("name",
+                         ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "passwd", "", None, 3,
+                          "a\0.safetensors"])
 def test_an_index_that_leads_out_of_the_folder_is_refused(root, tmp_path, name):
     folder = copy_of(root, tmp_path)
     (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {NORM: name}}))
-    with pytest.raises(CheckpointError, match=r"index\.json.*model\.norm\.weight.*no name of a \.safetensors file beside it"):
+    with pytest.raises(CheckpointError, match=r"index\.json.*model\.norm\.weight.*no name of a \.safetensors "
+                                              r"file beside it"):
         check_shapes(resolve(str(folder)))
 
 
@@ -209,7 +223,9 @@ def test_a_shard_may_be_a_link_as_in_the_hubs_cache(root, tmp_path):
     check_shapes(resolve(str(folder)))
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json",
+@pytest.mark.parametrize("name",
+                         ["config.json", "model.safetensors", "model.safetensors.index.json",
+                          "tokenizer.json",
                                   "tokenizer_config.json"])
 def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(root, tmp_path, name):
     folder = copy_of(root, tmp_path)
@@ -236,14 +252,16 @@ def copy_of(root: Path, into: Path) -> Path:
     return folder
 
 
-CONFIG = dict(architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+CONFIG = dict(architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=64, intermediate_size=64,
+              num_hidden_layers=1,
               num_attention_heads=4)
 
 
 @pytest.mark.parametrize("key", [*MOST, "sliding_window", "rms_norm_eps", "rope_theta"])
 @pytest.mark.parametrize("value", [2**62, 10**400, 1e400, float("nan"), -1, 0, "64", [64], {}, True])
 def test_a_config_that_is_absurd_anywhere_is_refused_with_the_field(key, value):
-    config = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True, "num_experts": 4, "num_experts_per_tok": 2,
+    config = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True,
+              "num_experts": 4, "num_experts_per_tok": 2,
               "rope_scaling": {"rope_type": "yarn", "factor": 2.0}} | {key: value}
     if (key, value) in (("num_experts", 0),):
         return    # a dense model
@@ -251,17 +269,22 @@ def test_a_config_that_is_absurd_anywhere_is_refused_with_the_field(key, value):
         ModelConfig.from_hf(config, "folder/config.json")
 
 
-def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_are_made(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | dict(hidden_size=2**18, head_dim=64, num_hidden_layers=4096)))
+def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_are_made(tmp_path,
+                                                                                         monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | dict(hidden_size=2**18, head_dim=64,
+                                                                   num_hidden_layers=4096)))
     monkeypatch.setattr(Decoder, "__init__", lambda *args: pytest.fail("something was made"))
-    with pytest.raises(ConfigError, match=r"weights of \d+ bytes, .* are more than the \d+ bytes that this machine has"):
+    with pytest.raises(ConfigError, match=r"weights of \d+ bytes, .* are more than the \d+ bytes that this "
+                                          r"machine has"):
         LLM(str(tmp_path), load_format="dummy", device="cpu", skip_tokenizer_init=True)
 
 
 @pytest.mark.parametrize("option", [dict(max_num_seqs=10**8), dict(max_model_len=2**28)])
 def test_tables_that_no_machine_holds_are_refused_before_they_are_made(option):
-    model = ModelConfig.from_hf(CONFIG | {"max_position_embeddings": 2**28, "num_attention_heads": 1, "head_dim": 4096}, "config.json")
-    with pytest.raises(ConfigError, match=r"tables of \d+ bytes for max_model_len \d+ and max_num_seqs \d+, are more"):
+    model = ModelConfig.from_hf(CONFIG | {"max_position_embeddings": 2**28, "num_attention_heads": 1,
+                                          "head_dim": 4096}, "config.json")
+    with pytest.raises(ConfigError, match=r"tables of \d+ bytes for max_model_len \d+ and max_num_seqs \d+, "
+                                          r"are more"):
         check_room(resolve_config(EngineConfig(device="cpu", **option), model, False), model, None)
 
 

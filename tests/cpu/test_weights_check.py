@@ -1,4 +1,5 @@
-"""check_weights: files that are not what the hub gave, and weights that are no numbers, are refused before anything is loaded."""
+"""check_weights: files that are not what the hub gave, and weights that are no numbers, are refused before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def engine_options():
     return {"dtype": "float32", "max_model_len": 64, "device": "cpu", "check_weights": True}
 
 
-def with_weight(folder: Path, into: Path, name: str, value: float, dtype: torch.dtype = torch.float32) -> Path:
+def with_weight(folder: Path, into: Path, name: str, value: float,
+                dtype: torch.dtype = torch.float32) -> Path:
     """A copy whose tensor `name` has this value in its middle."""
     shutil.copytree(folder, into)
     weights = {key: tensor.to(dtype) for key, tensor in load_file(folder / "model.safetensors").items()}
@@ -37,7 +39,8 @@ def with_weight(folder: Path, into: Path, name: str, value: float, dtype: torch.
 
 
 def hub_cache(folder: Path, root: Path) -> Path:
-    """The snapshot of a made cache, as huggingface_hub lays it out: blobs named by sha256 (weights) or by git, and links to them."""
+    """The snapshot of a made cache, as huggingface_hub lays it out: blobs named by sha256 (weights) or by
+    git, and links to them."""
     snapshot, blobs = root / "models--org--name/snapshots/1234abcd", root / "models--org--name/blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -56,11 +59,14 @@ def test_whole_weights_of_any_dtype_are_taken(folder, tmp_path, dtype):
     verify_weights(resolve(str(with_weight(folder, tmp_path / "m", "model.norm.weight", 300.0, dtype))))
 
 
-@pytest.mark.parametrize("value, dtype", [(float("nan"), torch.float32), (float("inf"), torch.float16), (-1e30, torch.bfloat16),
+@pytest.mark.parametrize("value, dtype",
+                         [(float("nan"), torch.float32), (float("inf"), torch.float16),
+                          (-1e30, torch.bfloat16),
                                           (70000.0, torch.float32)])
 def test_a_weight_that_is_no_number_or_absurd_is_refused_with_tensor_and_file(folder, tmp_path, value, dtype):
     bad = with_weight(folder, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight", value, dtype)
-    with pytest.raises(CheckpointError, match=r"bad: the tensor model\.layers\.1\.mlp\.up_proj\.weight of shape .*1 of 4608"):
+    with pytest.raises(CheckpointError, match=r"bad: the tensor model\.layers\.1\.mlp\.up_proj\.weight of "
+                                              r"shape .*1 of 4608"):
         verify_weights(resolve(str(bad)))
 
 
@@ -72,7 +78,8 @@ def test_a_packed_weight_that_is_no_number_is_refused_with_tensor_and_file(tmp_p
     content = bytearray(path.read_bytes())
     content[info.offset + 34:info.offset + 36] = np.float16("nan").tobytes()    # the second group's scale
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"m\.gguf: the tensor model\.layers\.1\.mlp\.down_proj\.weight .*nan among.*32 of"):
+    with pytest.raises(CheckpointError, match=r"m\.gguf: the tensor model\.layers\.1\.mlp\.down_proj\.weight "
+                                              r".*nan among.*32 of"):
         verify_weights(resolve(str(path)))
 
 
@@ -101,5 +108,6 @@ def test_a_file_of_the_hubs_cache_that_has_changed_is_refused_by_its_checksum(ro
     else:
         content[-1] ^= 1    # the last bit of a weight: a number as good as the one before
     target.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{name} has the {kind} [0-9a-f]+ instead of {target.name}.*remove {target}"):
+    with pytest.raises(CheckpointError, match=rf"{name} has the {kind} [0-9a-f]+ instead of "
+                                              rf"{target.name}.*remove {target}"):
         verify_weights(resolve(str(snapshot)))

@@ -1,4 +1,5 @@
-"""The sockets of KV events: loopback by default, frames that are too long end a connection, and without a key nothing is told."""
+"""The sockets of KV events: loopback by default, frames that are too long end a connection, and without a key
+nothing is told."""
 
 from __future__ import annotations
 
@@ -64,8 +65,10 @@ def test_every_interface_is_had_with_a_warning(start, caplog):
 
 
 @pytest.mark.parametrize("endpoint, ours, leaves", [
-    ("tcp://*:1", True, True), ("tcp://lo:1", True, False), ("tcp://[::]:1", True, True), ("tcp://[::1]:1", True, False),
-    ("tcp://127.0.0.1:1", False, False), ("tcp://router:1", False, True), ("ipc:///tmp/x", True, False), ("inproc://x", True, False),
+    ("tcp://*:1", True, True), ("tcp://lo:1", True, False), ("tcp://[::]:1", True, True),
+    ("tcp://[::1]:1", True, False),
+    ("tcp://127.0.0.1:1", False, False), ("tcp://router:1", False, True), ("ipc:///tmp/x", True, False),
+    ("inproc://x", True, False),
 ])
 def test_what_is_bound_and_what_leaves_the_host(endpoint, ours, leaves):
     assert (is_ours(endpoint), leaves_the_host(endpoint)) == (ours, leaves)
@@ -93,7 +96,8 @@ def test_a_frame_that_is_announced_too_long_ends_the_connection(start, which, ki
 def test_with_keys_only_who_has_one_that_is_let_in_hears_anything(start, keys):
     events_port, replay_port = free_port(), free_port()
     events = start(endpoint=f"tcp://*:{events_port}", replay_endpoint=f"tcp://*:{replay_port}", topic="t",
-                   curve_secret_key_file=str(keys / "server.key_secret"), curve_client_keys_dir=str(keys / "clients"))
+                   curve_secret_key_file=str(keys / "server.key_secret"),
+                   curve_client_keys_dir=str(keys / "clients"))
     server, _ = zmq.auth.load_certificate(keys / "server.key")
     with zmq.Context() as context:
         clients = {}
@@ -126,15 +130,19 @@ def test_with_keys_only_who_has_one_that_is_let_in_hears_anything(start, keys):
 
 
 def test_keys_that_cannot_be_had_are_config_errors(start, keys):
-    good = dict(curve_secret_key_file=str(keys / "server.key_secret"), curve_client_keys_dir=str(keys / "clients"))
+    good = dict(curve_secret_key_file=str(keys / "server.key_secret"),
+                curve_client_keys_dir=str(keys / "clients"))
     (keys / "empty").mkdir()
     (keys / "odd").mkdir()
     (keys / "odd" / "x.key").write_text("no key")
-    for change, words in ((dict(curve_secret_key_file="/nowhere"), "curve_secret_key_file '/nowhere' cannot be read"),
+    for change, words in ((dict(curve_secret_key_file="/nowhere"), "curve_secret_key_file '/nowhere' cannot "
+                                                                   "be read"),
                           (dict(curve_secret_key_file=str(keys / "server.key")), "holds a public key only"),
-                          (dict(curve_client_keys_dir="/nowhere"), "curve_client_keys_dir '/nowhere' cannot be read"),
+                          (dict(curve_client_keys_dir="/nowhere"), "curve_client_keys_dir '/nowhere' cannot "
+                                                                   "be read"),
                           (dict(curve_client_keys_dir=str(keys / "empty")), "holds no"),
-                          (dict(curve_client_keys_dir=str(keys / "odd")), "curve_client_keys_dir .* cannot be read")):
+                          (dict(curve_client_keys_dir=str(keys / "odd")), "curve_client_keys_dir .* cannot "
+                                                                          "be read")):
         with pytest.raises(ConfigError, match=words):
             start(endpoint=f"tcp://lo:{free_port()}", **good | change)
 

@@ -27,7 +27,8 @@ def start(tmp_path):
 
     def events(**options):
         made.append(KvEvents(KVEventsConfig(enable_kv_cache_events=True, **{
-            "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r", "topic": "t"} | options), SIZE))
+            "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r",
+            "topic": "t"} | options), SIZE))
         return made[-1]
 
     yield events
