@@ -96,7 +96,7 @@ class KVEventsConfig:
             value = getattr(self, name)
             if not (value is None and name == "replay_endpoint") and not _is_endpoint(value):
                 raise ConfigError(f"kv_events_config.{name} {value!r} is no endpoint of ZMQ; tcp://lo:5557 "
-                                  f"and ipc:///tmp/kv-events are")
+                                  "and ipc:///tmp/kv-events are")
         for name in ("curve_secret_key_file", "curve_client_keys_dir"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -124,9 +124,8 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     download_dir: str | None = option(None, "where files from the hub are kept; default: the hub library's cache")
     load_format: str = option("auto", '"auto" | "safetensors" | "dummy": random weights')
-    check_weights: bool = option(False, "before loading, read every weight: all are finite and none absurd, "
-                                        "and files of the hub's "
-                                        "cache have their checksums")
+    check_weights: bool = option(False, "before loading, read every weight: all are finite and none "
+                                        "absurd, and files of the hub's cache have their checksums")
     dtype: str = option("auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it')
     device: str = option("auto", '"cuda" if there is one, else "cpu"')
     max_model_len: int | None = option(None, "default: what the model was trained for")

@@ -33,8 +33,7 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or of an architecture that is not supported.
 
     What it says may quote a stranger's file, so it is made fit for a terminal, a log and UTF-8: what cannot
-    be printed is escaped, and the
-    middle of a long message left out.
+    be printed is escaped, and the middle of a long message left out.
     """
 
     def __init__(self, message: str) -> None:

@@ -87,8 +87,9 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
     """Raises CheckpointError for a tokenizer or pre-tokenizer that it does not know, or metadata that is missing or at odds."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _list(metadata, "tokens", str)
-    types = _list(metadata, "token_type",
-                  int) if "tokenizer.ggml.token_type" in metadata else [TokenType.NORMAL] * len(tokens)
+    types: list[int] = [TokenType.NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _list(metadata, "token_type", int)
     if len(types) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; {WAY_OUT}")
     if kind == "gpt2":
@@ -192,8 +193,8 @@ def _sentencepiece(tokens: list[str], types: list[int], scores: list[float], add
     """SentencePiece joins the neighbours whose joint piece has the best score: BPE, each split of a piece being a merge, best first."""
     if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens), default=0) > MAX_TOKEN_LEN:
         raise CheckpointError(f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to "
-                              f"{max(map(len, tokens))} a token, more "
-                              f"than the {MAX_CHARACTERS} and {MAX_TOKEN_LEN} that are taken; {WAY_OUT}")
+                              f"{max(map(len, tokens))} a token, more than the {MAX_CHARACTERS} and "
+                              f"{MAX_TOKEN_LEN} that are taken; {WAY_OUT}")
     mergeable = {TokenType.NORMAL, TokenType.USER_DEFINED}
     ordinary = {t: s for t, kind, s in zip(tokens, types, scores) if kind in mergeable}
     ranked = [(-score, piece[:cut], piece[cut:]) for piece, score in ordinary.items() for cut in range(1, len(piece))

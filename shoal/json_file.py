@@ -10,8 +10,7 @@ from typing import Any
 from shoal.errors import CheckpointError
 
 # The largest published ones, the indexes of models with tens of thousands of experts, have some 16 MiB. A
-# parsed file takes up to 30
-# times its bytes (empty lists), so this bounds the memory of one at 1 GiB.
+# parsed file takes up to some 30 times its bytes, so this bounds the memory of one at 1 GiB.
 MAX_JSON_BYTES = 32 << 20
 
 
@@ -33,7 +32,7 @@ def read_bounded(path: Path, most: int) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if len(content) > most:
         raise CheckpointError(f"{path} has more than {most} bytes; a file of its kind has far fewer, is it "
-                              f"another one?")
+                              "another one?")
     return content
 
 
@@ -44,7 +43,7 @@ def parse_object(content: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{where} is not readable JSON: {error}; fetch it again") from None
     except RecursionError:
-        raise CheckpointError(f"{where} is not readable JSON: it is nested too deeply; fetch it again") from None
+        raise CheckpointError(f"{where} is not readable JSON: it is too deep; fetch it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} holds a {type(value).__name__} instead of an object")
     return value

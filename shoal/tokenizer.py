@@ -114,7 +114,8 @@ class Tokenizer:
             source = "tokenizer_config.json" if role in settings else "special_tokens_map.json"
             if text := _token_text({**named, **settings}.get(role), f"{folder / source}: {role}"):
                 special[role] = text
-        config, generation = read_object(folder / "config.json"), read_object(folder / "generation_config.json")
+        config = read_object(folder / "config.json")
+        generation = read_object(folder / "generation_config.json")
         ends = (_ids(generation.get("eos_token_id"), f"{folder / 'generation_config.json'}: eos_token_id")
                 or _ids(config.get("eos_token_id"), f"{folder / 'config.json'}: eos_token_id"))
         begins = _ids(config.get("bos_token_id"), f"{folder / 'config.json'}: bos_token_id")
@@ -152,9 +153,8 @@ class Tokenizer:
             if not _is_panic(error):
                 raise
             # A pattern of the checkpoint's pre-tokenizer that needs too many tries.
-            raise RequestError(f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; shorten "
-                               f"it, or give another "
-                               "tokenizer with the option `tokenizer`") from None
+            raise RequestError(f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; "
+                               "shorten it, or give another tokenizer with the option `tokenizer`") from None
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
         """{"input_ids": ids}, or a list of ids each for a list of texts."""
@@ -263,7 +263,7 @@ class TokenBytes(dict[int, bytes]):
         self._byte_fallback = "ByteFallback" in steps
         if not steps or not steps.keys() <= ({"ByteLevel", "Fuse"} if self._byte_level else SENTENCEPIECE_STEPS):
             raise CheckpointError(f"the decoder {list(steps)} is not supported; only byte-level and "
-                                  f"SentencePiece ones are")
+                                  "SentencePiece ones are")
         self.strips_first_space = "Strip" in steps or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
         # SentencePiece shows every byte that is no text as one U+FFFD, byte-level tokenizers every broken character.
         self.errors = "replace" if self._byte_level else "shoal.every-byte"
@@ -317,12 +317,15 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
         stored, where = settings.get("chat_template") or {}, "tokenizer_config.json"
     if isinstance(stored, str):
         return {"default": stored}
-    if isinstance(stored, list) and all(isinstance(entry, dict) for entry in stored):
-        stored = [(entry.get("name"), entry.get("template")) for entry in stored]
-    named = list(stored.items()) if isinstance(stored, dict) else stored
-    if not isinstance(named, list) or not all(isinstance(text, str) for entry in named for text in entry):
+    named: list[tuple[Any, Any]] = [(None, stored)]
+    if isinstance(stored, dict):
+        named = list(stored.items())
+    elif isinstance(stored, list):
+        named = [(entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, entry)
+                 for entry in stored]
+    if not all(isinstance(name, str) and isinstance(template, str) for name, template in named):
         raise CheckpointError(f"{folder / where}: chat_template {stored!r:.80} is neither a template nor "
-                              f"templates by name")
+                              "templates by name")
     return dict(named)
 
 

@@ -3,10 +3,9 @@
     python -m tests.checkpoint_fuzz FOLDER --seed 1 --cases 1000
 
 FOLDER holds `hf` and `model.gguf`, both whole (`write_whole` makes them). Each case follows from seed and
-number alone. A case must end
-as a checkpoint or as a UserError that names a file, in bounded time and memory: the process that tries them
-has a limit on its address
-space, and a watchdog that ends it. What happened is printed as JSON.
+number alone. A case must end as a checkpoint or as a UserError that names a file, in bounded time and memory:
+the process that tries them has a limit on its address space, and a watchdog that ends it. What happened is
+printed as JSON.
 """
 
 from __future__ import annotations

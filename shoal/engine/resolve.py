@@ -46,22 +46,20 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
 
 def check_room(config: EngineConfig, model: ModelConfig, packed_bytes: int | None) -> None:
     """Raises ConfigError for a model that the machine could never hold, before anything is made for it.
-    `config` is a resolved one;
-    `packed_bytes`: of weights that stay as a GGUF file has them."""
+    `config` is a resolved one; `packed_bytes`: of weights that stay as a GGUF file has them."""
     size, gpu = config.tensor_parallel_size, config.device == "cuda"
     width = getattr(torch, config.dtype).itemsize
     weights = num_weights(model) * width // (size if gpu else 1) if packed_bytes is None else packed_bytes
     length = config.max_model_len or 0
-    # rotations, blocks
-    tables = 4 * length * model.head_dim + 4 * (config.max_num_seqs or 0) * -(-length // config.block_size)
+    blocks = (config.max_num_seqs or 0) * -(-length // config.block_size)
+    tables = 4 * (length * model.head_dim + blocks)    # of rotations and of blocks
     total = torch.cuda.mem_get_info()[1] if gpu else total_bytes()
     if weights + tables > total:
-        raise ConfigError(f"{config.model}: {num_weights(model):,} weights of {weights} bytes, and tables of "
-                          f"{tables} bytes for "
-                          f"max_model_len {length} and max_num_seqs {config.max_num_seqs}, are more than the "
-                          f"{total} bytes that "
+        raise ConfigError(f"{config.model}: {num_weights(model):,} weights of {weights} bytes, and tables "
+                          f"of {tables} bytes for max_model_len {length} and max_num_seqs "
+                          f"{config.max_num_seqs}, are more than the {total} bytes that "
                           f"{'the GPU' if gpu else 'this machine'} has; take a smaller model, or lower "
-                          f"max_model_len or max_num_seqs")
+                          "max_model_len or max_num_seqs")
 
 
 def _longest(model: ModelConfig) -> int:

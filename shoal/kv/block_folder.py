@@ -193,8 +193,7 @@ class BlockFolder:
 
 def make_private(path: str, below: str) -> None:
     """Makes `path` and what leads from there to `below`, for the owner alone: os.makedirs gives its mode to
-    the last folder only. Folders
-    that exist stay as they are, and those above `path` get the usual rights."""
+    the last folder only. Folders that exist stay as they are, and those above `path` get the usual rights."""
     above = os.path.dirname(os.path.abspath(path))
     if not os.path.exists(above):
         os.makedirs(above, exist_ok=True)

@@ -26,14 +26,13 @@ LOOPBACK = ("lo", "localhost", "[::1]")
 
 class Keys:
     """The server's key pair, and whose public keys are let in. One for each context, as ZAP, libzmq's
-    protocol of authentication, asks
-    for: a thread answers it. Raises ConfigError for files that hold no keys."""
+    protocol of authentication, asks for: a thread answers it. Raises ConfigError for files that hold no
+    keys."""
 
     def __init__(self, context: zmq.Context[Any], secret_key_file: str, client_keys_dir: str) -> None:
         if not zmq.has("curve"):
             raise ConfigError("kv_events_config.curve_secret_key_file needs a libzmq with CURVE, and this "
-                              "one has none; install pyzmq from "
-                              "its wheels, or leave the keys out")
+                              "one has none; install pyzmq from its wheels, or leave the keys out")
         try:
             self.public, self.secret = zmq.auth.load_certificate(secret_key_file)
         except (OSError, ValueError) as error:
@@ -41,8 +40,8 @@ class Keys:
                               f"{error}") from None
         if self.secret is None:
             raise ConfigError(f"kv_events_config.curve_secret_key_file {secret_key_file!r} holds a public "
-                              f"key only; name the .key_secret "
-                              "file that zmq.auth.create_certificates has written")
+                              "key only; name the .key_secret file that zmq.auth.create_certificates has "
+                              "written")
         try:
             listeners = zmq.auth.load_certificates(client_keys_dir)
         except (OSError, ValueError) as error:
@@ -50,7 +49,7 @@ class Keys:
                               f"{error}") from None
         if not listeners:
             raise ConfigError(f"kv_events_config.curve_client_keys_dir {client_keys_dir!r} holds no *.key "
-                              f"file, so nobody could listen")
+                              "file, so nobody could listen")
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve(domain="*", location=client_keys_dir)
@@ -72,8 +71,7 @@ def load_keys(context: zmq.Context[Any], config: KVEventsConfig) -> Keys | None:
 
 
 def open_socket(context: zmq.Context[Any], kind: int, name: str, endpoint: str, keys: Keys | None,
-                listens: bool,
-                **options: int) -> zmq.Socket[bytes]:
+                listens: bool, **options: int) -> zmq.Socket[bytes]:
     """Bound if `listens`, else connected. Raises ConfigError if the endpoint cannot be had; `name` is the
     option that gave it."""
     opened = context.socket(kind)
@@ -87,9 +85,9 @@ def open_socket(context: zmq.Context[Any], kind: int, name: str, endpoint: str, 
         if keys is not None:
             keys.protect(opened)
         elif leaves_the_host(endpoint):
-            logger.warning("kv_events_config.%s %s tells every prompt, answer and cache_salt to whoever can "
-                           "reach it; keep it on loopback, "
-                           "or give keys (curve_secret_key_file and curve_client_keys_dir)", name, endpoint)
+            logger.warning("kv_events_config.%s %s tells every prompt, answer and cache_salt to whoever "
+                           "can reach it; keep it on loopback, or give keys (curve_secret_key_file and "
+                           "curve_client_keys_dir)", name, endpoint)
         _attach(name, endpoint, opened.bind if listens else opened.connect)
     except BaseException:
         opened.close(linger=0)
@@ -106,7 +104,8 @@ def is_ours(endpoint: str) -> bool:
 
 
 def leaves_the_host(endpoint: str) -> bool:
-    return endpoint.startswith("tcp://") and _host(endpoint) not in LOOPBACK and not _host(endpoint).startswith("127.")
+    host = _host(endpoint)
+    return endpoint.startswith("tcp://") and host not in LOOPBACK and not host.startswith("127.")
 
 
 def with_rank(endpoint: str, data_parallel_rank: int) -> str:
@@ -133,4 +132,4 @@ def _attach(name: str, endpoint: str, attach: Callable[[str], Any]) -> None:
         attach(endpoint)
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(f"kv_events_config.{name} {endpoint!r} cannot be had: {error}; choose another, or "
-                          f"end who has it") from None
+                          "end who has it") from None

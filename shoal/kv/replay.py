@@ -1,10 +1,8 @@
 """Answers to listeners that have missed batches, in bounded memory, whoever asks and whoever does not read.
 
 An answer is a place in the numbers of batches, not a copy of them. It goes on as its client takes what comes.
-What libzmq has been given
-and has not sent yet is counted: each message tells when its memory is free again. One client has WINDOW
-messages at most, and all
-together MAX_HELD_BYTES, or one message if that is more.
+What libzmq has been given and has not sent yet is counted: each message tells when its memory is free again.
+One client has WINDOW messages at most, and all together MAX_HELD_BYTES, or one message if that is more.
 """
 
 from __future__ import annotations
@@ -45,13 +43,11 @@ class Snapshot:
 
 class Replay:
     """The ROUTER socket. All calls are the publisher's thread's, which lends its batches: `batch(n)` is the
-    payload of number n, None if it
-    is gone or has not been; `num_batches()` how many have been published; `snapshot()` the payload of all
-    that is there."""
+    payload of number n, None if it is gone or has not been; `num_batches()` how many have been published;
+    `snapshot()` the payload of all that is there."""
 
     def __init__(self, router: zmq.Socket[bytes], topic: bytes, batch: Callable[[int], bytes | None],
-                 num_batches: Callable[[], int],
-                 snapshot: Callable[[], bytes]) -> None:
+                 num_batches: Callable[[], int], snapshot: Callable[[], bytes]) -> None:
         self.router, self._topic = router, topic
         self._batch, self._num_batches, self._make_snapshot = batch, num_batches, snapshot
         self._answers: dict[bytes, Answer] = {}

@@ -29,12 +29,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
                   "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
 # What a config may claim at most: several times what any published model has. Before the tensors are looked
-# at (and of dummy weights for
-# good) this is all that bounds what is made for it.
+# at, and for dummy weights at all, nothing else bounds what is made for it.
 MOST = {"num_hidden_layers": 1 << 12, "vocab_size": 1 << 24, "hidden_size": 1 << 18,
-        "intermediate_size": 1 << 20,
-        "moe_intermediate_size": 1 << 20, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
-        "head_dim": 1 << 12,
+        "intermediate_size": 1 << 20, "moe_intermediate_size": 1 << 20,
+        "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12,
         "num_experts": 1 << 14, "num_experts_per_tok": 1 << 10, "max_position_embeddings": 1 << 28,
         "original_max_position_embeddings": 1 << 28}
 MOST_COUNT = (1 << 31) - 1                     # of any other
@@ -130,9 +128,8 @@ class ModelConfig:
         num_layers, max_position = fields.count("num_hidden_layers"), fields.count("max_position_embeddings")
         num_experts = fields.count("num_experts", least=0) if architecture == "qwen3_moe" else 0
         if num_experts and fields.count("num_experts_per_tok") > num_experts:
-            raise CheckpointError(f"{where}: num_experts_per_tok {fields.get('num_experts_per_tok')} is more "
-                                  f"than num_experts "
-                                  f"{num_experts}")
+            raise CheckpointError(f"{where}: num_experts_per_tok {fields.get('num_experts_per_tok')} is "
+                                  f"more than num_experts {num_experts}")
         attention_bias = architecture in ("llama", "qwen3", "qwen3_moe") and fields.flag("attention_bias")
         moe = architecture == "qwen3_moe"
         return cls(
@@ -206,14 +203,13 @@ class _Fields:
             raise CheckpointError(f"{self.where}: {key} {value!r:.80} is not an integer of at least {least}")
         if value > most:
             raise CheckpointError(f"{self.where}: {key} {value!r:.80} is more than {most}, the most that is "
-                                  f"taken; is it damaged?")
+                                  "taken; is it damaged?")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number, neither tiny nor huge."""
         value, least = self._value(key, default), LEAST_THETA if key == "rope_theta" else LEAST_NUMBER
-        if not isinstance(value, (int, float)) or isinstance(value,
-                                                             bool) or not least <= value <= MOST_NUMBER:
+        if type(value) not in (int, float) or not least <= value <= MOST_NUMBER:
             raise CheckpointError(f"{self.where}: {key} {value!r:.80} is not a positive number from "
                                   f"{least:g} to {MOST_NUMBER:g}")
         return float(value)
@@ -265,9 +261,8 @@ def _refuse_unsupported(fields: _Fields, where: str) -> None:
     quantization = fields.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(f"{where}: quant_method {method!r:.80} (quantization_config) is not supported; "
-                              f"use an unquantized checkpoint "
-                              "or a GGUF file")
+        raise CheckpointError(f"{where}: quant_method {method!r:.80} (quantization_config) is not "
+                              "supported; use an unquantized checkpoint or a GGUF file")
 
 
 def _rope(fields: _Fields, max_position: int) -> RopeConfig:
@@ -338,9 +333,8 @@ def _windows(architecture: str, fields: _Fields, num_layers: int) -> tuple[int |
 
 def _mlp_only_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
     layers = fields.get("mlp_only_layers") or []
-    if not isinstance(layers,
-                      list) or len(layers) > num_layers or not all(type(i) is int and 0 <= i < num_layers
-                                                                   for i in layers):
+    known = isinstance(layers, list) and len(layers) <= num_layers
+    if not known or not all(type(i) is int and 0 <= i < num_layers for i in layers):
         raise CheckpointError(f"{fields.where}: mlp_only_layers {layers!r:.80} are no layers from 0 to "
                               f"{num_layers - 1}")
     return tuple(layers)
@@ -362,9 +356,8 @@ def _gguf_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":    # llama.cpp multiplies its attn_factors with yarn's own factor; attention_factor is the product
         given = _Fields(values, where)
         own = _yarn_attention_factor(_Fields({}, where), given.number("rope.scaling.factor"))
-        rope["attention_factor"] = own * given.number("rope.scaling.attn_factor",
-                                                      1.0) * given.number("rope.scaling.yarn_attn_factor",
-                                                                          1.0)
+        factors = (given.number(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor"))
+        rope["attention_factor"] = math.prod(factors, start=own)
     return rope
 
 

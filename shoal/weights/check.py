@@ -43,8 +43,7 @@ def verify_weights(files: CheckpointFiles) -> None:
 
 def _verify(path: Path) -> bool:
     """Whether there is a checksum of this file; it is the right one. The hub's cache names what a snapshot
-    links to by its hash: sha256
-    of large files (LFS), git's of small ones."""
+    links to by its hash: sha256 of large files (LFS), git's of small ones."""
     target = path.resolve()
     expected = default_model.SHA256 if path.name == default_model.FILE else ""
     if target.parent.name == "blobs" and BLOB.fullmatch(target.name):
@@ -62,8 +61,7 @@ def _verify(path: Path) -> bool:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if digest.hexdigest() != expected:
         raise CheckpointError(f"{path} has the {digest.name} {digest.hexdigest()} instead of {expected}, by "
-                              f"which it is known; "
-                              f"remove {target} and fetch it again")
+                              f"which it is known; remove {target} and fetch it again")
     return True
 
 
@@ -74,9 +72,8 @@ def _check_numbers(name: str, tensor: torch.Tensor | QuantizedTensor, files: Che
             where = f"{files.path}: the tensor {name} of shape {list(tensor.shape)}"
             bad = piece.flatten()[~(piece.flatten().abs() <= LARGEST)]
             raise CheckpointError(f"{where} holds {bad[0].item()!r} among its weights ({len(bad)} of "
-                                  f"{piece.numel()} looked at are no "
-                                  f"numbers from -{LARGEST:g} to {LARGEST:g}); the file is damaged, fetch it "
-                                  f"again")
+                                  f"{piece.numel()} looked at are no numbers from -{LARGEST:g} to "
+                                  f"{LARGEST:g}); the file is damaged, fetch it again")
 
 
 def _pieces(tensor: torch.Tensor | QuantizedTensor) -> Iterator[torch.Tensor]:

@@ -57,8 +57,7 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
         if "{}" in name:
             if len(shape) != 3 or shape[0] != config.num_experts:
                 raise CheckpointError(f"{header.path}: the tensor {info.name} has shape {list(shape)} "
-                                      f"instead of [experts, out, in] for "
-                                      f"{config.num_experts} experts")
+                                      f"instead of [experts, out, in] for {config.num_experts} experts")
             shape = shape[1:]
         if info.kind not in PLAIN and len(shape) != 2:
             raise CheckpointError(f"{header.path}: the {info.kind} tensor {info.name} has shape "

@@ -111,13 +111,12 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
                 raise EOFError("it is there twice")
             infos[name] = info
     except (struct.error, UnicodeDecodeError, EOFError) as error:
-        raise CheckpointError(f"{path}: the GGUF header is damaged or truncated near byte {cursor.position}, "
-                              f"{part} ({error}); "
-                              "fetch the file again") from None
+        raise CheckpointError(f"{path}: the GGUF header is damaged or truncated near byte "
+                              f"{cursor.position}, {part} ({error}); fetch the file again") from None
     parts = metadata.get("split.count", 1)
     if not isinstance(parts, int) or parts > 1:
         raise CheckpointError(f"{path} is one of {parts!r} parts (split.count); join them with "
-                              f"llama-gguf-split --merge")
+                              "llama-gguf-split --merge")
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
         raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a multiple of 8 up to "
@@ -130,8 +129,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
 
 
 def _locate(path: Path, file_size: int, name: str, shape: tuple[int, ...], number: int, start: int,
-            offset: int,
-            alignment: int) -> TensorInfo:
+            offset: int, alignment: int) -> TensorInfo:
     """`offset` counts from `start`, the first byte behind the header."""
     if number not in TYPES:
         supported = ", ".join(kind for kind, *_ in TYPES.values())
@@ -145,8 +143,7 @@ def _locate(path: Path, file_size: int, name: str, shape: tuple[int, ...], numbe
     first, num_bytes = start + offset, math.prod(shape) // group_size * group_bytes
     if first + num_bytes > file_size:
         raise CheckpointError(f"{path} is truncated: the tensor {name} of shape {list(shape)} ends at byte "
-                              f"{first + num_bytes}, "
-                              f"the file at {file_size}; fetch it again")
+                              f"{first + num_bytes}, the file at {file_size}; fetch it again")
     return TensorInfo(name, kind, shape, first, num_bytes)
 
 

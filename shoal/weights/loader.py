@@ -45,21 +45,21 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
 
 def check_shapes(files: CheckpointFiles) -> None:
     """From the files' headers, before anything is made for them. Raises CheckpointError unless they hold the
-    tensors that the config asks
-    for, and no others. A config that claims more than there is ends this at the first tensor that is
-    missing."""
+    tensors that the config asks for, and no others. A config that claims more than there is ends this at the
+    first tensor that is missing."""
     try:
-        shapes = safetensors_shapes(files.folder) if files.file is None else gguf_shapes(files.header,
-                                                                                         files.config)
+        if files.file is None:
+            shapes = safetensors_shapes(files.folder)
+        else:
+            shapes = gguf_shapes(files.header, files.config)
         found = {name: shape for name, shape in shapes.items() if not is_derived(name, files.config)}
         for name, shape in checkpoint_shapes(files.config):
             if name not in found:
                 raise CheckpointError(f"the checkpoint lacks the tensor {name}, for which its config asks; "
-                                      f"is a shard missing?")
+                                      "is a shard missing?")
             if found[name] != shape:
                 raise CheckpointError(f"{name} has shape {list(found[name])}, but the config asks for "
-                                      f"{list(shape)}; is it another model's "
-                                      "file?")
+                                      f"{list(shape)}; is it another model's file?")
             del found[name]
         if found:
             raise CheckpointError(f"the checkpoint holds {min(found)}, which this "

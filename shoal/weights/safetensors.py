@@ -43,8 +43,7 @@ def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def shards(folder: Path) -> dict[Path, list[str]]:
     """Each file with the tensors to take from it; an empty list: all. The index decides if there is one. A
-    file may be a link to one
-    elsewhere, as in the hub's cache, but is named without a path."""
+    file may be a link to one elsewhere, as in the hub's cache, but is named without a path."""
     index = folder / INDEX
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
@@ -54,13 +53,12 @@ def shards(folder: Path) -> dict[Path, list[str]]:
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(f"{index} is no index of tensors: its weight_map is {file_of!r:.80}; fetch it "
-                              f"again")
+                              "again")
     result: dict[Path, list[str]] = {}
     for name, file in file_of.items():
         if not isinstance(file, str) or not SHARD.fullmatch(file):
             raise CheckpointError(f"{index}: the weight_map has {name!r:.80} in {file!r:.80}, which is no "
-                                  f"name of a .safetensors file "
-                                  "beside it")
+                                  "name of a .safetensors file beside it")
         result.setdefault(folder / file, []).append(name)
     for path, names in result.items():
         if not path.exists():
@@ -76,10 +74,10 @@ def _files(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[int, ...]]]]:
         for name in names or sorted(held):
             if name not in held:
                 raise CheckpointError(f"{path} does not hold the tensor {name}, which {INDEX} says it does; "
-                                      f"fetch both again")
+                                      "fetch both again")
             if name in taken:
                 raise CheckpointError(f"{path} holds the tensor {name}, and so does another file of the "
-                                      f"folder; remove one of them")
+                                      "folder; remove one of them")
             taken.add(name)
         yield path, {name: held[name] for name in names or sorted(held)}
 
@@ -94,9 +92,8 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, MAX_JSON_BYTES):
-                raise CheckpointError(f"{path}: the header says that it has {length} bytes, of {size} in the "
-                                      f"file and {MAX_JSON_BYTES} "
-                                      "that are read; fetch it again")
+                raise CheckpointError(f"{path}: the header says that it has {length} bytes, of {size} in "
+                                      f"the file and {MAX_JSON_BYTES} that are read; fetch it again")
             header = parse_object(file.read(length), f"{path}: the header")
     except (OSError, struct.error) as error:
         raise CheckpointError(f"cannot read {path}: {error}; fetch it again") from None
@@ -110,12 +107,10 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
     for start, end, name in sorted(spans):
         if 8 + length + end > size:
             raise CheckpointError(f"cannot read {path}: it is truncated: the tensor {name} ends at byte "
-                                  f"{8 + length + end}, the file at "
-                                  f"{size}; fetch it again")
+                                  f"{8 + length + end}, the file at {size}; fetch it again")
         if start != position:
             raise CheckpointError(f"{path}: the tensor {name} begins at byte {start} of the data, but "
-                                  f"{before} ends at {position}; "
-                                  "fetch it again")
+                                  f"{before} ends at {position}; fetch it again")
         position, before = end, name
     return shapes
 
@@ -129,19 +124,20 @@ def _parse_tensor(info: Any, where: str) -> tuple[tuple[int, ...], int, int]:
                               f"{', '.join(DTYPES)}")
     if not _are_counts(shape) or not 1 <= len(shape) <= MAX_DIMS:
         raise CheckpointError(f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive "
-                              f"integers")
+                              "integers")
     if not _are_counts(offsets, least=0) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}, which are no first byte and end")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
         raise CheckpointError(f"{where} of dtype {dtype} and shape {shape} takes "
-                              f"{math.prod(shape) * DTYPES[dtype]} bytes, "
-                              f"its data_offsets {offsets} are {offsets[1] - offsets[0]}; fetch it again")
+                              f"{math.prod(shape) * DTYPES[dtype]} bytes, its data_offsets {offsets} are "
+                              f"{offsets[1] - offsets[0]}; fetch it again")
     return tuple(shape), offsets[0], offsets[1]
 
 
 def _are_counts(values: Any, least: int = 1) -> TypeGuard[list[int]]:
-    return isinstance(values,
-                      list) and all(type(value) is int and least <= value < 1 << 63 for value in values)
+    if not isinstance(values, list):
+        return False
+    return all(type(value) is int and least <= value < 1 << 63 for value in values)
 
 
 @contextmanager

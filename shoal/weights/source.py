@@ -52,7 +52,7 @@ class CheckpointFiles:
         if self.file is None:
             if not (self.folder / "config.json").exists():
                 raise CheckpointError(f"{self.folder} holds no config.json; it is not the folder of a "
-                                      f"Hugging Face model")
+                                      "Hugging Face model")
             return ModelConfig.from_hf(self._read_json("config.json"), str(self.folder / "config.json"))
         return ModelConfig.from_gguf(self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header))
 
@@ -79,8 +79,8 @@ class CheckpointFiles:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a text, by any of the files that say so. Llama 3 has several."""
         named = self.generation_config.get("eos_token_id")
-        ids = set(self.config.eos_token_ids) | set(token_ids(named, f"{self.path}/generation_config.json: "
-                                                                    f"eos_token_id"))
+        where = f"{self.path}/generation_config.json: eos_token_id"
+        ids = set(self.config.eos_token_ids) | set(token_ids(named, where))
         if self.file is None:
             ids |= set(_eos_of_tokenizer(self._read_json("tokenizer_config.json")))
         return tuple(sorted(ids))
@@ -137,8 +137,8 @@ def _download(model: str, revision: str | None, download_dir: str | None) -> Pat
 def check_defaults(generation_config: dict[str, Any], where: str) -> None:
     """Raises CheckpointError for what no request could be sampled with."""
     defaults = sampling_defaults(generation_config)
-    if large := [name for name,
-                 value in defaults.items() if isinstance(value, int) and abs(value) >= 1 << 31]:
+    large = [name for name, value in defaults.items() if isinstance(value, int) and abs(value) >= 1 << 31]
+    if large:
         raise CheckpointError(f"{where}: {large[0]} has more than 31 bits; give a smaller one")
     try:
         SamplingParams(**defaults)
@@ -153,6 +153,5 @@ def _eos_of_tokenizer(config: dict[str, Any]) -> list[int]:
     added = config.get("added_tokens_decoder")
     if text is None or not isinstance(added, dict):
         return []
-    return [int(i) for i,
-            entry in added.items() if TOKEN_ID.fullmatch(i) and isinstance(entry, dict)
-            and entry.get("content") == text]
+    return [int(i) for i, entry in added.items()
+            if TOKEN_ID.fullmatch(i) and isinstance(entry, dict) and entry.get("content") == text]

@@ -22,8 +22,7 @@ FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_id
 
 def check_checkpoint(ours: ModelConfig, files: CheckpointFiles) -> None:
     """Raises CheckpointError, before a byte of it is loaded, unless `files` hold a model of the same
-    architecture; names the first field
-    or tensor that differs."""
+    architecture; names the first field or tensor that differs."""
     theirs = files.config
     for field in fields(ModelConfig):
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)

@@ -97,7 +97,7 @@ def test_an_engine_lives_on_unchanged_after_updates_with_damaged_checkpoints(who
             except CheckpointError:
                 refused += 1
                 assert llm.check_weights() == sums
-            assert tokens() == before, "weights that are taken are the same: their bytes are not what was damaged"
+            assert tokens() == before, "what is taken has the same weights: their bytes were left whole"
     assert refused > 25
 
 
@@ -175,8 +175,8 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda h: h[NORM].update(dtype="I32"), "dtype 'I32', which is not supported; these are: F64, F32, F16, "
-                                            "BF16"),
+    (lambda h: h[NORM].update(dtype="I32"), "dtype 'I32', which is not supported; these are: F64, F32, "
+                                            "F16, BF16"),
     (lambda h: h[NORM].update(shape=[1] * 1_000_000), "which is not 1 to 4 positive integers"),
     (lambda h: h[NORM].update(shape=[2**32, 2**32]), "takes 73786976294838206464 bytes"),
     (lambda h: h[NORM].update(data_offsets=[2**62, 2**62 + 192]), "it is truncated: the tensor "
@@ -191,7 +191,7 @@ def test_a_safetensors_header_that_lies_is_refused_with_the_tensor(root, tmp_pat
     with_header(folder / "model.safetensors", change)
     with pytest.raises(CheckpointError) as error:
         check_shapes(resolve(str(folder)))
-    assert words in str(error.value) and "model.safetensors" in str(error.value) and "model.norm.weight" in str(error.value)
+    assert all(word in str(error.value) for word in (words, "model.safetensors", "model.norm.weight"))
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**33, 10**6])

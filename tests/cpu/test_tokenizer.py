@@ -224,6 +224,14 @@ def test_a_damaged_folder_is_refused_with_the_file_named(damage, named, tmp_path
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("template", [3, [3], [None], ["x"], [{}], [{"name": "a"}], {"a": 3},
+                                      [{"name": [], "template": "x"}]])
+def test_a_chat_template_that_is_none_is_refused_with_the_file(template, tmp_path):
+    write(tmp_path, chat_template=template)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template .* is neither a template"):
+        Tokenizer.from_folder(tmp_path)
+
+
 class Files:
     def __init__(self, kind, folder, metadata):
         self.kind, self.folder, self.path, self.metadata = kind, folder, folder, metadata
