@@ -26,7 +26,7 @@ def fill(regions):
             for n in LAYER:
                 weights.append(torch.empty(n, dtype=torch.bfloat16, device="cuda").random_(0, 100))
                 used += 2 * n
-    with regions.region("kv_cache"):
+    with regions.region("kv_cache", offload=False):
         cache = torch.empty(dropped_bytes, dtype=torch.uint8, device="cuda")
     return weights, cache
 

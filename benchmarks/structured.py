@@ -1,15 +1,20 @@
 """What structured outputs cost a step: generation of the same shape with and without a grammar, in turns, as a ratio.
 
-    python -m benchmarks.structured [--model smollm2] [--streams 1 8 32] [--repeat 5]
+    python -m benchmarks.structured [--model smollm2] [--streams 1 8 32] [--repeat 5] [--beside 2]
 
 `tokens` tokens are drawn by each stream either way: the grammars (words without end, an array of 1000 objects) go on for as long.
+`--beside`: as many processes of one busy Python loop each run meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 
 from shoal import LLM, SamplingParams, StructuredOutputsParams
 
@@ -29,14 +34,25 @@ def seconds(llm: LLM, streams: int, tokens: int, structured: StructuredOutputsPa
     return elapsed / max(len(o.outputs[0].token_ids) for o in outputs)
 
 
+@contextlib.contextmanager
+def busy(num_processes: int) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--beside", type=int, default=0)
     args = parser.parse_args()
-    with LLM(args.model, max_model_len=1024) as llm:
+    with LLM(args.model, max_model_len=1024) as llm, busy(args.beside):
         start = time.perf_counter()
         seconds(llm, 1, 4, GRAMMARS["regex"])
         print(f"first structured request: {1e3 * (time.perf_counter() - start):.0f} ms")

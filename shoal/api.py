@@ -16,6 +16,8 @@ from shoal.errors import ConfigError, RequestError
 MAX_LOGIT_BIAS = 100.0
 MEMORY_TAGS = ("weights", "kv_cache")        # the regions that can sleep
 SLEEP_MODES = ("abort", "wait", "keep")      # what becomes of requests that run
+# Upper bounds by which steps are counted: vLLM's.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class FinishReason(enum.StrEnum):
@@ -27,6 +29,9 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"      # the engine failed
 
 
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 @dataclass(slots=True)
 class StructuredOutputsParams:
     """What the text of an answer must be: exactly one of the fields is given. Names are vLLM's; raises RequestError otherwise."""
@@ -36,13 +41,19 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None                         # Lark, or GBNF/EBNF where it begins with `root ::=`
     json_object: bool | None = None                    # any JSON object
+    # Alternatives and sequences of texts and JSON, in xgrammar's form, or their JSON text.
+    structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None              # between the tokens of JSON
+    # Objects have the keys that their schema names and no others, unless it says so itself. None: as
+    # structured_outputs_config says.
+    disable_additional_properties: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name) not in (None, False)]
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             what = f"gives {' and '.join(given)}" if given else "gives none of its kinds"
-            raise RequestError(f"structured_outputs {what}; give exactly one of json, regex, choice, grammar, json_object")
+            raise RequestError(f"structured_outputs {what}; give exactly one of "
+                               f"{', '.join(STRUCTURED_KINDS)}")
         if self.choice is not None and (not isinstance(self.choice, list) or not all(isinstance(c, str) and c for c in self.choice)
                                         or not self.choice):
             raise RequestError(f"structured_outputs.choice {self.choice!r:.80} is not a list of texts; give at least one")
@@ -121,11 +132,12 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), -1)
         if self.seed is not None and not isinstance(self.seed, int):
-            raise RequestError(f"seed {self.seed!r} is not an integer; give an integer or None")
+            raise RequestError(f"seed {self.seed!r} is not an integer; give one, or leave it out")
         if not all(isinstance(s, str) and s for s in self.stop or ()):
             raise RequestError(f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one character")
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True; use stop_token_ids, or let the engine detokenize")
+            raise RequestError("stop strings need text, and this request is for token ids alone (detokenize "
+                               "is off); use stop_token_ids")
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
             if ids and not all(isinstance(i, int) and i >= 0 for i in ids):
@@ -232,6 +244,7 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0                  # of those: for a grammar, a store, a sleeping model
     num_blocks: int = 0
     num_free_blocks: int = 0               # free or evictable
     num_preemptions: int = 0
@@ -241,10 +254,26 @@ class Stats:
     external_prefix_cache_hits: int = 0    # tokens fetched
     kv_dropped_blocks: int = 0             # evicted from the device, and kept nowhere else
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)    # "host", "disk", "store", those there are
+    step_tokens: int = 0                   # computed in all steps
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     @property
     def kv_cache_usage(self) -> float:
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What a model's files say of it, for whoever lists models. Nothing in here is needed to run it."""
+
+    architecture: str = ""                 # "llama", "qwen3"
+    format: str = ""                       # "gguf" | "safetensors"
+    num_parameters: int = 0
+    quantization: str = ""                 # the type of most weights: "Q4_K", "BF16"
+    num_bytes: int = 0                     # of the files with weights
+    modified: float = 0.0                  # seconds since 1970
+    digest: str = "0" * 64                 # hexadecimal, another for other files
+    sizes: Mapping[str, int] = field(default_factory=dict)    # "embedding_length" and more of GGUF's names
 
 
 class Engine(Protocol):
@@ -266,13 +295,33 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class MemoryReport:
-    """What `sleep` or `wake_up` did, summed over ranks. Bytes and seconds."""
+    """What `sleep` or `wake_up` did, summed over ranks. Bytes and seconds.
+
+    Of what is in use now the regions' and this process's parts are told; the rest is that of contexts (of
+    CUDA, some 0.5 GiB a process) and of other processes. On the CPU regions alone are counted. An engine's
+    call that changes no region tells its seconds alone.
+    """
 
     seconds: float = 0.0
     freed_bytes: int = 0         # of device memory given back (sleep) ...
     taken_bytes: int = 0         # ... or taken again (wake_up)
     host_bytes: int = 0          # kept in host memory now
-    in_use_bytes: int = 0        # of device memory, still mapped in regions
+    in_use_bytes: int = 0        # of device memory, by whomever ...
+    region_bytes: int = 0        # ... of them in these regions ...
+    process_bytes: int = 0       # ... and in what else PyTorch holds in this process
+
+
+@dataclass(slots=True)
+class SleepState:
+    """What of a worker sleeps. Whoever is asked says what is so, not what was asked for last."""
+
+    level: int | None = None    # the deepest since all was awake; 0: only paused; None: awake
+    asleep: set[str] = field(default_factory=set)    # tags of the regions that are given back
+    kept: str = ""    # where the sleeping weights are: "host", "file"; "": dropped, or awake
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.level is not None
 
 
 def check_tags(tags: Sequence[str] | None) -> list[str]:
@@ -298,13 +347,15 @@ class Control(Protocol):
     """What whoever operates a worker asks of it. Tags are names of memory regions: "weights", "kv_cache"."""
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        """Level 0 pauses scheduling only, 1 keeps the weights in host memory and drops the KV cache, 2 drops both. `mode` says what happens
-        to running requests: "wait" for their end, "abort" them, "keep" them for after the wake-up. Raises ConfigError."""
+        """Level 0 pauses scheduling only, 1 keeps the weights in host memory and drops the KV cache, 2 drops
+        both. `mode` says what happens to running requests: "wait" for their end, "abort" them, "keep" them
+        for after the wake-up. Raises ConfigError for unknown levels, tags and modes, and for levels 1 and 2
+        without sleep mode."""
         ...
 
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport: ...
 
-    async def is_sleeping(self) -> bool: ...
+    async def sleep_state(self) -> SleepState: ...
 
     async def reset_prefix_cache(self) -> bool: ...
 
@@ -325,8 +376,9 @@ class Control(Protocol):
         ...
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the host, "ready_bytes": host memory
-        held ready for it}. Summed over ranks."""
+        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the
+        host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
+        {"in_use_bytes", "region_bytes", "process_bytes"}, as in MemoryReport. Summed over ranks."""
         ...
 
 

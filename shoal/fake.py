@@ -8,7 +8,19 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from shoal.api import MEMORY_TAGS, FinishReason, Logprob, MemoryReport, Output, Request, Stats, TokenLogprobs, check_sleep, check_tags
+from shoal.api import (
+    MEMORY_TAGS,
+    FinishReason,
+    Logprob,
+    MemoryReport,
+    Output,
+    Request,
+    SleepState,
+    Stats,
+    TokenLogprobs,
+    check_sleep,
+    check_tags,
+)
 from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
 
 MAX_LOGPROBS = 20
@@ -32,8 +44,7 @@ class FakeEngine:
     error_after: int | None = None           # tokens after which a request ends with FinishReason.ERROR
     refuses: str | None = None               # RequestError of every new request
 
-    sleeping_level: int | None = None
-    asleep: set[str] = field(default_factory=set)
+    state: SleepState = field(default_factory=SleepState)
     weights_version: int = 0
     seen: list[Request] = field(default_factory=list)    # the last requests
     _running: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -50,8 +61,8 @@ class FakeEngine:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(request.params, name) or 0) > MAX_LOGPROBS:
                 raise RequestError(f"{name} {getattr(request.params, name)} is more than {MAX_LOGPROBS}; ask for fewer")
-        if self.sleeping_level is not None:
-            raise UnavailableError(f"the engine sleeps at level {self.sleeping_level}; wake it up first")
+        if self.state.is_sleeping:
+            raise UnavailableError(f"the engine sleeps at level {self.state.level}; wake it up first")
         self.seen = [*self.seen[-99:], request]
         self._running[request.request_id] = stopped = asyncio.Event()
         try:
@@ -61,7 +72,7 @@ class FakeEngine:
                 return
             start, done, limit = time.monotonic(), 0, request.params.max_tokens or 16
             while not stopped.is_set():
-                while self.sleeping_level is not None and not stopped.is_set():    # kept for after the wake-up
+                while self.state.is_sleeping and not stopped.is_set():    # kept for after the wake-up
                     await self._changed.wait()
                 if self.token_seconds:
                     due = int((time.monotonic() - start) / self.token_seconds) + 1
@@ -105,24 +116,33 @@ class FakeEngine:
         if mode == "wait":
             while self._running:
                 await self._changed.wait()
-        self.sleeping_level = level
-        self.asleep = set(chosen) if level else set()
+        state = self.state
+        going = set(chosen) - state.asleep if level else set()
+        if level == 2 and "weights" in chosen:
+            state.kept = ""
+        elif "weights" in going:
+            state.kept = "host"
+        state.level = max(level, state.level or 0)
+        state.asleep |= going
         if mode == "abort":
             self._stop_all()
-        return MemoryReport(freed_bytes=len(self.asleep) << 30)
+        return MemoryReport(freed_bytes=len(going) << 30)
 
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
         chosen = check_tags(tags)
         self._check_alive()
-        woken = self.asleep & set(chosen)
-        self.asleep -= woken
-        if not self.asleep:
-            self.sleeping_level = None
+        woken = self.state.asleep & set(chosen)
+        self.state.asleep -= woken
+        if "weights" in woken:
+            self.state.kept = ""
+        if not self.state.asleep:
+            self.state.level = None
         self._announce()
         return MemoryReport(taken_bytes=len(woken) << 30)
 
-    async def is_sleeping(self) -> bool:
-        return self.sleeping_level is not None
+    async def sleep_state(self) -> SleepState:
+        self._check_alive()
+        return self.state
 
     async def reset_prefix_cache(self) -> bool:
         return not self._running
@@ -137,15 +157,16 @@ class FakeEngine:
         return {"rank0.embed": f"{self.weights_version:016x}"}
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
-        return {tag: {"device_bytes": 0 if tag in self.asleep else 1 << 30, "reserved_bytes": 1 << 30, "host_bytes": 0,
-                      "ready_bytes": 0} for tag in MEMORY_TAGS}
+        kept = {"weights"} if self.state.kept == "host" else set()
+        return {tag: {"device_bytes": 0 if tag in self.state.asleep else 1 << 30, "reserved_bytes": 1 << 30,
+                      "host_bytes": 1 << 30 if tag in kept else 0, "ready_bytes": 0} for tag in MEMORY_TAGS}
 
     async def start_profile(self, folder: str) -> None:
         self._profiling = folder
 
     async def stop_profile(self) -> list[str]:
         if self._profiling is None:
-            raise ConfigError("no trace is being made; begin one with start_profile(folder)")
+            raise ConfigError("no trace is being made; begin one with start_profile")
         folder, self._profiling = self._profiling, None
         return [f"{folder}/fake.trace.json.gz"]
 

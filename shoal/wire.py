@@ -16,6 +16,8 @@ from shoal.api import Output, Request
 from shoal.config import EngineConfig
 from shoal.errors import EngineDeadError, ShoalError
 
+BEAT_S = 0.5    # between two signs of life of a core
+
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Anything below."""
@@ -117,7 +119,15 @@ class Reply(Message, frozen=True):
     error: Failure | None = None
 
 
-FromCore = Ready | Dead | Outputs | Refused | Reply
+class Beat(Message, frozen=True):
+    """Sent every BEAT_S seconds by a thread that does nothing else, so that a core which says nothing has stopped as a whole."""
+
+    progress: int                          # grows with every step that ends
+    doing: str                             # "step", the name of the call that runs, or "" while there is nothing to do
+    cpu_seconds: float                     # that the process has used so far, where the model runs on the CPU; else 0
+
+
+FromCore = Ready | Dead | Outputs | Refused | Reply | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)    # type: ignore[arg-type]

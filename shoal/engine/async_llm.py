@@ -13,17 +13,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.api import MemoryReport, Output, Request, Stats
+from shoal.api import MemoryReport, Output, Request, SleepState, Stats
 from shoal.config import EngineConfig
 from shoal.engine.core_process import CoreProcess
+from shoal.engine.watchdog import Watchdog
 from shoal.errors import EngineDeadError, RequestError, ShoalError
-from shoal.wire import Abort, Add, Call, FromCore, ModelInfo, Outputs, Refused, Reply
+from shoal.wire import BEAT_S, Abort, Add, Beat, Call, FromCore, ModelInfo, Outputs, Refused, Reply
 
 T = TypeVar("T")
 
 MOST_RESTARTS = 3                    # in RESTART_WINDOW_S; then the engine stays dead
 RESTART_WINDOW_S = 600.0
 FLUSH_GRACE_S = 5.0                  # beyond kv_flush_timeout: the step in flight ends first
+SHORTAGE_PAUSE_S = 5.0               # between tries where the system has no process or descriptor left; these do not count
 RESTART_PAUSES_S = (0.5, 5.0, 30.0)  # before each: the first gives a dead process's device memory time to come back
 
 logger = logging.getLogger(__name__)
@@ -84,11 +86,12 @@ class AsyncLLM:
 
     `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a dead core is started again,
     at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the requests that it took with it are
-    not repeated.
+    not repeated. A core that hangs (engine_timeout seconds without a sign of life, or without the end of a step) counts as dead: with
+    restart=True it is killed and started again, otherwise it is well again as soon as it goes on.
     """
 
-    def __init__(self, config: EngineConfig, *, restart: bool) -> None:
-        self.config, self.restart = config, restart
+    def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
+        self.config, self.restart, self.engine_timeout = config, restart, engine_timeout
         self.dead: EngineDeadError | None = None
         self._core: CoreProcess
         self.info: ModelInfo
@@ -97,18 +100,27 @@ class AsyncLLM:
         self._call_ids = itertools.count()
         self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)    # when
         self._restarting: asyncio.Task[None] | None = None
+        self._is_hung = False                         # `dead` says so, and the core's process is still there
+        self._watchdog = Watchdog(engine_timeout)
+        self._watching: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, restart: bool = False) -> AsyncLLM:
-        """Returns when the engine is ready. Raises the UserError that kept it from starting, or EngineDeadError."""
-        self = cls(config, restart=restart)
-        await self._start()
+    async def start(cls, config: EngineConfig, *, restart: bool = False, engine_timeout: float = 60.0) -> AsyncLLM:
+        """Returns when the engine is ready. Raises the UserError that kept it from starting, or EngineDeadError. engine_timeout: seconds
+        of silence after which the core counts as hung; 0: it never does."""
+        self = cls(config, restart=restart, engine_timeout=engine_timeout)
+        try:
+            await self._start()
+        except OSError as error:
+            raise EngineDeadError(f"the engine's process cannot be started: {error}") from None
         return self
 
     async def _start(self) -> None:
+        self._watchdog = Watchdog(self.engine_timeout)
         self._core = await CoreProcess.start(self.config, self._on_message, self._on_end)
         assert self._core.info is not None
-        self.info, self.dead = self._core.info, None
+        self.info, self.dead, self._is_hung = self._core.info, None, False
+        self._watch(asyncio.get_running_loop().time())
 
     async def close(self, flush: bool = True) -> None:
         """Ends the engine, with `flush` after it has written its KV blocks to disk or store, as far as kv_flush_timeout allows. Requests
@@ -121,6 +133,9 @@ class AsyncLLM:
             with contextlib.suppress(TimeoutError, ShoalError):
                 await asyncio.wait_for(self._call(Any, "flush_kv"), self.config.kv_flush_timeout + FLUSH_GRACE_S)
         self.dead = self.dead or EngineDeadError("the engine was closed")
+        self._stop_watching()
+        if self._is_hung:
+            self._core.kill(self.dead)
         await self._core.close()
         self._fail_all(self.dead)
 
@@ -161,8 +176,8 @@ class AsyncLLM:
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
         return await self._call(MemoryReport, "wake_up", tags)
 
-    async def is_sleeping(self) -> bool:
-        return await self._call(bool, "is_sleeping")
+    async def sleep_state(self) -> SleepState:
+        return await self._call(SleepState, "sleep_state")
 
     async def reset_prefix_cache(self) -> bool:
         return await self._call(bool, "reset_prefix_cache")
@@ -195,6 +210,34 @@ class AsyncLLM:
             raise self.dead.with_traceback(None)    # it is raised again and again: the frames of each time would pile up on it
         self._core.send(message)
 
+    def _watch(self, before: float) -> None:
+        """Looks after the core every BEAT_S. before: the loop's time at the last look."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._watching = loop.call_later(BEAT_S, self._watch, now)
+        wrong = self._watchdog.tick(now - before)
+        if wrong is not None and not self._is_hung:
+            self._hangs(wrong)
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _hangs(self, wrong: str) -> None:
+        error = EngineDeadError(f"the engine core (pid {self._core.pid}) {wrong} (--engine-timeout)")
+        if self.restart:
+            self._core.kill(error)
+            return
+        logger.error("%s; its requests end with an error, and new ones are refused until it goes on", error)
+        self._is_hung, self.dead = True, error
+        self._core.send(Abort(list(self._collectors)))    # read when it goes on
+        self._fail_all(error)
+
+    def _goes_on(self) -> None:
+        if self._watchdog.tick(0.0) is None:
+            logger.warning("the engine core (pid %d) goes on after its silence", self._core.pid)
+            self._is_hung, self.dead = False, None
+
     async def _call(self, kind: type[T] | Any, method: str, *args: Any) -> T:
         call_id = next(self._call_ids)
         self._send(Call(call_id, method, list(args)))
@@ -212,6 +255,10 @@ class AsyncLLM:
         elif isinstance(message, Refused):
             if (collector := self._collectors.get(message.request_id)) is not None:
                 collector.fail(message.error.build())
+        elif isinstance(message, Beat):
+            self._watchdog.beat(message)
+            if self._is_hung:
+                self._goes_on()
         elif isinstance(message, Reply):
             reply = self._calls.get(message.call_id)
             if reply is None or reply.done():    # whoever called has left
@@ -223,7 +270,8 @@ class AsyncLLM:
 
     def _on_end(self, error: EngineDeadError) -> None:
         logger.error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
-        self.dead = error
+        self._stop_watching()
+        self.dead, self._is_hung = error, False
         self._fail_all(error)
         if self.restart:
             self._restarting = asyncio.get_running_loop().create_task(self._start_again())
@@ -250,7 +298,12 @@ class AsyncLLM:
             self._restarts.append(loop.time())
             try:
                 await self._start()
-            except (ShoalError, OSError) as error:
+            except OSError as error:
+                logger.error("the engine did not start again: %s; the next try is in %g s", error, SHORTAGE_PAUSE_S)
+                self._restarts.pop()
+                await asyncio.sleep(SHORTAGE_PAUSE_S)
+                continue
+            except ShoalError as error:
                 logger.error("the engine did not start again: %s", error)
                 self.dead = error if isinstance(error, EngineDeadError) else EngineDeadError(f"the engine did not start again: {error}")
                 continue

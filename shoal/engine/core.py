@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, Stats, TokenLogprobs
+from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, SleepState, Stats, TokenLogprobs
 from shoal.config import EngineConfig
 from shoal.engine.batch import BatchBuilder, num_prompt_targets
 from shoal.engine.grammar import Grammar, Grammars
@@ -115,7 +115,8 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold, events=self.events)
         self.builder = self._new_builder(self.runner)
-        self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer), self.model_config.vocab_size, files.eos_token_ids)
+        self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer),
+                                 self.model_config.vocab_size, files.eos_token_ids, config.closes_objects)
         self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []    # held until their grammar is there
         self.sleeper = Sleeper(self)
         self.weights = Weights(self, files, keep_quantized)
@@ -139,7 +140,8 @@ class EngineCore:
         self._check_ids(request)
         structured = request.params.structured_outputs
         if structured is not None and (request.embed or self.config.skip_tokenizer_init):
-            why = "an embedding has no text" if request.embed else "this engine was built with skip_tokenizer_init=True"
+            without = "this engine runs without a tokenizer (skip_tokenizer_init)"
+            why = "an embedding has no text" if request.embed else without
             raise RequestError(f"structured_outputs needs tokens of text, and {why}; leave it out")
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
@@ -184,7 +186,7 @@ class EngineCore:
     @property
     def standstill(self) -> str | None:
         """Why nothing is scheduled."""
-        return self.sleeper.state.why() if self.is_sleeping else self.weights.lost
+        return self.sleeper.why() if self.sleeper.state.is_sleeping else self.weights.lost
 
     def refuse(self, reason: str | None) -> None:
         """From now on `add` raises UnavailableError(reason); None: no longer. What is there already goes on."""
@@ -214,8 +216,9 @@ class EngineCore:
             if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
                 with span("complete"):
                     outputs += self._complete(self.in_flight.popleft())
-            elif self.compiling and not outputs:
-                wait([future for _, future in self.compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
+            elif (self.compiling or self.grammars.under_way) and not outputs:
+                futures: list[Future[Any]] = [future for _, future in self.compiling]
+                wait(futures + list(self.grammars.under_way), COMPILE_WAIT_S, FIRST_COMPLETED)
             if tiers is not None:
                 tiers.after_step(waits=plan is None and not (self.in_flight or outputs))
         self.flush_events()
@@ -389,20 +392,11 @@ class EngineCore:
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
         return self.sleeper.sleep(level, tags, mode)
 
-    def pause(self, mode: str = "abort") -> None:
-        self.sleeper.pause(mode)
-
     def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
         return self.sleeper.wake_up(tags)
 
-    @property
-    def is_sleeping(self) -> bool:
-        return self.sleeper.state.is_sleeping
-
-    @property
-    def sleeping_level(self) -> int | None:
-        """None while awake."""
-        return self.sleeper.state.level
+    def sleep_state(self) -> SleepState:
+        return self.sleeper.state
 
     def update_weights(self, source: str) -> int:
         return self.weights.update(source)
@@ -411,7 +405,7 @@ class EngineCore:
         return self.weights.check()
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes", "reserved_bytes", "host_bytes", "ready_bytes"}, summed over ranks."""
+        """As Control says (api.py)."""
         ranks = self.collective_rpc("memory_usage")
         return {tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]}
 
@@ -467,7 +461,7 @@ class EngineCore:
         if tp is not None:
             tp.close()
         torch.set_num_threads(self.num_threads)
-        self.error = self.error or EngineDeadError("the engine was ended by exit(); build a new one")
+        self.error = self.error or EngineDeadError("the engine was ended; build a new one")
 
 
 def token_logprobs(found: LogprobLists, i: int, token_id: int, k: int) -> TokenLogprobs:

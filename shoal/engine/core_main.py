@@ -1,4 +1,4 @@
-"""The core's process: `python -m shoal.engine.core_main FOLDER LOG_LEVEL`, started by engine/core_process.py.
+"""The core's process: `python -m shoal.engine.core_main FOLDER LOG_LEVEL LOG_STYLE`, run by core_process.py.
 
 The main thread steps the engine. One thread decodes what comes, another encodes what goes, so that a big message never waits for a step
 nor a step for it. Between two steps all that has come is taken in: requests, aborts, calls. Without work the main thread sleeps in the
@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
@@ -22,12 +23,27 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-from shoal import wire
-from shoal.api import MemoryReport, check_sleep
+from shoal import logs, wire
+from shoal.api import MemoryReport, SleepState, check_sleep
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, ShoalError, UnavailableError
 from shoal.weights.source import resolve
-from shoal.wire import Abort, Add, Call, Dead, Failure, ModelInfo, Outputs, Ready, Refused, Reply, Start, ToCore
+from shoal.wire import (
+    BEAT_S,
+    Abort,
+    Add,
+    Beat,
+    Call,
+    Dead,
+    Failure,
+    ModelInfo,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    Start,
+    ToCore,
+)
 
 LAST_WORDS_S = 5.0         # for the messages that are still to be sent when the process ends
 TICK_S = 0.002             # between looks at what goes on while there is no request
@@ -46,6 +62,8 @@ class CoreLoop:
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
         self.sleepers: list[Call] = []    # sleep in mode "wait": run when the requests have ended
+        self.progress = 0                 # steps so far; both are read by the thread that sends beats
+        self.doing = ""
 
     def run(self) -> NoReturn:
         """Raises what ended the engine."""
@@ -56,10 +74,15 @@ class CoreLoop:
             while not core.has_work and core.tick():    # KV blocks are on their way to lower tiers
                 self.take_in(block=True, timeout_s=TICK_S)
             self.take_in(block=not core.has_work)
-            if core.has_work and (outputs := core.step()):
-                self.outbox.put(Outputs(outputs))
+            if core.has_work:
+                self.doing = "step"
+                outputs = core.step()
+                self.progress += 1
+                if outputs:
+                    self.outbox.put(Outputs(outputs))
 
     def take_in(self, block: bool, timeout_s: float | None = None) -> None:
+        self.doing = ""
         try:
             while True:
                 self._handle(self.inbox.get(block, timeout_s))
@@ -84,6 +107,7 @@ class CoreLoop:
             raise message
 
     def _call(self, call: Call) -> None:
+        self.doing = call.method
         try:
             if call.method == "sleep" and call.args[2] == "wait" and self.core.has_work:
                 check_sleep(*call.args)
@@ -99,6 +123,15 @@ class CoreLoop:
                 raise self.core.error from error
         else:
             self.outbox.put(Reply(call.call_id, result))
+        finally:
+            self.doing = ""
+
+    def send_beats(self) -> NoReturn:
+        """Runs in a thread of its own."""
+        on_cpu = self.core.config.device == "cpu"    # beside a GPU a host may spin while it waits, which proves nothing
+        while True:
+            self.outbox.put(Beat(self.progress, self.doing, time.process_time() if on_cpu else 0.0))
+            time.sleep(BEAT_S)
 
     def _sleep_at_last(self) -> None:
         calls, self.sleepers = self.sleepers, []
@@ -109,11 +142,7 @@ class CoreLoop:
     # What can be called: api.Control and two more
 
     def do_sleep(self, level: int, tags: list[str] | None, mode: str) -> MemoryReport:
-        check_sleep(level, tags, mode)
-        if level:
-            return self.core.sleep(level, tags, mode)
-        self.core.pause(mode)    # a pause releases nothing, so it needs no sleep mode
-        return MemoryReport()
+        return self.core.sleep(level, tags, mode)
 
     def do_wake_up(self, tags: list[str] | None) -> MemoryReport:
         """Calls off a sleep that still waits for running requests: the last word counts."""
@@ -124,8 +153,8 @@ class CoreLoop:
             self.core.refuse(None)
         return self.core.wake_up(tags)
 
-    def do_is_sleeping(self) -> bool:
-        return self.core.is_sleeping
+    def do_sleep_state(self) -> SleepState:
+        return self.core.sleep_state()
 
     def do_reset_prefix_cache(self) -> bool:
         return self.core.reset_prefix_cache()
@@ -159,8 +188,8 @@ class CoreLoop:
 
 
 def main() -> NoReturn:
-    folder, level = sys.argv[1:]
-    logging.basicConfig(level=int(level), format="%(levelname)s %(name)s: %(message)s")
+    folder, level, style = sys.argv[1:]
+    logs.set_up(int(level), style)
     for number in (signal.SIGTERM, signal.SIGINT):    # a service manager signals the whole group: it is the parent that decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(folder,), name="shoal-end-with-parent", daemon=True).start()
@@ -176,6 +205,7 @@ def main() -> NoReturn:
         core, info = _build(start)
         outbox.put(Ready(info))
         loop = CoreLoop(core, inbox, outbox)
+        threading.Thread(target=loop.send_beats, name="shoal-beats", daemon=True).start()
         loop.take_in(block=True)    # once anything comes the parent has heard that we are ready, and has removed the folder:
         _die_with_parent()          # from here on the kernel itself may end us
         loop.run()

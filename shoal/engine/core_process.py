@@ -21,7 +21,7 @@ from pathlib import Path
 
 import zmq
 
-from shoal import wire
+from shoal import logs, wire
 from shoal.config import EngineConfig
 from shoal.errors import EngineDeadError, UserError
 from shoal.wire import Dead, FromCore, Message, ModelInfo, Ready, Start
@@ -46,16 +46,24 @@ class CoreProcess:
         self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._gone = asyncio.Event()
         self._tail = ""
-        self._context = zmq.Context()
-        self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))    # 0700
-        self._to_core, self._from_core = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        self._to_core.sndhwm = self._from_core.rcvhwm = 0
-        self._to_core.bind(f"ipc://{self._folder}/in")
-        self._from_core.bind(f"ipc://{self._folder}/out")
-        self._process = _spawn(self._folder)
+        with contextlib.ExitStack() as undo:    # of what there is when something cannot be had
+            try:
+                self._context = zmq.Context()
+                undo.callback(self._context.destroy, linger=0)
+                self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))    # 0700
+                undo.callback(self._remove_folder)
+                self._to_core, self._from_core = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+                self._to_core.sndhwm = self._from_core.rcvhwm = 0
+                self._to_core.bind(f"ipc://{self._folder}/in")
+                self._from_core.bind(f"ipc://{self._folder}/out")
+                self._process = _spawn(self._folder)
+                undo.callback(_end_at_once, self._process)
+                self._pidfd = os.pidfd_open(self._process.pid)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, f"a socket to the engine's process cannot be opened: {error}") from None
+            undo.pop_all()
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
-        self._pidfd = os.pidfd_open(self._process.pid)
         os.set_blocking(self._output, False)
         self._socket_fd: int = self._from_core.fileno()
         self._loop.add_reader(self._output, self._pass_on)
@@ -65,7 +73,8 @@ class CoreProcess:
     @classmethod
     async def start(cls, config: EngineConfig, on_message: Callable[[FromCore], None],
                     on_end: Callable[[EngineDeadError], None]) -> CoreProcess:
-        """Raises the UserError that kept the engine from starting, or EngineDeadError. on_end is not called for those."""
+        """Raises the UserError that kept the engine from starting, or EngineDeadError. on_end is not called for those. Raises OSError
+        where the system has no process or no descriptors left for it."""
         self = cls(on_message, lambda error: None)
         try:
             await self._send_first(Start(config))
@@ -99,6 +108,11 @@ class CoreProcess:
         except TimeoutError:
             self._process.kill()
             await self._gone.wait()
+
+    def kill(self, why: EngineDeadError) -> None:
+        """Ends a process that no longer listens. Whoever waits for it is told `why`."""
+        self._process.kill()
+        self._end(why)
 
     # Inside
 
@@ -202,9 +216,15 @@ def _spawn(folder: Path) -> subprocess.Popen[bytes]:
     """In a process group of its own, so that Ctrl-C reaches us alone."""
     level = str(logging.getLogger().getEffectiveLevel())
     # -P with our own sys.path: what we can import, and nothing else. -u: what it prints is seen at once.
-    command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "shoal.engine.core_main", str(folder), level]
+    command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "shoal.engine.core_main", str(folder),
+               level, logs.current_style()]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     return subprocess.Popen(command, env=env, process_group=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def _end_at_once(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def _signal_name(number: int) -> str:

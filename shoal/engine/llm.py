@@ -54,7 +54,7 @@ class LLM:
             if options.get(name) is not None:
                 options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig.from_options(model=str(model), **options)
-        files = resolve(config.model, config.revision, config.download_dir)
+        files = resolve(config.model, config.revision, config.download_dir).check()
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, config.tokenizer, config.chat_template)
         self.generation_config = files.generation_config if config.generation_config == "auto" else {}
         self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, files.config.vocab_size)
@@ -144,7 +144,8 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("this engine was built with skip_tokenizer_init=True; give token ids, or build it with a tokenizer")
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init); give token ids, "
+                               "or build it with one")
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool:
@@ -162,22 +163,17 @@ class LLM:
         return self.core.kv_events.snapshot()
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
-        """Gives the device's memory back; needs enable_sleep_mode=True. Level 0 pauses scheduling only, 1 keeps the weights in host memory
-        (or relies on their file: sleep_offload) and drops the KV cache, 2 drops both. `tags` ("weights", "kv_cache") restricts it to some
-        regions. Requests that run (of `stream`) are waited for, aborted, or kept for after the wake-up, as `mode` says. Until every region
-        is awake `generate` raises UnavailableError. Raises ConfigError for an unknown level, tag or mode, and UnavailableError where
-        the host lacks memory to keep the weights in; then nothing has changed."""
+        """Gives the device's memory back. Level 0 pauses scheduling only, 1 keeps the weights in host memory
+        (or relies on their file: sleep_offload) and drops the KV cache, 2 drops both; 1 and 2 need
+        enable_sleep_mode=True. `tags` ("weights", "kv_cache") restricts it to some regions. Requests that run
+        (of `stream`) are waited for, aborted, or kept for after the wake-up, as `mode` says. Until every
+        region is awake `generate` raises UnavailableError. Raises ConfigError for an unknown level, tag or
+        mode, and UnavailableError where the host lacks memory to keep the weights in; then nothing has
+        changed."""
         check_sleep(level, tags, mode)
         if mode == "wait":
             self._finish_requests()
         return self.core.sleep(level, tags, mode)
-
-    def pause(self, mode: str = "abort") -> None:
-        """Nothing is scheduled until wake_up(). Needs no sleep mode. `mode` as for sleep."""
-        check_sleep(0, None, mode)
-        if mode == "wait":
-            self._finish_requests()
-        self.core.pause(mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Takes memory again, at the same addresses; all regions, or those of `tags`. If memory was taken meanwhile it raises
@@ -187,12 +183,13 @@ class LLM:
 
     @property
     def is_sleeping(self) -> bool:
-        """Until every region is awake."""
-        return self.core.is_sleeping
+        """Until every region is awake; at level 0 too."""
+        return self.core.sleep_state().is_sleeping
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the host, "ready_bytes": host memory
-        held ready for it}, summed over ranks."""
+        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the
+        host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
+        {"in_use_bytes", "region_bytes", "process_bytes"}, as in MemoryReport. Summed over ranks."""
         return self.core.memory_usage()
 
     def update_weights(self, source: str) -> int:
@@ -280,9 +277,10 @@ class LLM:
         text, ids, salt = self._tokenize(prompt)
         needs_text = params.detokenize and self.tokenizer is not None
         if params.structured_outputs is not None:
-            structured.check(params.structured_outputs)
+            structured.check(params.structured_outputs, self.config.closes_objects)
         if (params.stop or params.bad_words) and self.tokenizer is None:
-            raise RequestError("stop strings and bad_words need a tokenizer; this engine was built with skip_tokenizer_init=True")
+            raise RequestError("stop strings and bad_words need a tokenizer; this engine runs without one "
+                               "(skip_tokenizer_init)")
         bad_words = self.get_tokenizer().bad_word_ids(params.bad_words, self.core.model_config.vocab_size) if params.bad_words else ()
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         number = next(self._ids)

@@ -39,7 +39,7 @@ class RankCommands:
             self.shaper.forget()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()    # activations of the largest step
-        return report
+        return report | self.regions.in_use()
 
     def take_memory(self, tags: Sequence[str]) -> dict[str, int]:
         """Takes it again, at the same addresses, with the content that was kept. Raises UnavailableError, with nothing changed, if

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from shoal.api import MemoryReport
 from shoal.memory.regions import Regions
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,11 @@ class CpuRegions:
         return {tag: {"device_bytes": 0 if tag in self._asleep else self._size(tag), "reserved_bytes": self._size(tag),
                       "host_bytes": self._size(tag) if self._asleep.get(tag) else 0, "ready_bytes": 0} for tag in self._tensors}
 
+    def in_use(self) -> dict[str, int]:
+        """Device memory in use: in all, in regions, by PyTorch elsewhere. Here regions alone are counted."""
+        mapped = sum(entry["device_bytes"] for entry in self.usage().values())
+        return {"in_use_bytes": mapped, "region_bytes": mapped, "process_bytes": 0}
+
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
         """Where a graph's own memory comes from. None: wherever."""
         return None
@@ -74,9 +80,8 @@ class CpuRegions:
         return sum(tensor.nbytes for tensor in self._tensors[tag]())
 
     def _report(self, freed_bytes: int = 0, taken_bytes: int = 0) -> dict[str, int]:
-        usage = self.usage().values()
-        return {"freed_bytes": freed_bytes, "taken_bytes": taken_bytes, "host_bytes": sum(u["host_bytes"] for u in usage),
-                "in_use_bytes": sum(u["device_bytes"] for u in usage)}
+        return {"freed_bytes": freed_bytes, "taken_bytes": taken_bytes,
+                "host_bytes": sum(entry["host_bytes"] for entry in self.usage().values()), **self.in_use()}
 
 
 class GpuRegions:
@@ -93,17 +98,20 @@ class GpuRegions:
         """Nothing to do: a region knows what lies in it."""
 
     def release(self, tags: list[str], kept: list[str]) -> dict[str, int]:
-        report = dataclasses.asdict(self._regions.pause(tags, kept))
-        return {name: report[name] for name in ("freed_bytes", "taken_bytes", "host_bytes", "in_use_bytes")}
+        return _figures(self._regions.pause(tags, kept))
 
     def take(self, tags: list[str]) -> dict[str, int]:
-        report = dataclasses.asdict(self._regions.resume(tags))
-        return {name: report[name] for name in ("freed_bytes", "taken_bytes", "host_bytes", "in_use_bytes")}
+        return _figures(self._regions.resume(tags))
 
     def usage(self) -> dict[str, dict[str, int]]:
         buffers = self._regions.host_usage()
         ready = max(0, buffers["ready"] - buffers["used"])
-        return {tag: entry | {"ready_bytes": ready if tag == "weights" else 0} for tag, entry in self._regions.usage().items()}
+        usage = self._regions.usage().items()
+        tags = {tag: entry | {"ready_bytes": ready if tag == "weights" else 0} for tag, entry in usage}
+        return tags | {"device": self.in_use()}
+
+    def in_use(self) -> dict[str, int]:
+        return self._regions.in_use()
 
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
         return self._regions.graph_pool(tag)
@@ -121,6 +129,12 @@ class GpuRegions:
 
     def close(self) -> None:
         self._regions.close()
+
+
+def _figures(report: MemoryReport) -> dict[str, int]:
+    figures = dataclasses.asdict(report)
+    del figures["seconds"]
+    return figures
 
 
 def drop_pages(tensor: torch.Tensor) -> None:

@@ -97,7 +97,7 @@ class ModelRunner(RankCommands, KvCommands):
         size = max((end for shape in self.mixed_shapes for _, end in token_spans(shape).values()), default=0)
         self.mixed_inputs = torch.zeros(padded_size(size), dtype=torch.int32, device=self.device)    # where captured mixed steps read
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
-        self.shaper = LogitShaper(self.max_num_seqs, model.vocab_size, self.device)
+        self.shaper = LogitShaper(self.ops, self.max_num_seqs, model.vocab_size, self.device)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: StepGraphs[MixedShape] | None = None
         self.profiler: Profiler | None = None
@@ -435,12 +435,12 @@ class ModelRunner(RankCommands, KvCommands):
 
     def start_profile(self, folder: str) -> None:
         if self.profiler is not None:
-            raise ConfigError("a trace is being made already; end it with stop_profile() first")
+            raise ConfigError("a trace is being made already; end it with stop_profile first")
         self.profiler = Profiler(folder, self.tp.rank, self.device)
 
     def stop_profile(self) -> str:
         if self.profiler is None:
-            raise ConfigError("no trace is being made; begin one with start_profile(folder)")
+            raise ConfigError("no trace is being made; begin one with start_profile")
         profiler, self.profiler = self.profiler, None
         return profiler.stop()
 

@@ -7,6 +7,8 @@ extras draw the same token twice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +16,10 @@ import torch
 
 from shoal.engine.batch import Extras
 from shoal.kernels import logits as shaping
+from shoal.kernels.ops import Ops
 
 MAX_PIECE_ELEMENTS = 1 << 24    # of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB
+FEW_ELEMENTS = 1 << 22         # an operation on so many takes some milliseconds on one thread
 
 
 @dataclass(slots=True)
@@ -52,11 +56,30 @@ def start_copy(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
+@contextmanager
+def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
+    """On a CPU, PyTorch's operations on few elements run on one thread meanwhile.
+
+    Its threads meet at the end of each operation, and all wait where another process has the core of one:
+    beside a busy process that took most of a constrained token's time. Threads save such operations next to
+    nothing.
+    """
+    if device.type != "cpu" or num_elements > FEW_ELEMENTS:
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 class LogitShaper:
     """Owns the token counts that penalties need: [rows, V], allocated when the first request with a penalty arrives."""
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
+    def __init__(self, ops: Ops, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.ops, self.num_rows, self.vocab_size, self.device = ops, num_rows, vocab_size, device
         self.prompt_mask: torch.Tensor | None = None      # bool: the token is in the prompt
         self.output_counts: torch.Tensor | None = None    # int32: how often it was drawn
 
@@ -71,7 +94,10 @@ class LogitShaper:
 
     def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
         """float32 [S, V] in vLLM's order: grammars, allowed ids, bias, penalties, then banned ids (which nothing may lift)."""
-        logits_SV = logits_SV.float().clone()
+        with few_threads(self.device, logits_SV.numel()):
+            return self._shape(logits_SV.float().clone(), extras)
+
+    def _shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
         if extras.masks is not None:
             self._mask(logits_SV, [row.sample for row in extras.grammars], extras.masks)
         if extras.allowed:
@@ -93,9 +119,11 @@ class LogitShaper:
         if self.output_counts is None or self.prompt_mask is None:
             self.prompt_mask = torch.zeros(self.num_rows, self.vocab_size, dtype=torch.bool, device=self.device)
             self.output_counts = torch.zeros(self.num_rows, self.vocab_size, dtype=torch.int32, device=self.device)
-        for new in extras.new_penalty_rows:
-            self.prompt_mask[new.row].zero_()[self._ids(new.prompt_ids)] = True
-            self.output_counts[new.row] = torch.bincount(self._ids(new.output_ids), minlength=self.vocab_size)
+        with few_threads(self.device, self.vocab_size):
+            for new in extras.new_penalty_rows:
+                self.prompt_mask[new.row].zero_()[self._ids(new.prompt_ids)] = True
+                counts = torch.bincount(self._ids(new.output_ids), minlength=self.vocab_size)
+                self.output_counts[new.row] = counts
 
     def count(self, tokens_S: torch.Tensor, extras: Extras) -> None:
         """Adds the step's tokens to the counts of its rows with penalties."""
@@ -110,7 +138,7 @@ class LogitShaper:
         """Only tokens whose bit is set stay possible. One asynchronous copy: each row's sample index travels before its mask."""
         packed = upload(torch.from_numpy(np.concatenate([np.array(samples, np.int32)[:, None], masks], axis=1)), self.device)
         for piece in row_pieces(len(samples), self.vocab_size):
-            shaping.keep_bits(logits_SV, packed[piece, 0].long(), packed[piece, 1:])
+            self.ops.keep_bits(logits_SV, packed[piece, 0].long(), packed[piece, 1:])
 
     def _penalize(self, logits_SV: torch.Tensor, extras: Extras) -> None:
         assert self.output_counts is not None and self.prompt_mask is not None
@@ -126,7 +154,9 @@ class LogitShaper:
 def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> LogprobTensors:
     """Log-probabilities of the raw logits, as vLLM's default `raw_logprobs`. num -1: the whole vocabulary."""
     vocab_size = logits_SV.shape[1]
-    return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, vocab_size if num < 0 else min(num, vocab_size)))
+    k = vocab_size if num < 0 else min(num, vocab_size)
+    with few_threads(logits_SV.device, logits_SV.numel()):
+        return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, k))
 
 
 def unit_rows(hidden_SD: torch.Tensor, samples: list[int]) -> torch.Tensor:

@@ -29,8 +29,17 @@ class Grammar(Protocol):
     ended: bool
     error: str | None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step may draw the next token now; False while what may follow is worked out beside the steps."""
+        ...
+
     def accept(self, token_id: int) -> bool:
         """Takes a drawn token. False, with `error` set, if the sequence cannot go on; `ended` is true after its last token."""
+        ...
+
+    def close(self) -> None:
+        """The sequence has ended."""
         ...
 
 
@@ -78,6 +87,11 @@ class Sequence:
         self.special = bool(params.has_penalties or params.logit_bias or params.allowed_token_ids is not None or request.bad_word_ids
                             or params.min_tokens or params.logprobs is not None or params.structured_outputs is not None
                             or request.embed)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Its grammar is not ready for the next token."""
+        return self.grammar is not None and not self.grammar.is_ready
 
     @property
     def num_pending(self) -> int:

@@ -1,9 +1,11 @@
 """Sleep mode: what of an engine sleeps, and how it gets there and back. The memory itself is engine/regions.py's, on each rank.
 
-Level 0 pauses scheduling. Level 1 drops the KV cache and keeps the weights: in host memory, or (sleep_offload="file") in the checkpoint
-they were read from. Level 2 drops both; weights then have to come back by an update before anything runs. `tags` restricts a sleep to some
-regions, and a wake-up. The engine sleeps until every region is awake. To sleep deeper is possible, to sleep twice harmless: level 2
-after level 1 drops the copy on the host as well; level 1 after level 2 changes nothing, as what was dropped is gone.
+Level 0 pauses scheduling and needs no sleep mode. Level 1 drops the KV cache and keeps the weights: in host
+memory, or (sleep_offload="file") in the checkpoint they were read from. Level 2 drops both; weights then have
+to come back by an update before anything runs. `tags` restricts a sleep to some regions, and a wake-up. The
+engine sleeps until every region is awake. To sleep deeper is possible, to sleep twice harmless: level 2 after
+level 1 drops the copy on the host as well; level 1 after level 2 changes nothing, as what was dropped is
+gone.
 """
 
 from __future__ import annotations
@@ -11,10 +13,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shoal.api import MemoryReport, check_sleep, check_tags
+from shoal.api import MemoryReport, SleepState, check_sleep, check_tags
 from shoal.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -24,23 +25,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 GIB = 2**30
-
-
-@dataclass(slots=True)
-class SleepState:
-    """What sleeps. `kept`: where the sleeping weights are: "host", "file", or "" if they were dropped."""
-
-    level: int | None = None                          # the deepest asked for since all was awake
-    asleep: set[str] = field(default_factory=set)
-    kept: str = ""
-
-    @property
-    def is_sleeping(self) -> bool:
-        return self.level is not None
-
-    def why(self) -> str:
-        what = f": {' and '.join(sorted(self.asleep))}" if self.asleep else ""
-        return f"the engine sleeps (level {self.level}{what}); wake_up() first"
 
 
 class Sleeper:
@@ -55,8 +39,9 @@ class Sleeper:
         """`mode` "wait" is for a core without work: whoever drives it lets the requests end first."""
         chosen = check_sleep(level, tags, mode)
         core, state, start = self.core, self.state, time.perf_counter()
-        if not core.config.enable_sleep_mode:
-            raise ConfigError("sleep needs memory that can be given back; build the engine with enable_sleep_mode=True")
+        if level and not core.config.enable_sleep_mode:
+            raise ConfigError(f"sleep level {level} needs memory that can be given back; start the engine with the "
+                              "option enable_sleep_mode, or pause it with level 0")
         if mode == "wait" and core.has_work:
             raise UnavailableError("requests are still running, and mode 'wait' sleeps when they have ended; step the engine until then")
         going = [tag for tag in chosen if tag not in state.asleep] if level else []
@@ -73,20 +58,20 @@ class Sleeper:
         if (WEIGHTS in going or deeper) and level == 2:
             core.weights.lose("sleep level 2 dropped them")
         report = total(reports, time.perf_counter() - start)
-        logger.info("asleep at level %d (%s): %.2f GiB given back, %.2f GiB kept on the host, %.2f GiB in use, %.3f s%s", state.level,
-                    ", ".join(sorted(state.asleep)) or "scheduling alone", report.freed_bytes / GIB, report.host_bytes / GIB,
-                    report.in_use_bytes / GIB, report.seconds, "; the prefix cache is reset" if KV_CACHE in going else "")
+        what = ", ".join(sorted(state.asleep)) or "scheduling alone"
+        if reports:
+            reset = "; the prefix cache is reset" if KV_CACHE in going else ""
+            logger.info("asleep at level %d (%s): %.2f GiB given back, %.2f kept on the host, %s, %.3f s%s",
+                        state.level, what, report.freed_bytes / GIB, report.host_bytes / GIB, in_use(report),
+                        report.seconds, reset)
+        else:
+            logger.info("asleep at level %d (%s)", state.level, what)
         return report
 
-    def pause(self, mode: str) -> None:
-        """Level 0, which needs no sleep mode: nothing is scheduled until wake_up()."""
-        check_sleep(0, None, mode)
-        if mode == "wait" and self.core.has_work:
-            raise UnavailableError("requests are still running, and mode 'wait' pauses when they have ended; step the engine until then")
-        self.core.drain()
-        self._settle(mode, False)
-        self.state.level = self.state.level or 0
-        logger.info("scheduling is paused")
+    def why(self) -> str:
+        """Why nothing is scheduled."""
+        what = f": {' and '.join(sorted(self.state.asleep))}" if self.state.asleep else ""
+        return f"the engine sleeps (level {self.state.level}{what}); wake it up first"
 
     def wake_up(self, tags: Sequence[str] | None) -> MemoryReport:
         chosen = check_tags(tags)
@@ -109,9 +94,12 @@ class Sleeper:
         if not state.asleep:
             state.level = None
         report = total(reports, time.perf_counter() - start)
-        logger.info("awake (%s%s): %.2f GiB taken, %.2f GiB in use, %.3f s", ", ".join(coming) or "scheduling",
-                    f"; {' and '.join(sorted(state.asleep))} still asleep" if state.asleep else "", report.taken_bytes / GIB,
-                    report.in_use_bytes / GIB, report.seconds)
+        if reports:
+            still = f"; {' and '.join(sorted(state.asleep))} still asleep" if state.asleep else ""
+            logger.info("awake (%s%s): %.2f GiB taken, %s, %.3f s", ", ".join(coming), still,
+                        report.taken_bytes / GIB, in_use(report), report.seconds)
+        else:
+            logger.info("nothing to wake" if state.asleep else "awake (scheduling)")
         return report
 
     def _settle(self, mode: str, cache_went: bool) -> None:
@@ -143,5 +131,16 @@ class Sleeper:
 
 def total(reports: Sequence[dict[str, int]], seconds: float) -> MemoryReport:
     """The ranks' figures as one."""
-    names = ("freed_bytes", "taken_bytes", "host_bytes", "in_use_bytes")
+    names = reports[0] if reports else ()
     return MemoryReport(seconds, **{name: sum(report[name] for report in reports) for name in names})
+
+
+def in_use(report: MemoryReport) -> str:
+    """In words, with whose it is where more than regions is known of."""
+    text = f"{report.in_use_bytes / GIB:.2f} GiB in use"
+    if report.in_use_bytes == report.region_bytes:
+        return text
+    others = max(0, report.in_use_bytes - report.region_bytes - report.process_bytes)
+    regions, process = report.region_bytes / GIB, report.process_bytes / GIB
+    return (f"{text} ({regions:.2f} in regions, {process:.2f} elsewhere in PyTorch, {others / GIB:.2f} by contexts and "
+            "other processes)")

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.api import Control, Engine, FinishReason, MemoryReport, Output, Request, Stats
+from shoal.api import Control, Engine, FinishReason, MemoryReport, Output, Request, SleepState, Stats
 from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError
 from shoal.memory.available import available_bytes
 
@@ -295,6 +295,7 @@ class SwappedModel:
     async def stats(self) -> Stats:
         stats = await self._model.engine.stats()
         stats.num_waiting += len(self._model.queue)
+        stats.num_deferred += len(self._model.queue)
         return stats
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
@@ -303,8 +304,8 @@ class SwappedModel:
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
         return await self.sleep()
 
-    async def is_sleeping(self) -> bool:
-        return self._model.level is not None
+    async def sleep_state(self) -> SleepState:
+        return await self._model.engine.sleep_state()
 
     async def reset_prefix_cache(self) -> bool:
         return await self._model.engine.reset_prefix_cache()

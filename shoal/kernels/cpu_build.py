@@ -35,6 +35,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_qk_norm_rope_store": (None, (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float)),
     "shoal_attention": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_float, c_void_p)),
     "shoal_sample": (c_int, (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p)),
+    "shoal_keep_bits": (None, (c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_int64)),
     "shoal_begin_decode": (None, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
     "shoal_set_threads": (None, (c_int,)),
     "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),

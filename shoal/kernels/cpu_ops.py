@@ -9,8 +9,9 @@ import torch
 from shoal.kernels import cpu_build, reference
 from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_add, linear_silu_mul, moe
 
-__all__ = ["add_norm_linear", "add_rms_norm", "apply_updates", "begin_decode", "copy_ints", "embed", "linear", "linear_add",
-           "linear_silu_mul", "moe", "qk_norm_rope_store", "rms_norm", "sample", "silu_mul"]
+__all__ = ["add_norm_linear", "add_rms_norm", "apply_updates", "begin_decode", "copy_ints", "embed",
+           "keep_bits", "linear", "linear_add", "linear_silu_mul", "moe", "qk_norm_rope_store", "rms_norm",
+           "sample", "silu_mul"]
 
 LIBRARY = cpu_build.load()
 
@@ -74,6 +75,18 @@ def begin_decode(rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tens
     _check_ints(rows_B, tokens_B, positions_B, kv_lens_B, table)
     LIBRARY.shoal_begin_decode(rows_B.data_ptr(), rows_B.shape[0], table.data_ptr(), table.stride(0), tokens_B.data_ptr(),
                                positions_B.data_ptr(), kv_lens_B.data_ptr())
+
+
+def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None:
+    if LIBRARY is None or logits_SV.dtype != torch.float32:
+        reference.keep_bits(logits_SV, rows_G, masks_GW)
+        return
+    vocab_size, words = logits_SV.shape[1], masks_GW.shape[1]
+    assert rows_G.dtype == torch.int64 and rows_G.is_contiguous() and logits_SV.stride(1) == 1
+    assert len(masks_GW) == len(rows_G) and 32 * words >= vocab_size
+    _check_ints(masks_GW)
+    LIBRARY.shoal_keep_bits(logits_SV.data_ptr(), logits_SV.stride(0), vocab_size, rows_G.data_ptr(),
+                            len(rows_G), masks_GW.data_ptr(), masks_GW.stride(0))
 
 
 def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,

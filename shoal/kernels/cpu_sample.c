@@ -1,6 +1,6 @@
-// Sampling and the start of a decode step, on the rows of the batch state. What is drawn is said in reference.py; here it is a few passes
-// over a row's logits: the best, and the tiles' masses or, where top_k or top_p cut, a histogram and the noise, whose logarithms only tokens
-// that may win pay for.
+// Masks of logits; sampling and the start of a decode step, on the rows of the batch state. What is drawn is
+// said in reference.py; here it is a few passes over a row's logits: the best, and the tiles' masses or,
+// where top_k or top_p cut, a histogram and the noise, whose logarithms only tokens that may win pay for.
 
 #include <stdlib.h>
 
@@ -169,6 +169,35 @@ int shoal_sample(const float *logits, int64_t logits_stride, int n, const int32_
     parallel(sample_unit, &(Sampling){logits, rows, positions, table, tokens, logits_stride, table_stride, room, n, rooms}, count);
     free(rooms);
     return 0;
+}
+
+typedef struct {
+    float *logits;
+    const int64_t *rows;
+    const uint32_t *masks;
+    int64_t logits_stride, masks_stride;
+    int n;
+} Masking;
+
+static void keep_unit(void *shared, int g, int thread) {
+    const Masking *job = shared;
+    float *restrict logits = job->logits + job->rows[g] * job->logits_stride;
+    const uint32_t *restrict mask = job->masks + g * job->masks_stride;
+    (void)thread;
+    for (int start = 0; start < job->n; start += 32) {
+        const uint32_t word = mask[start / 32];
+        float *restrict x = logits + start;
+        if (job->n - start >= 32)    // apart, so that the compiler knows the count
+            for (int i = 0; i < 32; i++) x[i] = word >> i & 1 ? x[i] : -INFINITY;
+        else
+            for (int i = 0; i < job->n - start; i++) x[i] = word >> i & 1 ? x[i] : -INFINITY;
+    }
+}
+
+// In row rows[g] of the logits only tokens whose bit in mask g is set stay possible.
+void shoal_keep_bits(float *logits, int64_t logits_stride, int n, const int64_t *rows, int count,
+                     const uint32_t *masks, int64_t masks_stride) {
+    parallel(keep_unit, &(Masking){logits, rows, masks, logits_stride, masks_stride, n}, count);
 }
 
 void shoal_begin_decode(const int32_t *rows, int count, const int32_t *table, int64_t table_stride, int32_t *tokens, int32_t *positions,

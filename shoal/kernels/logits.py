@@ -1,4 +1,6 @@
-"""Logits of the rare rows that ask for more than `sample` knows: penalties, bias, bans, log-probabilities. Plain PyTorch, on any device.
+"""Logits of the rare rows that ask for more than `sample` knows: penalties, bias, bans, log-probabilities.
+
+Plain PyTorch, on any device; masks of grammars are an op of each kind of device (`keep_bits`).
 
 Meanings and order are vLLM's. P: rows with penalties · S: sampled sequences · V: vocabulary. Functions ending in a verb's object
 (`ban`, `add_bias`, `keep_only`) change the logits in place.
@@ -18,14 +20,6 @@ def keep_only(logits_SV: torch.Tensor, allowed: Iterable[tuple[int, torch.Tensor
         kept = logits_SV[row, ids]
         logits_SV[row] = -math.inf
         logits_SV[row, ids] = kept
-
-
-def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None:
-    """In row rows_G[i] only tokens whose bit in masks_GW[i] (int32 words, lowest bit first) is set stay possible."""
-    num_rows, vocab_size = rows_G.shape[0], logits_SV.shape[1]
-    bit = 1 << torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
-    forbidden = (masks_GW.contiguous().view(torch.uint8).unsqueeze(-1) & bit) == 0    # by bytes: a quarter of the memory that words take
-    logits_SV[rows_G] = logits_SV[rows_G].masked_fill_(forbidden.view(num_rows, -1)[:, :vocab_size], -math.inf)
 
 
 def add_bias(logits_SV: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:

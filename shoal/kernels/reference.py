@@ -109,6 +109,17 @@ def begin_decode(rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tens
     torch.add(positions_B, 1, out=kv_lens_B)
 
 
+def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None:
+    """In row rows_G[g] only tokens stay possible whose bit in masks_GW[g] is set.
+
+    G rows under grammars, each once, of the S; W int32 words, lowest bit first, which hold V bits or more.
+    """
+    bit = 1 << torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
+    masks = masks_GW.contiguous().view(torch.uint8)    # by bytes: a quarter of the memory that words take
+    forbidden_GV = ((masks.unsqueeze(-1) & bit) == 0).flatten(1)[:, :logits_SV.shape[1]]
+    logits_SV[rows_G] = logits_SV[rows_G].masked_fill_(forbidden_GV, -math.inf)
+
+
 def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,
            out_tokens_S: torch.Tensor) -> None:
     """Draws a token for each s with rows_S[s] >= 0 from logits_BV[s], by the sampling fields of its row, into out_tokens_S and the row.

@@ -52,6 +52,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_region_slot": (c_int, (c_void_p,)),
     "shoal_region_failure": (None, (c_void_p, POINTER(Status))),
     "shoal_region_usage": (None, (c_void_p, POINTER(RegionUsage))),
+    "shoal_process_usage": (None, (c_void_p, c_int, POINTER(RegionUsage))),
     "shoal_region_malloc": (c_void_p, (c_void_p, c_int64, POINTER(Status))),
     "shoal_free": (None, (c_void_p, c_int64, c_int, c_void_p)),
     "shoal_host_open": (c_void_p, (c_void_p, c_int, c_int64, c_int)),

@@ -51,6 +51,11 @@ class TorchPools:
                       if block["state"] == "active_allocated")
         return merged(live)
 
+    def device_usage(self, device: int) -> tuple[int, int]:
+        """Bytes of the device in use, by whomever; and those PyTorch has here, in paused regions too."""
+        free, total = self.device.mem_get_info(device)
+        return total - free, self.device.memory_reserved(device)
+
     def release_cache(self) -> None:
         """Memory outside the regions that PyTorch caches goes back as well."""
         self.device.empty_cache()

@@ -1,9 +1,11 @@
 """Regions of device memory that can be given back and taken again while tensors in them keep their addresses.
 
-    with region("optimizer", offload=True):
+    with region("optimizer"):
         state = torch.zeros(n, device="cuda")
-    pause()                     # state's memory is free for others; its content is in host memory
-    resume()                    # the same tensor, at the same address
+    with region("scratch", offload=False):
+        buffer = torch.empty(n, device="cuda")
+    pause()       # their memory is free for others; the state is in host memory, the buffer's content is gone
+    resume()      # the same tensors, at the same addresses
 
 Usable without the engine, beside PyTorch's own allocator, in a training program too. Captured CUDA graphs stay valid.
 """
@@ -43,7 +45,7 @@ class _Region:
     device: int
     handle: int
     pool: Any
-    offload: Offload = False
+    offload: Offload = True
     reread: Callable[[], None] | None = None
     entered: int = 0
     paused: bool = False
@@ -70,10 +72,12 @@ class Regions:
 
     @contextlib.contextmanager
     def region(self, tag: str = DEFAULT, offload: Offload | None = None, reread: Callable[[], None] | None = None) -> Iterator[None]:
-        """Tensors that this thread makes meanwhile, on the device that is current at entry, lie in the region; the innermost counts.
-        `offload` says what a pause does with their content: True keeps it in host memory, False drops it, "file" drops it and lets `reread`
-        bring it back at resume. None: as before; a new region's is dropped. Raises UnavailableError while the region is paused, and
-        PyTorch's OutOfMemoryError, with a note, where memory can't be had."""
+        """Tensors that this thread makes meanwhile, on the device that is current at entry, lie in the
+        region; the innermost counts. `offload` says what a pause does with their content: True keeps it in
+        host memory, False drops it, "file" drops it and lets `reread` bring it back at resume. None: as
+        before; a new region's is kept, as vLLM's allocator keeps what has no tag. Raises UnavailableError
+        while the region is paused, and PyTorch's OutOfMemoryError, with a note, where memory can't be had.
+        """
         if offload == "file" and reread is None:
             raise ConfigError(f"region {tag!r}: offload='file' needs `reread`, which brings the content back")
         with self._lock:
@@ -162,6 +166,22 @@ class Regions:
                 for name, value in zip(entry, (usage.mapped, usage.allocated, usage.host)):
                     entry[name] += value
         return found
+
+    def in_use(self) -> dict[str, int]:
+        """Of the devices' memory, bytes: "in_use_bytes" by whomever, of them "region_bytes" in this set and
+        "process_bytes" in what else PyTorch holds in this process. The rest is that of contexts and of other
+        processes."""
+        with self._lock:
+            in_use = process = 0
+            for device in {region.device for region in self._regions.values()}:
+                used, reserved = self._pools.device_usage(device)
+                ours = RegionUsage()
+                self._library.shoal_process_usage(self._driver, device, ours)
+                in_use += used
+                process += reserved - ours.allocated + ours.mapped
+            regions = sum(self._usage(region).mapped for region in self._regions.values())
+            elsewhere = max(0, process - regions)
+            return {"in_use_bytes": in_use, "region_bytes": regions, "process_bytes": elsewhere}
 
     def paused(self) -> set[str]:
         """The tags of paused regions."""
@@ -265,9 +285,9 @@ class Regions:
         return self._host[0]
 
     def _report(self, start: float, moved: Moved) -> MemoryReport:
-        usage = self.usage().values()
-        return MemoryReport(time.perf_counter() - start, moved.freed, moved.taken, sum(entry["host_bytes"] for entry in usage),
-                            sum(entry["device_bytes"] for entry in usage))
+        host_bytes = sum(entry["host_bytes"] for entry in self.usage().values())
+        seconds = time.perf_counter() - start
+        return MemoryReport(seconds, moved.freed, moved.taken, host_bytes, **self.in_use())
 
 
 def _end(regions: dict[tuple[str, int], _Region], buffers: list[host.HostBuffers], own: ctypes.CDLL) -> None:

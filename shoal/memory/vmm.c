@@ -297,6 +297,21 @@ void shoal_region_usage(Region *region, RegionUsage *usage)
     pthread_mutex_unlock(&region->lock);
 }
 
+// `allocated` and `mapped` of all the process's regions on a device, closed ones that tensors hold included.
+void shoal_process_usage(Driver *driver, int device, RegionUsage *usage)
+{
+    *usage = (RegionUsage){0};
+    pthread_mutex_lock(&regions_lock);
+    for (int i = 0; i < SLOTS; i++) {
+        if (!regions[i] || regions[i]->driver != driver || regions[i]->device != device)
+            continue;
+        RegionUsage one;
+        shoal_region_usage(regions[i], &one);
+        usage->allocated += one.allocated, usage->mapped += one.mapped;
+    }
+    pthread_mutex_unlock(&regions_lock);
+}
+
 void *shoal_region_malloc(Region *region, int64_t size, Status *status)
 {
     Driver *driver = region->driver;

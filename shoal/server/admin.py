@@ -21,9 +21,7 @@ async def sleep(exchange: Exchange) -> None:
     if level not in ("0", "1", "2"):
         raise ApiError(400, f"level {level!r:.40} is not 0, 1 or 2", param="level")
     model = _model(exchange, query)
-    report = await model.engine.sleep(int(level), query.get("tags"), _mode(query))
-    model.slept(int(level))
-    await exchange.json(asdict(report))
+    await exchange.json(asdict(await model.engine.sleep(int(level), query.get("tags"), _mode(query))))
 
 
 async def wake_up(exchange: Exchange) -> None:
@@ -32,7 +30,8 @@ async def wake_up(exchange: Exchange) -> None:
 
 
 async def is_sleeping(exchange: Exchange) -> None:
-    await exchange.json({"is_sleeping": await _model(exchange, _query(exchange, ("model",))).engine.is_sleeping()})
+    state = await _model(exchange, _query(exchange, ("model",))).engine.sleep_state()
+    await exchange.json({"is_sleeping": state.is_sleeping})
 
 
 async def pause(exchange: Exchange) -> None:
@@ -40,7 +39,6 @@ async def pause(exchange: Exchange) -> None:
     query = _query(exchange, ("mode", "model"))
     model = _model(exchange, query)
     await model.engine.sleep(0, None, _mode(query))
-    model.slept(0)
     await exchange.json({"status": "paused"})
 
 
@@ -50,7 +48,9 @@ async def resume(exchange: Exchange) -> None:
 
 
 async def is_paused(exchange: Exchange) -> None:
-    await exchange.json({"is_paused": await _model(exchange, _query(exchange, ("model",))).engine.is_sleeping()})
+    """Asleep or paused: as vLLM, either way nothing is scheduled."""
+    state = await _model(exchange, _query(exchange, ("model",))).engine.sleep_state()
+    await exchange.json({"is_paused": state.is_sleeping})
 
 
 async def reset_prefix_cache(exchange: Exchange) -> None:
@@ -123,6 +123,6 @@ ADMIN_ROUTES = (
     Route("GET", "/memory_usage", memory_usage, "Memory by tag"),
     Route("POST", "/start_profile", start_profile, "Trace what runs, for ui.perfetto.dev"),
     Route("POST", "/stop_profile", stop_profile, "Write the traces"),
-    Route("GET", "/health", health, "Whether the server works", public=True),
-    Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True),
+    Route("GET", "/health", health, "Whether the server works", public=True, quiet=True),
+    Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True, quiet=True),
 )

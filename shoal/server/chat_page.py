@@ -1,7 +1,8 @@
-"""The chat page: chat.html as it is served, with the policy that keeps everything else out of it.
+"""The chat page: chat.html with its style and scripts put into it, under a policy that keeps all else out of it.
 
-The page is one file without outside assets. Its policy names the hashes of its own script and style, computed here from the file that is
-served, so that nothing injected could run and the page may talk to this server alone.
+What is served is one page without outside assets. Its policy names the hashes of its own scripts and style,
+computed here from the text that is served, so that nothing injected could run and the page may talk to this
+server alone.
 """
 
 from __future__ import annotations
@@ -11,17 +12,28 @@ import hashlib
 import re
 from importlib import resources
 
+ASSET = re.compile(r'<script src="([\w.]+)"></script>|<link rel="stylesheet" href="([\w.]+)">')
 INLINE = {"script-src": re.compile(r"<script>(.*?)</script>", re.DOTALL), "style-src": re.compile(r"<style>(.*?)</style>", re.DOTALL)}
 
 
 def chat_page() -> tuple[bytes, dict[str, str]]:
     """(the page, the headers to send beside its content type). Read it once, at start."""
-    page = resources.files("shoal.server").joinpath("chat.html").read_text("utf-8")
+    page = ASSET.sub(_inlined, _read("chat.html"))
     policy = ["default-src 'none'", "connect-src 'self'", "img-src data:", "form-action 'none'", "base-uri 'none'",
               "frame-ancestors 'none'"]
     policy += [f"{directive} {' '.join(_source(text) for text in pattern.findall(page))}" for directive, pattern in INLINE.items()]
     return page.encode(), {"content-security-policy": "; ".join(policy), "x-content-type-options": "nosniff",
                            "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+
+
+def _read(name: str) -> str:
+    return resources.files("shoal.server").joinpath(name).read_text("utf-8")
+
+
+def _inlined(tag: re.Match[str]) -> str:
+    """The file that a tag of chat.html names, as an element of the page."""
+    script, style = tag.groups()
+    return f"<script>{_read(script)}</script>" if script else f"<style>{_read(style)}</style>"
 
 
 def _source(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from prometheus_client.core import Metric
 
-from shoal.api import Stats
+from shoal.api import SleepState, Stats
 from shoal.errors import EngineDeadError
 from shoal.metrics import exposition
 from shoal.server.chat_page import chat_page
@@ -46,7 +46,7 @@ async def health(exchange: Exchange) -> None:
         raise ApiError(503, "the server is shutting down")
     for model in exchange.server.models:
         try:
-            await _stats(model)
+            await stats_of(model)
         except EngineDeadError as error:
             raise ApiError(503, str(error), code="engine_dead") from None
     await exchange.respond(b"", content_type=b"text/plain")
@@ -64,26 +64,34 @@ async def metrics(exchange: Exchange) -> None:
     families: list[Metric] = []
     for model in exchange.server.models:
         families += await _families(model)
+    families += exchange.server.http_metrics.collect()
     await exchange.respond(exposition(families), content_type=METRICS_TYPE)
 
 
 async def _families(model: ServedModel) -> Iterable[Metric]:
     try:
-        stats = await _stats(model)
-        level = await asyncio.wait_for(model.sleeping_level(), PATIENCE_SECONDS)
-    except EngineDeadError:
-        stats, level = Stats(), None    # nothing runs any more; what was counted here stays
-    except TimeoutError:
-        stats, level = model.last_stats, None    # whoever falls asleep or wakes up answers afterwards
-    return model.metrics.collect(stats, level, model.admission.refused)
+        stats, state = await stats_of(model), await sleep_state_of(model)
+    except EngineDeadError:    # nothing runs any more; what was counted here stays
+        stats, state = Stats(), SleepState()
+    return model.metrics.collect(stats, state.level, model.admission.refused)
 
 
-async def _stats(model: ServedModel) -> Stats:
+async def stats_of(model: ServedModel) -> Stats:
+    """Of its engine, now or as they were last known. Raises EngineDeadError."""
     try:
         model.last_stats = await asyncio.wait_for(model.engine.stats(), PATIENCE_SECONDS)
     except TimeoutError:
         pass
     return model.last_stats
+
+
+async def sleep_state_of(model: ServedModel) -> SleepState:
+    """Whoever falls asleep or wakes up answers afterwards: until then it is as it was."""
+    try:
+        model.last_sleep_state = await asyncio.wait_for(model.engine.sleep_state(), PATIENCE_SECONDS)
+    except TimeoutError:
+        pass
+    return model.last_sleep_state
 
 
 @functools.cache

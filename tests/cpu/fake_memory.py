@@ -55,8 +55,11 @@ class Fake:
 class Pools:
     """As pools.TorchPools. `live` says what tensors hold, by slot."""
 
-    def __init__(self):
-        self.stack, self.device, self.used = [], 0, []
+    def __init__(self, driver_path):
+        self.driver_path = driver_path
+        self.stack, self.device = [], 0
+        self.others = self.elsewhere = 0    # bytes that others hold, and PyTorch outside of regions
+        self.opened = []
 
     def current_device(self):
         return self.device
@@ -64,7 +67,8 @@ class Pools:
     def open(self, path, slot):
         function = getattr(ctypes.CDLL(path), f"shoal_malloc_{slot:02o}")
         function.restype, function.argtypes = c_void_p, (c_int64, ctypes.c_int, c_void_p)
-        return {"malloc": function, "live": {}, "slot": slot}
+        self.opened.append({"malloc": function, "live": {}, "slot": slot})
+        return self.opened[-1]
 
     @contextlib.contextmanager
     def use(self, pool, device):
@@ -79,6 +83,12 @@ class Pools:
 
     def live_ranges(self, pool):
         return sorted(pool["live"].items())
+
+    def device_usage(self, device):
+        books = (c_int64 * 7)()
+        ctypes.CDLL(self.driver_path).fake_books(books)
+        in_regions = sum(sum(pool["live"].values()) for pool in self.opened)
+        return books[6] + self.others + self.elsewhere, in_regions + self.elsewhere
 
     def release_cache(self):
         pass
@@ -115,7 +125,7 @@ class Tensor:
 
 def make_regions(path, kind="cuda", **options):
     defaults = {"piece_bytes": (2 * GRAIN, 8 * GRAIN), "chunk_bytes": 3 * GRAIN}
-    return Regions(kind, torch_pools=Pools(), driver_path=path, **defaults | options)
+    return Regions(kind, torch_pools=Pools(path), driver_path=path, **defaults | options)
 
 
 needs_compiler = pytest.mark.skipif(__import__("shutil").which("gcc") is None and __import__("shutil").which("cc") is None,

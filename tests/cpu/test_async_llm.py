@@ -73,7 +73,7 @@ def test_an_error_wakes_the_reader():
 def test_an_engine_that_stays_dead_can_be_asked_for_ever():
     """Its error is one object, raised each time: frames must not pile up on it, with all that they hold."""
     async def check():
-        llm = AsyncLLM(EngineConfig(), restart=False)
+        llm = AsyncLLM(EngineConfig(), restart=False, engine_timeout=0)
         llm.dead = EngineDeadError("gone")
         collector = Collector()
         collector.fail(llm.dead)

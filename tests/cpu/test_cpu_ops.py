@@ -129,3 +129,19 @@ def test_a_decode_step_begins_from_the_state_rows():
     cpu_ops.begin_decode(rows, table, *got)
     reference.begin_decode(rows, table, *want)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 31, 32, 33, 123, 32001, 49152])
+def test_masks_are_the_references(vocab_size):
+    words = -(-vocab_size // 32)
+    for num_rows, masked in ((1, [0]), (4, []), (7, [5, 0, 2]), (6, [3, 5, 1, 0, 4, 2])):
+        logits = torch.randn(num_rows, vocab_size + 3)[:, :vocab_size]    # rows of a wider matrix
+        logits[0, 0] = torch.nan
+        packed = torch.randint(-2**31, 2**31, (len(masked), 1 + words)).int()
+        packed[:1, 1:], packed[1:2, 1:] = 0, -1    # a mask that leaves nothing, and one that leaves all
+        ours, wanted, rows = logits.clone(), logits.clone(), torch.tensor(masked, dtype=torch.long)
+        cpu_ops.keep_bits(ours, rows, packed[:, 1:])
+        reference.keep_bits(wanted, rows, packed[:, 1:])
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0, equal_nan=True)
+        others = [row for row in range(num_rows) if row not in masked]
+        torch.testing.assert_close(ours[others], logits[others], rtol=0, atol=0, equal_nan=True)

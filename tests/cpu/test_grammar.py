@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from tokenizers import pre_tokenizers
 
 from shoal import SamplingParams, StructuredOutputsParams
 from shoal.api import FinishReason, Request
+from shoal.config import EngineConfig
+from shoal.engine import grammar
 from shoal.engine.batch import GrammarRow
 from shoal.engine.grammar import Grammars
-from shoal.errors import RequestError
-from shoal.kernels.logits import keep_bits
+from shoal.errors import ConfigError, RequestError
+from shoal.kernels.reference import keep_bits
 
 PERSON = {"type": "object",
           "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
@@ -157,6 +160,71 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(build)
     assert not core.compiling
 
 
+@pytest.fixture
+def all_are_slow(monkeypatch):
+    """Masks that take next to nothing count as slow."""
+    monkeypatch.setattr(grammar, "SLOW_S", 0.0)
+    monkeypatch.setattr(grammar, "SLOW_ROW_S", 0.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_gpu_blocks_override": 14, "max_num_seqs": 4}], ids=["roomy", "preempted"])
+def test_masks_that_are_computed_beside_the_steps_are_the_same(options, build, all_are_slow, monkeypatch):
+    def answers():
+        with build(**options) as llm:
+            asked = [structured(i, given) for i, (given, _) in enumerate(KINDS)]
+            return ids_of(llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(asked))], asked))
+
+    ahead = answers()
+    monkeypatch.undo()
+    assert answers() == ahead
+
+
+def test_a_sequence_whose_grammar_stays_slow_ends_with_an_error_that_says_so(build, all_are_slow, monkeypatch):
+    monkeypatch.setattr(grammar, "MOST_SLOW_S", 0.0)
+    monkeypatch.setattr(grammar, "TOKEN_S", 0.0)
+    llm = build()
+    slow, other = llm.generate([PROMPTS[1], PROMPTS[2]], [structured(1, dict(regex="[a-f]{50,60}")), plain(1)])
+    assert slow.outputs[0].finish_reason == "error" and other.outputs[0].finish_reason == "length"
+
+
+def test_others_go_on_while_a_mask_is_computed(build, all_are_slow, monkeypatch):
+    """Also the steps themselves tell: the delayed sequence is in none of them."""
+    compute, release = Grammars._compute_beside, threading.Event()
+
+    def wait_first(self, matcher):
+        assert release.wait(60)
+        return compute(self, matcher)
+
+    monkeypatch.setattr(Grammars, "_compute_beside", wait_first)
+    core = build().core
+    core.add(Request("slow", PROMPTS[1], structured(1, dict(regex="[a-f]{20,30}"))))
+    core.add(Request("other", PROMPTS[2], plain(1)))
+    found = {"slow": [], "other": []}
+
+    def step():
+        for output in core.step():
+            found[output.request_id] += output.token_ids
+
+    while len(found["other"]) < 30:
+        step()
+    assert len(found["slow"]) <= 1
+    release.set()
+    while core.has_work:
+        step()
+    assert 20 <= len(found["slow"]) <= 31
+
+
+def test_a_request_whose_mask_is_computed_can_be_aborted(build, all_are_slow):
+    core = build().core
+    core.add(Request("slow", PROMPTS[1], structured(1, dict(regex="[a-f]{20,30}"))))
+    while not core.grammars.under_way:
+        core.step()
+    core.abort("slow")
+    while core.has_work:
+        core.step()
+    core.scheduler.check()
+
+
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled(build):
     core = build().core
     core.add(Request("gone", PROMPTS[1], structured(0, KINDS[2][0])))
@@ -255,3 +323,26 @@ def run(core):
         if not core.has_work:
             return outputs
     raise AssertionError("no end")
+
+
+def test_an_engine_and_a_request_say_whether_objects_are_closed(build):
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    favoured = {token("}"): 50.0, token('"'): 75.0, token("z"): 100.0}
+
+    def keys(engine, **given):
+        params = structured(1, dict(json=schema, whitespace_pattern="", **given), logit_bias=favoured,
+                            max_tokens=60)
+        return engine.generate([PROMPTS[0]], params)[0].outputs[0].text
+
+    closed, opened = build(), build(structured_outputs_config='{"disable_additional_properties": false}')
+    assert "z" not in keys(closed) and "z" in keys(closed, disable_additional_properties=False)
+    assert "z" in keys(opened) and "z" not in keys(opened, disable_additional_properties=True)
+
+
+@pytest.mark.parametrize("given, said", [
+    ("{", "JSON"), ({"disable_additional_property": True}, "did you mean 'disable_additional_properties'"),
+    ({"disable_additional_properties": 1}, "neither true nor false"),
+])
+def test_a_wrong_structured_outputs_config_is_named(given, said):
+    with pytest.raises(ConfigError, match=f"structured_outputs_config.*{said}"):
+        EngineConfig.from_options(structured_outputs_config=given)

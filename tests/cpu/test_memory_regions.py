@@ -53,16 +53,53 @@ def make(regions, tensors, size, tag="default", seed=None, **options):
 
 def test_what_is_kept_comes_back_at_the_same_address_and_the_rest_gives_its_memory_back(regions, fake):
     weights = [regions.make(size, tag="weights", seed=size, offload=True) for size in (GRAIN, 5 * GRAIN + 512, 33 * GRAIN, 700)]
-    cache = regions.make(100 * GRAIN, tag="cache")
+    cache = regions.make(100 * GRAIN, tag="cache", offload=False)
     mapped = fake.books()["bytes"]
     for _ in range(3):
         report = regions.pause()
-        assert fake.books()["bytes"] == 0 and report.freed_bytes == mapped and report.in_use_bytes == 0
+        assert fake.books()["bytes"] == 0 and report.freed_bytes == mapped
+        assert report.in_use_bytes == report.region_bytes == 0
         assert report.host_bytes == sum(w.size for w in weights)
         report = regions.resume()
-        assert fake.books()["bytes"] == mapped == report.taken_bytes == report.in_use_bytes and report.host_bytes == 0
+        assert fake.books()["bytes"] == mapped == report.taken_bytes == report.region_bytes
+        assert report.host_bytes == 0
         assert all(w.holds(w.size) for w in weights)
     cache.bytes[:] = 1
+
+
+def test_content_is_kept_unless_it_is_said_that_it_may_go(regions, fake):
+    """As vLLM's allocator keeps what was allocated without a tag."""
+    default, other = regions.make(4 * GRAIN, seed=1), regions.make(2 * GRAIN, tag="other", seed=2)
+    scratch = regions.make(6 * GRAIN, tag="scratch", seed=3, offload=False)
+    regions.graph_pool("graphs")
+    graph = regions.make(8 * GRAIN, tag="graphs", seed=4)
+    report = regions.pause()
+    assert report.host_bytes == 14 * GRAIN
+    regions.resume()
+    assert default.holds(1) and other.holds(2) and graph.holds(4) and not scratch.holds(3)
+    regions.make(GRAIN, tag="scratch")    # says nothing: as before
+    assert regions.pause().host_bytes == 14 * GRAIN
+
+
+def test_what_is_in_use_is_told_apart(fake):
+    """Regions of the set; other memory of the process, another set's regions too; and what others hold."""
+    regions, trainer = make_regions(fake.path), make_regions(fake.path)
+    ours, theirs = make(regions, [], 32 * GRAIN, offload=False), make(trainer, [], 8 * GRAIN, offload=False)
+    pools = regions._pools
+    pools.opened += trainer._pools.opened
+    pools.elsewhere, pools.others = 5 * GRAIN, 100 * GRAIN
+    parts = {"region_bytes": 32 * GRAIN, "process_bytes": 13 * GRAIN}
+    assert regions.in_use() == {"in_use_bytes": 145 * GRAIN, **parts}
+    report = regions.pause()
+    assert (report.in_use_bytes, report.region_bytes, report.process_bytes) == (113 * GRAIN, 0, 13 * GRAIN)
+    trainer.pause()
+    assert regions.in_use() == {"in_use_bytes": 105 * GRAIN, "region_bytes": 0, "process_bytes": 5 * GRAIN}
+    trainer.resume()
+    ours.free()
+    trainer.close()    # its tensor still holds its memory
+    assert regions.in_use() == {"in_use_bytes": 113 * GRAIN, "region_bytes": 0, "process_bytes": 13 * GRAIN}
+    theirs.free()
+    regions.close()
 
 
 def test_pausing_twice_is_harmless_and_a_second_pause_may_drop_what_was_kept(regions, fake):
@@ -425,7 +462,7 @@ def test_threads_allocate_free_and_pause_at_once(fake):
     def run(tag):
         try:
             rng = random.Random(tag)
-            pools = type(regions._pools)()
+            pools = type(regions._pools)(fake.path)
             for i in range(150):
                 with regions.region(tag, offload=True):
                     pool = regions._find(tag, 0).pool

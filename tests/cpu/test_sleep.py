@@ -14,6 +14,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
+from shoal.api import SleepState
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.transfer import SharedTensors, open_tensor
 from shoal.weights.update import weight_tensors
@@ -107,12 +108,13 @@ def test_what_sleeps_is_given_back_and_counted(folder, build):
     weights, cache = awake["weights"]["device_bytes"], awake["kv_cache"]["device_bytes"]
     assert weights > 100_000 and 30 << 20 < cache <= 32 << 20
     report = llm.sleep(level=1)
-    assert (report.freed_bytes, report.host_bytes, report.in_use_bytes) == (cache, weights, 0) and report.seconds > 0
+    assert (report.freed_bytes, report.host_bytes, report.region_bytes) == (cache, weights, 0)
+    assert report.seconds > 0
     assert llm.memory_usage() == {
         "weights": {"device_bytes": 0, "reserved_bytes": weights, "host_bytes": weights, "ready_bytes": 0},
         "kv_cache": {"device_bytes": 0, "reserved_bytes": cache, "host_bytes": 0, "ready_bytes": 0}}
     report = llm.wake_up()
-    assert (report.taken_bytes, report.host_bytes, report.in_use_bytes) == (cache, 0, weights + cache)
+    assert (report.taken_bytes, report.host_bytes, report.region_bytes) == (cache, 0, weights + cache)
     report = llm.sleep(level=2)
     assert (report.freed_bytes, report.host_bytes) == (cache + weights, 0)
 
@@ -183,7 +185,7 @@ def test_regions_can_sleep_one_by_one(folder, build, expected):
     llm = build(folder)
     assert tokens(llm) == expected
     assert llm.sleep(level=1, tags=["kv_cache"]).host_bytes == 0
-    assert llm.core.sleeper.state.asleep == {"kv_cache"}
+    assert llm.core.sleep_state().asleep == {"kv_cache"}
     assert llm.sleep(level=1, tags=["weights"]).host_bytes > 0
     llm.wake_up(tags=["kv_cache"])
     assert llm.is_sleeping
@@ -215,7 +217,7 @@ def test_level_2_after_level_1_drops_the_kept_weights(folder, build, expected):
     llm.sleep(level=1)
     report = llm.sleep(level=2)
     assert report.freed_bytes == llm.memory_usage()["weights"]["reserved_bytes"] and report.host_bytes == 0
-    assert llm.core.sleeping_level == 2
+    assert llm.core.sleep_state().level == 2
     llm.wake_up()
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)
@@ -227,7 +229,7 @@ def test_level_1_after_level_2_does_not_bring_weights_back(folder, build, expect
     llm = build(folder)
     llm.sleep(level=2)
     llm.sleep(level=1)
-    assert llm.core.sleeping_level == 2
+    assert llm.core.sleep_state().level == 2
     llm.wake_up()
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)
@@ -252,7 +254,7 @@ def test_level_0_pauses_only(folder, build, expected):
     llm = build(folder)
     assert tokens(llm) == expected
     report = llm.sleep(level=0)
-    assert llm.is_sleeping and llm.core.sleeping_level == 0 and report.freed_bytes == 0
+    assert llm.is_sleeping and llm.core.sleep_state().level == 0 and report.freed_bytes == 0
     with pytest.raises(UnavailableError, match="sleep"):
         tokens(llm)
     llm.sleep(level=1, tags=["kv_cache"])
@@ -262,11 +264,29 @@ def test_level_0_pauses_only(folder, build, expected):
 
 def test_a_pause_needs_no_sleep_mode(folder, build, expected):
     llm = build(folder, enable_sleep_mode=False)
-    llm.pause()
+    stream = begin(llm)
+    llm.sleep(level=0, mode="keep")
+    assert llm.is_sleeping and llm.core.sleep_state() == SleepState(0)
     with pytest.raises(UnavailableError, match="sleep"):
         tokens(llm)
     llm.wake_up()
-    assert tokens(llm) == expected
+    *_, last = stream
+    assert list(last.outputs[0].token_ids) == expected[1] and tokens(llm) == expected
+
+
+def test_the_state_is_that_of_the_deepest_sleep_and_a_pause_hides_nothing(folder, build):
+    llm = build(folder)
+    assert llm.core.sleep_state() == SleepState()
+    llm.sleep(level=1)
+    assert llm.core.sleep_state() == SleepState(1, {"weights", "kv_cache"}, "host")
+    llm.sleep(level=2)
+    llm.sleep(level=0)
+    llm.sleep(level=1)
+    assert llm.core.sleep_state() == SleepState(2, {"weights", "kv_cache"})
+    llm.wake_up(tags=["weights"])
+    assert llm.core.sleep_state() == SleepState(2, {"kv_cache"})
+    llm.wake_up()
+    assert llm.core.sleep_state() == SleepState()
 
 
 def test_two_engines_sleep_independently(folder, build, expected):
@@ -360,7 +380,7 @@ def test_mode_wait_leaves_requests_alone_that_an_earlier_sleep_kept(folder, buil
     stream = begin(llm)
     llm.sleep(level=1, tags=["kv_cache"], mode="keep")
     llm.sleep(level=1, mode="wait")
-    llm.pause(mode="wait")
+    llm.sleep(level=0, mode="wait")
     llm.wake_up()
     *_, last = stream
     assert last.outputs[0].finish_reason == "length" and list(last.outputs[0].token_ids) == expected[1]
@@ -428,7 +448,7 @@ def test_bad_calls_change_nothing(folder, build, expected, bad):
             llm.wake_up(tags=bad["tags"])
     if "mode" in bad:
         with pytest.raises(ConfigError):
-            llm.pause(**bad)
+            llm.sleep(level=0, **bad)
     assert not llm.is_sleeping
     *_, last = stream
     assert list(last.outputs[0].token_ids) == expected[0]
@@ -436,7 +456,7 @@ def test_bad_calls_change_nothing(folder, build, expected, bad):
 
 def test_sleep_mode_has_to_be_asked_for(folder, build):
     llm = build(folder, enable_sleep_mode=False)
-    for level in (0, 1, 2):
+    for level in (1, 2):
         with pytest.raises(ConfigError, match="enable_sleep_mode"):
             llm.sleep(level=level)
     assert llm.memory_usage()["weights"]["device_bytes"] > 0

@@ -75,7 +75,7 @@ class Fuzz:
 
     def pause(self):
         mode = self.mode()
-        self.llm.pause(mode)
+        self.llm.sleep(level=0, mode=mode)
         self.settle(mode)
         self.level = self.level or 0
 
@@ -148,8 +148,8 @@ class Fuzz:
     def check(self):
         core, usage = self.llm.core, self.llm.memory_usage()
         core.scheduler.check()
-        assert self.llm.is_sleeping == (self.level is not None) and core.sleeping_level == self.level
-        assert core.sleeper.state.asleep == self.asleep and self.llm.weights_version == self.version
+        assert self.llm.is_sleeping == (self.level is not None) and core.sleep_state().level == self.level
+        assert core.sleep_state().asleep == self.asleep and self.llm.weights_version == self.version
         assert {tag for tag in TAGS if not usage[tag]["device_bytes"]} == self.asleep
         assert bool(usage["weights"]["host_bytes"]) == (self.kept == "host") and not usage["kv_cache"]["host_bytes"]
         assert (core.weights.lost is not None) == self.lost

@@ -10,6 +10,7 @@ from shoal.api import FinishReason, Request, SamplingParams
 from shoal.engine.swap import Swapper, Turns
 from shoal.errors import ConfigError, EngineDeadError, UnavailableError
 from shoal.fake import FakeEngine
+from tests.fake_server import FakeServer
 
 NAMES = ("a", "b", "c")
 
@@ -67,7 +68,7 @@ class Checked(FakeEngine):
     async def wake_up(self, tags=None):
         if self.fails is not None:
             raise self.fails
-        assert all(e.sleeping_level is not None for e in self.group if e is not self)
+        assert all(e.state.level is not None for e in self.group if e is not self)
         return await super().wake_up(tags)
 
     async def memory_usage(self):
@@ -115,8 +116,8 @@ async def test_a_request_wakes_its_model_and_puts_the_other_to_sleep():
     for name in ("a", "b", "a", "c"):
         assert await run(models[name], 0) == (4, FinishReason.LENGTH)
         assert swapper.turns.awake == name
-        assert [n for n in NAMES if not await models[n].is_sleeping()] == [name]
-    assert all(engines[n].sleeping_level == 1 for n in "ab")
+        assert [n for n in NAMES if not (await models[n].sleep_state()).is_sleeping] == [name]
+    assert all(engines[n].state.level == 1 for n in "ab")
 
 
 @scenario
@@ -158,7 +159,7 @@ async def test_a_model_that_cannot_wake_sends_its_requests_away_and_hurts_nobody
     engines["b"].fails = MemoryError("taken")
     results = await asyncio.gather(*[run(models["b"], i) for i in range(3)], return_exceptions=True)
     assert all(isinstance(r, UnavailableError) for r in results)
-    assert await models["b"].is_sleeping() and swapper.turns.awake is None
+    assert (await models["b"].sleep_state()).is_sleeping and swapper.turns.awake is None
     assert await run(models["a"], 1) == (4, FinishReason.LENGTH)
     engines["b"].fails = None
     assert await run(models["b"], 2) == (4, FinishReason.LENGTH)
@@ -171,7 +172,7 @@ async def test_a_dead_model_says_so_and_the_others_go_on():
     engines["a"].kill()
     with pytest.raises(EngineDeadError):
         await run(models["a"], 1)
-    engines["a"].sleeping_level = 1    # a dead process holds no memory
+    engines["a"].state.level = 1    # a dead process holds no memory
     assert await run(models["b"], 2) == (4, FinishReason.LENGTH)
     with pytest.raises(EngineDeadError):
         await run(models["a"], 3)
@@ -193,7 +194,7 @@ async def test_a_request_that_waits_can_be_aborted_or_left():
         await left
     assert (await models["b"].stats()).num_waiting == 0
     assert await running == (50, FinishReason.LENGTH)
-    assert swapper.turns.awake == "a" and await models["b"].is_sleeping()
+    assert swapper.turns.awake == "a" and (await models["b"].sleep_state()).is_sleeping
 
 
 @scenario
@@ -201,15 +202,29 @@ async def test_short_host_memory_drops_the_weights_that_were_used_least_recently
     engines = {}
 
     def taken():
-        return sum(100 for e in engines.values() if e.sleeping_level == 1)
+        return sum(100 for e in engines.values() if e.state.level == 1)
 
     _, found, models = await build(available=lambda: 250 - taken())
     engines.update(found)
     for name in ("a", "b", "c", "a"):
         assert (await run(models[name], 0))[0] == 4
         assert taken() <= 200
-    assert engines["c"].sleeping_level is not None and engines["b"].sleeping_level is not None
+    assert engines["c"].state.level is not None and engines["b"].state.level is not None
     assert sum(e.weights_version for e in engines.values()) >= 1, "somebody's weights were dropped and came back from the file"
+
+
+def test_a_model_whose_weights_were_dropped_is_shown_so():
+    async def after_a_swap():
+        _, _, models = await build(available=lambda: 0)
+        await run(models["a"], 0)
+        await run(models["b"], 1)
+        return models
+
+    models = asyncio.run(after_a_swap())
+    for name, state in (("a", "discard_all"), ("b", "awake")):
+        with FakeServer(models[name]) as server:
+            text = server.request("/metrics")[2]
+        assert f'vllm:engine_sleep_state{{engine="0",model_name="tiny",sleep_state="{state}"}} 1.0' in text
 
 
 @scenario
@@ -217,7 +232,7 @@ async def test_host_memory_that_is_held_ready_for_the_weights_need_not_be_found_
     _, engines, models = await build(available=lambda: 0, ready=100)
     for name in ("a", "b", "a"):
         assert (await run(models[name], 0))[0] == 4
-    assert engines["b"].sleeping_level == 1 and engines["a"].weights_version == 0
+    assert engines["b"].state.level == 1 and engines["a"].weights_version == 0
 
 
 @scenario

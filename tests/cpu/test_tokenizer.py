@@ -181,6 +181,8 @@ def test_a_pattern_that_never_ends_is_an_error_of_the_request(tmp_path):
     tokenizer = Tokenizer.from_folder(write(tmp_path, backend))
     with pytest.raises(RequestError, match=r"the model's tokenizer cannot take the prompt 'aaa.*retry-limit"):
         tokenizer.encode("a" * 50 + "!")
+    with pytest.raises(RequestError, match="the model's tokenizer cannot take the prompt"):
+        tokenizer.encode("a" * 5000 + "!")
     assert tokenizer.encode("b") == backend.encode("b", add_special_tokens=True).ids
 
 

@@ -31,12 +31,16 @@ def used():
 def test_tensors_keep_address_and_content(regions):
     with regions.region("weights", offload=True):
         x = torch.arange(GIB // 4, dtype=torch.int32, device="cuda")
-    with regions.region("cache"):
+    with regions.region("cache", offload=False):
         y = torch.ones(GIB, dtype=torch.uint8, device="cuda")
     before, addresses = used(), (x.data_ptr(), y.data_ptr())
     report = regions.pause()
     assert before - used() > 1.9 * GIB and report.freed_bytes >= 2 * GIB and report.host_bytes == GIB
+    assert abs(report.in_use_bytes - used()) < 64 * MIB
+    assert report.region_bytes == 0 and report.process_bytes < 64 * MIB
     report = regions.resume()
+    assert abs(report.in_use_bytes - used()) < 64 * MIB
+    assert report.region_bytes >= 2 * GIB and report.process_bytes < 64 * MIB
     assert report.taken_bytes >= 2 * GIB and abs(used() - before) < 64 * MIB
     assert (x.data_ptr(), y.data_ptr()) == addresses
     assert torch.equal(x, torch.arange(GIB // 4, dtype=torch.int32, device="cuda"))
@@ -49,7 +53,7 @@ def test_a_resume_without_memory_changes_nothing_and_can_be_tried_again(regions)
     size = int(free * 0.6)
     with regions.region("weights", offload=True):
         x = torch.full((GIB,), 7, dtype=torch.uint8, device="cuda")
-    with regions.region("cache"):
+    with regions.region("cache", offload=False):
         y = torch.empty(size - GIB, dtype=torch.uint8, device="cuda")
     regions.pause()
     other = torch.empty(int(free * 0.7), dtype=torch.uint8, device="cuda")
@@ -85,7 +89,7 @@ def test_captured_graphs_replay_after_a_cycle(regions):
     """vLLM's test_cumem_with_cudagraph: weights kept, cache dropped, inputs and graph outside."""
     with regions.region("weights", offload=True):
         weight = torch.eye(1024, device="cuda")
-    with regions.region("cache"):
+    with regions.region("cache", offload=False):
         cache = torch.ones(1024, 1024, device="cuda")
     x = torch.randn(128, 1024, device="cuda")
     out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
@@ -170,7 +174,7 @@ def test_a_trainer_and_an_engine_take_turns(regions):
 def test_a_hundred_cycles_do_not_grow(regions):
     with regions.region("weights", offload=True):
         x = torch.arange(64 * MIB, dtype=torch.int32, device="cuda")
-    with regions.region("cache"):
+    with regions.region("cache", offload=False):
         torch.empty(GIB, dtype=torch.uint8, device="cuda")
     seen = []
     for _ in range(100):

@@ -107,10 +107,10 @@ def test_an_answer_streams_in_with_its_speed(open_page, served):
     page = open_page()
     turn = ask(page, "Explain tides to a child")
     expect(turn.locator(".foot span")).to_have_text(re.compile(r"^\d+\.\d\d s to first token · [\d.]+ tokens/s · \d+ tokens"))
-    assert [m.inner_text() for m in page.locator(".turn.user").all()] == ["Explain tides to a child"]
+    assert page.locator(".turn.user .body").all_inner_texts() == ["Explain tides to a child"]
     assert turn.locator(".body h3").inner_text() == "Tides" and turn.locator(".body strong").inner_text() == "slow"
     assert turn.locator(".body li").count() == 4 and turn.locator(".body li li").count() == 2
-    assert turn.locator(".body pre code").inner_text() == 'print("high & low")'
+    assert turn.locator(".body pre code").text_content() == 'print("high & low")'
 
 
 def test_text_is_never_read_as_html(open_page, served):
@@ -120,7 +120,19 @@ def test_text_is_never_read_as_html(open_page, served):
     assert page.title() == "Shoal" and turn.locator("img, b, i, script").count() == 0
     assert '<img src=x onerror="document.title=1">' in turn.locator(".body").inner_text()
     assert all(a.get_attribute("href").startswith("https://") for a in turn.locator("a").all())
-    assert page.locator(".turn.user").inner_text() == '<script>document.title = "broken"</script>'
+    assert page.locator(".turn.user .body").inner_text() == '<script>document.title = "broken"</script>'
+    assert page.locator("#list .title").inner_text() == '<script>document.title = "broken"</script>'
+
+
+def test_a_file_is_never_read_as_html(open_page, served):
+    served.say("```html\n<img src=x onerror='document.title=1'>\n```\n\n| <b>x</b> |\n|---|\n| <i>y</i> |")
+    page = open_page()
+    drop(page, "<img src=x onerror=document.title=1>.txt", b"<script>document.title = 1</script>")
+    expect(page.locator("#files li")).to_contain_text("<img src=x onerror=document.title=1>.txt")
+    turn = ask(page, "")
+    assert page.title() == "Shoal" and page.locator("#chat img, #chat script, #chat i, #chat b").count() == 0
+    expect(page.locator(".turn.user summary")).to_contain_text("<img src=x onerror=document.title=1>.txt")
+    assert turn.locator("pre code").text_content() == "<img src=x onerror='document.title=1'>"
 
 
 def test_stop_ends_the_request_in_the_engine(open_page, served):
@@ -134,6 +146,8 @@ def test_stop_ends_the_request_in_the_engine(open_page, served):
     served.say("Fine.")
     assert ask(page, "And now?").locator(".body").inner_text() == "Fine."    # the conversation goes on
     assert "and so on" in served.last_prompt()
+    page.reload()
+    expect(page.locator(".turn.assistant .body").first).to_contain_text("and so on")    # what there was stays
 
 
 def test_settings_reach_the_request_and_are_kept(open_page, served):
@@ -154,22 +168,289 @@ def test_settings_reach_the_request_and_are_kept(open_page, served):
     expect(page.locator(".turn")).to_have_count(2)
     page.get_by_role("button", name="Settings").click()
     assert page.get_by_label("Temperature").input_value() == "0.25" and page.get_by_label("System prompt").input_value() == "Be brief."
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="New conversation").click()    # has settings of its own
+    ask(page, "Really?")
+    assert served.last_request().params.temperature == 1 and "Be brief." not in served.last_prompt()
 
 
-def test_errors_are_shown_and_the_question_can_be_asked_again(open_page, served):
+def test_errors_are_shown_and_a_retry_asks_again(open_page, served):
     served.say("Better.")
     page = open_page()
-    page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Max tokens").fill("999999")
-    page.get_by_role("button", name="Close").click()
-    turn = ask(page, "Too much?")
-    expect(turn.get_by_role("alert")).to_have_text(re.compile(r"999999.*\(400, "))
-    page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Max tokens").fill("")
-    page.get_by_role("button", name="Close").click()
-    page.get_by_role("button", name="Regenerate").click()
+    served.engine.refuses = "this question is refused"
+    try:
+        turn = ask(page, "Too much?")
+        expect(turn.get_by_role("alert")).to_have_text(re.compile(r"this question is refused \(400, "))
+        expect(page.get_by_role("button", name="Retry")).to_be_in_viewport()
+    finally:
+        served.engine.refuses = None
+    page.get_by_role("button", name="Retry").click()
     expect(page.locator(".turn.assistant .body")).to_have_text("Better.", timeout=WAIT_MS)
     assert page.locator(".turn").count() == 2 and page.get_by_role("alert").count() == 0
+
+
+def test_a_retry_replaces_the_answer_unless_it_brings_none(open_page, served):
+    served.say("First.")
+    page = open_page()
+    ask(page, "Which?")
+    served.say("Second.")
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator(".turn.assistant .body")).to_have_text("Second.", timeout=WAIT_MS)
+    assert page.locator(".turn").count() == 2 and "First." not in served.last_prompt()
+
+    url, alert = "**/v1/chat/completions", page.locator(".turn.assistant").get_by_role("alert")
+    page.route(url, lambda route: route.fulfill(status=503, body="asleep", headers={"Retry-After": "7"}))
+    page.get_by_role("button", name="Retry").click()
+    expect(alert).to_have_text("asleep (503) Retry in 7 s.", timeout=WAIT_MS)
+    page.route(url, lambda route: route.abort())    # as when the server is gone
+    page.get_by_role("button", name="Retry").click()
+    expect(alert).to_contain_text("does not answer", timeout=WAIT_MS)
+    page.reload()
+    assert page.locator(".turn.assistant .body").inner_text() == "Second."
+    assert page.locator(".turn").count() == 2
+
+
+def test_the_last_question_can_be_edited(open_page, served):
+    served.say("Yes.")
+    page = open_page()
+    ask(page, "One?")
+    ask(page, "Two?")
+    page.get_by_label("Message").fill("a draft")
+    page.get_by_role("button", name="Edit").click()
+    assert page.get_by_label("Message").input_value() == "Two?"
+    page.keyboard.press("Escape")
+    assert page.get_by_label("Message").input_value() == "a draft"
+    page.get_by_role("button", name="Edit").click()
+    ask(page, "Three?")
+    expect(page.locator(".turn.user .body")).to_have_text(["One?", "Three?"])
+    assert "Three?" in served.last_prompt() and "Two?" not in served.last_prompt()
+
+
+def titles(page):
+    return [button.inner_text() for button in page.locator("#list .title").all()]
+
+
+def test_conversations_outlive_a_reload_and_can_be_switched_renamed_and_deleted(open_page, served):
+    page = open_page()
+    served.say("It scatters.")
+    ask(page, "Why is the sky blue?")
+    page.get_by_role("button", name="New conversation").click()
+    served.say("The moon.")
+    ask(page, "Why are there tides?")
+    assert "sky" not in served.last_prompt()
+    page.reload()
+    expect(page.locator(".turn.user .body")).to_have_text("Why are there tides?")
+    assert titles(page) == ["Why are there tides?", "Why is the sky blue?"]
+
+    page.get_by_role("button", name="Why is the sky blue?", exact=True).click()
+    expect(page.locator(".turn.assistant .body")).to_have_text("It scatters.")
+    page.go_back()
+    expect(page.locator(".turn.assistant .body")).to_have_text("The moon.")
+
+    page.get_by_role("button", name="Rename Why are there tides?").click()
+    page.get_by_label("Title").fill("Tides")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Why is the sky blue?", exact=True).hover()    # shows the row's buttons
+    page.get_by_role("button", name="Delete Why is the sky blue?").click()
+    assert titles(page) == ["Tides"]
+    page.get_by_role("button", name="Undo").click()
+    assert titles(page) == ["Tides", "Why is the sky blue?"]
+    page.get_by_role("button", name="Delete Tides").click()    # the one that is shown
+    expect(page.locator(".turn")).to_have_count(0)
+    page.reload()
+    assert titles(page) == ["Why is the sky blue?"]
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(open_page, served):
+    served.say("and so on " * 40, token_seconds=0.004)
+    page = open_page()
+    ask(page, "Go on", wait=False)
+    expect(page.locator(".turn.assistant .body")).to_contain_text("and so on", timeout=WAIT_MS)
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator("#list .running")).to_have_count(1)
+    expect(page.locator("#list .running")).to_have_count(0, timeout=WAIT_MS)
+    assert page.locator(".turn").count() == 0
+    page.get_by_role("button", name="Go on", exact=True).click()
+    assert page.locator(".turn.assistant .body").inner_text() == ("and so on " * 40).strip()
+
+
+def test_the_oldest_conversations_make_room(open_page, served):
+    served.say("Yes.")
+    page = open_page()
+    page.evaluate("""for (let i = 0; i < MOST_CONVERSATIONS; i++)
+        storeConversation({...newConversation("old" + i, ""), title: "old " + i, changed: i})""")
+    page.reload()
+    ask(page, "One more?")
+    kept = page.evaluate("Object.keys(localStorage).filter(name => name.startsWith(ENTRY))")
+    assert len(kept) == len(titles(page)) == 100
+    assert "shoal.chat.old0" not in kept and "shoal.chat.old1" in kept
+
+
+def test_a_full_storage_is_told_and_the_page_goes_on(open_page, served):
+    served.say("Still here.")
+    page = open_page()
+    page.evaluate("""for (let size = 1 << 22; size; size >>= 1)
+        for (let i = 0; i < 9; i++)
+            try { localStorage.setItem(`filler.${size}.${i}`, "x".repeat(size)) } catch { break }""")
+    assert ask(page, "Are you there?").locator(".body").inner_text() == "Still here."
+    expect(page.locator("#notice")).to_contain_text("storage is full")
+    ask(page, "And now?")
+    assert "Are you there?" in served.last_prompt() and titles(page) == ["Are you there?"]
+
+
+def test_a_draft_outlives_a_reload_and_a_suggestion(open_page, served):
+    served.say("It scatters.")
+    page = open_page()
+    page.get_by_label("Message").fill("half a question")
+    page.reload()
+    expect(page.locator("#model option")).to_have_count(1)
+    page.get_by_role("button", name="Why is the sky blue?").click()
+    expect(page.locator(".turn.assistant .body")).to_have_text("It scatters.", timeout=WAIT_MS)
+    assert page.get_by_label("Message").input_value() == "half a question"
+
+
+def test_storage_that_is_forbidden_or_broken_costs_no_page(open_page, served):
+    served.say("Yes.")
+    page = open_page()
+    page.evaluate("""localStorage.setItem("shoal.chat.a", "{"); localStorage.setItem("shoal.chat.b", "null")""")
+    page.reload()
+    ask(page, "Well?")
+    assert titles(page) == ["Well?"]
+    page.add_init_script("""for (const name of ["localStorage", "sessionStorage"])
+        Object.defineProperty(window, name, {get() { throw new DOMException("forbidden", "SecurityError") }})""")
+    page.reload()
+    assert ask(page, "Well?").locator(".body").inner_text() == "Yes."
+    expect(page.locator("#notice")).to_contain_text("switched off")
+
+
+def drop(page, name, content, mime="text/plain"):
+    data = page.evaluate_handle("""([name, bytes, type]) => {
+        const data = new DataTransfer();
+        data.items.add(new File([new Uint8Array(bytes)], name, {type}));
+        return data;
+    }""", [name, list(content), mime])
+    page.dispatch_event("#scroll", "dragover", {"dataTransfer": data})
+    page.dispatch_event("#scroll", "drop", {"dataTransfer": data})
+
+
+def test_a_dropped_file_is_in_the_request(open_page, served):
+    served.say("Two columns.")
+    page = open_page()
+    drop(page, "tides.csv", "height,time\n1,``` ü\n".encode())
+    expect(page.locator("#files li")).to_contain_text("tides.csv")
+    page.set_input_files("#file", {"name": "more.txt", "mimeType": "text/plain", "buffer": b"more"})
+    page.get_by_role("button", name="Remove more.txt").click()
+    ask(page, "What is in it?")
+    assert "File tides.csv:\n````\nheight,time\n1,``` ü\n````\n\nWhat is in it?" in served.last_prompt()
+    assert "more" not in served.last_prompt() and page.locator("#files li").count() == 0
+    page.reload()
+    page.locator(".turn.user .file summary").click()
+    assert page.locator(".turn.user .file pre").inner_text() == "height,time\n1,``` ü\n"
+
+
+def test_files_that_are_no_text_or_too_large_are_refused(open_page):
+    page = open_page()
+    drop(page, "fish.png", b"\x89PNG\r\n\x00\xff", "image/png")
+    expect(page.get_by_role("alert")).to_contain_text("“fish.png” is not a text file")
+    drop(page, "zeros.txt", b"a\x00b")
+    expect(page.get_by_role("alert")).to_contain_text("“zeros.txt” is not a text file")
+    page.set_input_files("#file", {"name": "large.txt", "mimeType": "text/plain", "buffer": b"x" * 300_000})
+    expect(page.get_by_role("alert")).to_contain_text(
+        "“large.txt” (293 KB) is too large: a message's files may have 256 KB together.")
+    assert page.locator("#files li").count() == 0
+
+
+def test_copy_takes_the_code_alone(open_page, served):
+    code = "def f(x):  # a comment\n\n    return x + 1"
+    served.say(f"Here:\n\n```python\n{code}\n```\n")
+    page = open_page(permissions=["clipboard-read", "clipboard-write"])
+    turn = ask(page, "Code?")
+    turn.get_by_role("button", name="Copy code").click()
+    expect(turn.get_by_role("button", name="Copy code")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == code
+    turn.get_by_role("button", name="Copy the answer").click()
+    expect(turn.get_by_role("button", name="Copy the answer")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == f"Here:\n\n```python\n{code}\n```\n"
+
+
+def test_copy_works_on_a_page_that_came_by_plain_http(open_page, served):
+    """Such a page has no navigator.clipboard."""
+    served.say("```\nfish\n```")
+    page = open_page()
+    turn = ask(page, "Code?")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    turn.get_by_role("button", name="Copy code").click()
+    expect(turn.get_by_role("button", name="Copy code")).to_have_text("Copied")
+    page.get_by_label("Message").focus()
+    page.keyboard.press("Control+v")
+    assert page.get_by_label("Message").input_value() == "fish"
+
+
+def test_code_is_coloured_and_stays_what_it_was(open_page, served):
+    python = 'def f(x):\n    """Says\n    "x" # often."""\n    return 0x1f, "a\\"b"  # def'
+    script = "const s = `a\nb`; /* let\nit */ if (x1 > 1.5) y('don\\'t'); // 'end"
+    served.say(f"```python\n{python}\n```\n```js\n{script}\n```\n```unknown\ndef 1\n```")
+    page = open_page()
+    blocks = ask(page, "Code?").locator("pre code")
+
+    def runs(block, kind):
+        return [run.text_content() for run in block.locator("." + kind).all()]
+
+    assert [block.text_content() for block in blocks.all()] == [python, script, "def 1"]
+    first, second, third = blocks.all()
+    assert runs(first, "keyword") == ["def", "return"] and runs(first, "comment") == ["# def"]
+    assert runs(first, "number") == ["0x1f"]
+    assert runs(first, "string") == ['"""Says', '    "x" # often."""', '"a\\"b"']
+    assert runs(second, "keyword") == ["const", "if"] and runs(second, "number") == ["1.5"]
+    assert runs(second, "comment") == ["/* let", "it */", "// 'end"]
+    assert runs(second, "string") == ["`a", "b`", "'don\\'t'"]
+    assert third.locator(".keyword, .number").count() == 0
+
+
+def test_tables_and_code_in_lists(open_page, served):
+    served.say("| name | count |\n|---|---:|\n| **cod** | 1 |\n| a \\| b | 2 |\n\n"
+               "1. Install:\n   ```bash\n   pip install x\n\n   x\n   ```\n\n2. Run.")
+    page = open_page()
+    turn = ask(page, "Table?")
+    assert turn.locator("th, td").all_inner_texts() == ["name", "count", "cod", "1", "a | b", "2"]
+    assert turn.locator("td strong").inner_text() == "cod" and turn.locator("td.right").count() == 2
+    assert turn.locator("ol > li").count() == 2
+    assert turn.locator("li pre code").text_content() == "pip install x\n\nx"
+
+
+def test_quotes_without_end_are_text(open_page, served):
+    served.say("> one\n> > two\n\n" + ">" * 5000 + " deep", token_seconds=0)
+    page = open_page()
+    turn = ask(page, "Quote?")
+    assert turn.locator("blockquote").count() == 2
+    assert turn.locator("blockquote blockquote").inner_text() == "two"
+    assert turn.locator("p").last.inner_text() == ">" * 5000 + " deep"
+
+
+def test_finished_parts_of_a_streamed_answer_are_built_once(open_page, served):
+    served.say("First.\n\n- one\n- two\n- three\n\n```python\nx = 1\ny = 2\nz = 3\n```\n\nLast.", 0.01)
+    page = open_page()
+    page.evaluate("""window.built = []; new MutationObserver(changes => {
+        for (const change of changes) built.push(...change.addedNodes);
+    }).observe(log, {childList: true, subtree: true})""")
+    turn = ask(page, "Go on")
+    assert page.evaluate("built.filter(node => node.matches?.('ul, .code')).length") == 2    # they grew in place
+    assert page.evaluate("built.filter(node => node.textContent === 'x = 1\\n').length") == 1
+    assert turn.locator("pre code").text_content() == "x = 1\ny = 2\nz = 3"
+    assert turn.locator("li").all_inner_texts() == ["one", "two", "three"]
+
+
+def test_the_model_can_be_picked_and_stays_with_the_conversation(open_page):
+    with Served(FakeEngine(300, ends=True), model={"names": ["tiny", "other"]}) as server:
+        server.say("Ok.")
+        page = open_page(server=server, num_models=2)
+        page.get_by_label("Model").select_option("other")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            ask(page, "Hi")
+        assert asked.value.post_data_json["model"] == "other"
+        page.reload()
+        expect(page.locator("#model option")).to_have_count(2)
+        expect(page.get_by_label("Model")).to_have_value("other")
 
 
 def test_thoughts_are_folded(open_page):
@@ -206,7 +487,7 @@ def test_keys_write_lines_and_send(open_page, served):
     message.press_sequentially("two")
     message.press("Enter")
     expect(page.locator(".turn.assistant .body")).to_have_text("Ok.", timeout=WAIT_MS)
-    assert page.locator(".turn.user").inner_text() == "one\ntwo" and message.input_value() == ""
+    assert page.locator(".turn.user .body").inner_text() == "one\ntwo" and message.input_value() == ""
     message.press("Enter")    # nothing to send
     assert page.locator(".turn").count() == 2
     page.get_by_role("button", name="New conversation").click()
@@ -227,6 +508,12 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, served):
     assert page.evaluate(fits)
     dialog = page.locator("dialog").bounding_box()
     assert dialog["x"] >= 0 and dialog["width"] <= 360
+    page.get_by_role("button", name="Close").click()
+    drawer = page.get_by_role("navigation", name="Conversations")
+    assert not drawer.is_visible()
+    page.get_by_role("button", name="Conversations").click()
+    drawer.get_by_role("button", name="New conversation").click()
+    assert not drawer.is_visible() and page.locator(".turn").count() == 0
 
 
 def test_light_and_dark_follow_the_system_and_the_switch(open_page):
@@ -253,18 +540,23 @@ def test_everything_has_a_name(open_page):
 def test_the_page_is_small_and_its_policy_strict():
     page, headers = chat_page()
     policy = headers["content-security-policy"]
-    assert len(page) < 25_000 and b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"") and b"style=" not in page
-    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 2
+    assert len(page) < 80_000 and b"style=" not in page
+    assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
+    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 5
 
 
-def make_picture(url, path, question):
-    """Asks the server at `url` and keeps what the page looks like then."""
+def make_picture(url, path, questions):
+    """Asks the server at `url` each question in a conversation of its own, and keeps the look of the last."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1100, "height": 700})
+        page = browser.new_page(viewport={"width": 1100, "height": 600})
         page.goto(url)
         expect(page.locator("#model option").first).to_be_attached()
-        ask(page, question)
+        for question in questions:
+            page.get_by_role("button", name="New conversation").click()
+            page.evaluate("current.options = {temperature: '0', max_tokens: '250'}")    # a picture that stays
+            ask(page, question)
+        page.mouse.move(550, 300)
         page.screenshot(path=path)
         browser.close()
 
@@ -273,5 +565,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("path")
-    parser.add_argument("--question", default="Explain tides to a child")
+    parser.add_argument("--questions", nargs="+", metavar="TEXT", default=[
+        "What is the capital of France?", "Explain tides to a child",
+        "Write a short Python function that returns the square of a number."])
     make_picture(**vars(parser.parse_args()))

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
+from shoal.api import FinishReason, Request, SamplingParams, SleepState, StructuredOutputsParams
 from shoal.config import EngineConfig
 from shoal.engine import async_llm
 from shoal.engine.async_llm import AsyncLLM
@@ -71,7 +72,8 @@ def with_engine(**options):
         def test(checkpoint):
             async def bounded():
                 async with asyncio.timeout(DEADLINE_S):
-                    llm = await AsyncLLM.start(config(checkpoint, **options.get("engine", {})), restart=options.get("restart", False))
+                    llm = await AsyncLLM.start(config(checkpoint, **options.get("engine", {})), restart=options.get("restart", False),
+                                               engine_timeout=options.get("engine_timeout", 60.0))
                     try:
                         await function(llm)
                     finally:
@@ -177,7 +179,8 @@ async def test_sleep_in_its_three_modes(llm):
         return task
 
     running = await begin("aborted")
-    assert (await llm.sleep(1)).freed_bytes > 0 and await llm.is_sleeping()
+    assert (await llm.sleep(1)).freed_bytes > 0
+    assert await llm.sleep_state() == SleepState(1, {"weights", "kv_cache"}, "host")
     assert (await running)[1] is FinishReason.ABORT
     with pytest.raises(UnavailableError, match="sleep"):
         await run(llm, request("refused"))
@@ -195,7 +198,7 @@ async def test_sleep_in_its_three_modes(llm):
     await llm.wake_up()
     with pytest.raises(UnavailableError, match="wake_up came before"):
         await sleeping
-    assert not await llm.is_sleeping() and len((await run(llm, request("new")))[0]) == 8
+    assert not (await llm.sleep_state()).is_sleeping and len((await run(llm, request("new")))[0]) == 8
     assert await running == (whole, FinishReason.LENGTH)
 
     running = await begin("awaited")
@@ -242,7 +245,7 @@ async def test_a_pause_needs_no_sleep_mode(llm):
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         await llm.sleep(1)
     await llm.sleep(0, mode="wait")
-    assert await llm.is_sleeping()
+    assert await llm.sleep_state() == SleepState(0)
     await llm.wake_up()
     assert len((await run(llm, request(1)))[0]) == 8
 
@@ -273,6 +276,71 @@ async def test_a_killed_core_is_started_again_but_not_for_ever(llm):
         assert llm.info.pid != pid and await run(llm, request(0)) == want
     os.kill(llm.info.pid, signal.SIGKILL)
     await until(lambda: "left alone" in str(llm.dead))
+
+
+@with_engine(engine_timeout=2.0)
+async def test_a_core_that_stops_is_noticed_and_well_again_when_it_goes_on(llm):
+    want = await run(llm, request(0))
+    running = asyncio.create_task(run(llm, request(1, 500)))
+    await asyncio.sleep(0.1)
+    os.kill(llm.info.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"no sign of life for 2 s.*--engine-timeout"):
+        await running
+    for call in (run(llm, request("new")), llm.stats()):
+        with pytest.raises(EngineDeadError, match="no sign of life"):
+            await call
+    os.kill(llm.info.pid, signal.SIGCONT)
+    await until(lambda: llm.dead is None)
+    assert await run(llm, request(0)) == want
+    await llm.check()
+    assert (await llm.stats()).num_running == 0, "what failed goes on"
+
+
+@with_engine(engine_timeout=2.0, restart=True)
+async def test_a_core_that_stops_is_killed_and_started_again_with_restart(llm):
+    pid, want = llm.info.pid, await run(llm, request(0))
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: llm.info.pid != pid and llm.dead is None)
+    assert not psutil.pid_exists(pid) and await run(llm, request(0)) == want
+
+
+@with_engine(engine_timeout=2.0, engine={"tensor_parallel_size": 2})
+async def test_a_step_that_never_ends_is_noticed(llm):
+    """The core itself lives, and waits for a rank that does nothing."""
+    [rank] = psutil.Process(llm.info.pid).children()
+    rank.suspend()
+    try:
+        with pytest.raises(EngineDeadError, match="completed no step for 2 s while requests wait"):
+            await run(llm, request(1, 100))
+    finally:
+        rank.resume()
+    await until(lambda: llm.dead is None)
+    assert len((await run(llm, request(0)))[0]) == 8
+
+
+@with_engine(engine_timeout=2.0)
+async def test_an_idle_core_and_a_closed_one_are_not_hung(llm):
+    await asyncio.sleep(3)
+    assert llm.dead is None and len((await run(llm, request(0)))[0]) == 8
+
+
+@with_engine(restart=True)
+async def test_a_core_comes_back_as_soon_as_there_are_descriptors(llm):
+    """However many tries fail for want of them."""
+    want = await run(llm, request(0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_llm, "SHORTAGE_PAUSE_S", 0.1)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() - 5, hard))
+            os.kill(llm.info.pid, signal.SIGKILL)
+            await until(lambda: llm.dead is not None)
+            await asyncio.sleep(2)
+            assert llm.dead is not None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await until(lambda: llm.dead is None)
+    assert await run(llm, request(0)) == want
 
 
 @pytest.mark.parametrize(("options", "kind", "words"), [

@@ -1,0 +1,46 @@
+"""Whether an engine's core still works, judged by its beats. Pure: time comes as an argument."""
+
+from __future__ import annotations
+
+from shoal.wire import BEAT_S, Beat
+
+CPU_PATIENCE = 10.0     # a step that computes on the CPU may take so many times as long as one that does not
+BUSY_SHARE = 0.1        # of a core: a process that uses more of it computes
+MOST_TICK_S = 2.0       # a longer time without a tick means that the watcher stood still, not the watched
+
+
+class Watchdog:
+    """Watches one core. It is silent if no beat comes, or if beats tell of a step that does not end.
+
+    Calls (waking, new weights, a profile) may take as long as they like, and so may a core without work. A step on the CPU may take
+    minutes, and is told from a hung one by the processor time that it uses.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """timeout_s: the silence after which a core counts as hung; 0: it never does."""
+        self.timeout_s = timeout_s
+        self.unheard_s = 0.0    # since the last beat
+        self.stuck_s = 0.0      # of the step that runs; on the CPU, time in which it computes counts less
+        self._last = Beat(-1, "", 0.0)
+
+    def beat(self, beat: Beat) -> None:
+        last, self._last = self._last, beat
+        used = beat.cpu_seconds - last.cpu_seconds
+        self.unheard_s = 0.0
+        if beat.doing != "step" or beat.progress != last.progress:
+            self.stuck_s = 0.0
+        elif used > BUSY_SHARE * BEAT_S:
+            self.stuck_s += BEAT_S / CPU_PATIENCE
+        else:
+            self.stuck_s += BEAT_S
+
+    def tick(self, elapsed_s: float) -> str | None:
+        """Called about every BEAT_S with the seconds since the last call. Returns what is wrong, or None."""
+        self.unheard_s += min(elapsed_s, MOST_TICK_S)
+        if not self.timeout_s:
+            return None
+        if self.unheard_s >= self.timeout_s:
+            return f"has shown no sign of life for {self.timeout_s:g} s"
+        if self.stuck_s >= self.timeout_s:
+            return f"has completed no step for {self.timeout_s:g} s while requests wait"
+        return None
