@@ -53,7 +53,7 @@ def check_room(config: EngineConfig, model: ModelConfig, packed_bytes: int | Non
     length = config.max_model_len or 0
     blocks = (config.max_num_seqs or 0) * -(-length // config.block_size)
     tables = 4 * (length * model.head_dim + blocks)    # of rotations and of blocks
-    total = torch.cuda.mem_get_info()[1] if gpu else total_bytes()
+    total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
     if weights + tables > total:
         raise ConfigError(f"{config.model}: {num_weights(model):,} weights of {weights} bytes, and tables "
                           f"of {tables} bytes for max_model_len {length} and max_num_seqs "
