@@ -279,7 +279,7 @@ def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_
         LLM(str(tmp_path), load_format="dummy", device="cpu", skip_tokenizer_init=True)
 
 
-@pytest.mark.parametrize("option", [dict(max_num_seqs=10**8), dict(max_model_len=2**28)])
+@pytest.mark.parametrize("option", [dict(max_num_seqs=65536), dict(max_model_len=2**28)])
 def test_tables_that_no_machine_holds_are_refused_before_they_are_made(option):
     model = ModelConfig.from_hf(CONFIG | {"max_position_embeddings": 2**28, "num_attention_heads": 1,
                                           "head_dim": 4096}, "config.json")

@@ -1,4 +1,4 @@
-"""GGUF files: written by the gguf package from transformers' models, read back under Hugging Face names. Damage: test_checkpoint_fuzz.py."""
+"""GGUF files: written by the gguf package, read back under Hugging Face names. Damage: test_checkpoint_fuzz.py."""
 
 from __future__ import annotations
 
