@@ -2,10 +2,10 @@
 
     python -m tests.checkpoint_fuzz FOLDER --seed 1 --cases 1000
 
-FOLDER holds `hf` and `model.gguf`, both whole (`write_whole` makes them). Each case follows from seed and
-number alone. A case must end as a checkpoint or as a UserError that names a file, in bounded time and memory:
-the process that tries them has a limit on its address space, and a watchdog that ends it. What happened is
-printed as JSON.
+FOLDER holds `hf`, `bytes.gguf` and `pieces.gguf`, all whole; it is made if it is not there. Each case follows
+from seed and number alone. A case must end as a checkpoint or as a UserError that names a file, in bounded
+time and memory: the process that tries them has a limit on its address space, and a watchdog that ends it.
+What happened is printed as JSON.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ MORE_BYTES = 3 << 30         # of address space, beyond what an idle process has
 INTEGERS = [0, 1, -1, 2, 3, 5, 7, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1,
             2**63, 2**64 - 1, 10**400]
 VALUES = [None, True, False, *INTEGERS, 0.5, -0.5, 1e-308, 1e308, math.nan, math.inf, -math.inf, "", "text",
-          "7", "../../etc/passwd",
-          "/dev/zero", "a\0b", "\ud800", "{}", "{0.__class__}", "\x1b[2J", [], {}, [[]], [None], [1, "a"],
-          {"a": 1}, ["x"] * 1000]
+          "7", "../../etc/passwd", "/dev/zero", "a\0b", "\ud800", "{}", "{0.__class__}", "\x1b[2J",
+          [], {}, [[]], [None], [1, "a"], {"a": 1}, ["x"] * 1000]
 HUGE = ["x" * 200_000, list(range(20_000)), {str(i): [] for i in range(5_000)}]
 
 
