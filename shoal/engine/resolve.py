@@ -13,8 +13,9 @@ import torch
 
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
-from shoal.memory.available import available_bytes
+from shoal.memory.available import available_bytes, total_bytes
 from shoal.models.config import ModelConfig
+from shoal.models.shapes import num_weights
 
 CPU_CACHE_BYTES = 1 << 30
 ALIASES = {"half": "float16", "float": "float32"}
@@ -41,6 +42,24 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if gpu else 1024),
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_CACHE_BYTES),
         async_scheduling=gpu if config.async_scheduling is None else config.async_scheduling)
+
+
+def check_room(config: EngineConfig, model: ModelConfig, packed_bytes: int | None) -> None:
+    """Raises ConfigError for a model that the machine could never hold, before anything is made for it.
+    `config` is a resolved one; `packed_bytes`: of weights that stay as a GGUF file has them."""
+    size, gpu = config.tensor_parallel_size, config.device == "cuda"
+    width = getattr(torch, config.dtype).itemsize
+    weights = num_weights(model) * width // (size if gpu else 1) if packed_bytes is None else packed_bytes
+    length = config.max_model_len or 0
+    blocks = (config.max_num_seqs or 0) * -(-length // config.block_size)
+    tables = 4 * (length * model.head_dim + blocks)    # of rotations and of blocks
+    total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
+    if weights + tables > total:
+        raise ConfigError(f"{config.model}: {num_weights(model):,} weights of {weights} bytes, and tables "
+                          f"of {tables} bytes for max_model_len {length} and max_num_seqs "
+                          f"{config.max_num_seqs}, are more than the {total} bytes that "
+                          f"{'the GPU' if gpu else 'this machine'} has; take a smaller model, or lower "
+                          "max_model_len or max_num_seqs")
 
 
 def _longest(model: ModelConfig) -> int:
