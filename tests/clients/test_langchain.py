@@ -1,5 +1,8 @@
 """langchain-openai's ChatOpenAI."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -93,3 +96,11 @@ def test_embeddings(url, model):
     )
     [one, two] = embedder.embed_documents(["one", "two"])
     assert len(one) == len(two) == 576 and one == embedder.embed_query("one")
+
+
+def test_the_example_runs(url, model):
+    script = Path(__file__).parents[2] / "examples" / "langchain_tools.py"
+    done = subprocess.run([sys.executable, str(script), "--base-url", f"{url}/v1", "--model", model], capture_output=True,
+                          text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "shape: name=" in done.stdout and "call: get_weather" in done.stdout
