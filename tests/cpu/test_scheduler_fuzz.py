@@ -62,7 +62,7 @@ class ToyGrammar:
     def accept(self, token_id: int) -> bool:
         assert not self.ended and self.error is None and not self._is_closed, "a token after the grammar's end"
         assert self._num_delays < 0, "a token before the grammar was ready"
-        self._num_delays = token_id % 3
+        self._num_delays = 2 if token_id % 8 == 0 else 0
         if token_id in self.REFUSED:
             self.error = "refused"
             return False
