@@ -179,8 +179,8 @@ class EngineConfig:
             if value is None and name not in ("tensor_parallel_size", "block_size", "long_prefill_token_threshold", "max_logprobs",
                                               "kv_host_bytes", "kv_offload_min_uses"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"{name} {value!r} is not an integer of at least {low}; choose one")
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
+                raise ConfigError(f"{name} {value!r} is not an integer from {low} to 2^63 - 1; choose one")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default")
         share = self.gpu_memory_utilization
@@ -228,6 +228,7 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "0.0.0.0 serves every network this machine is on")
     port: int = option(8000, "0: any that is free")
+    uds: str | None = option(None, "serve on a Unix socket at this path, of mode 0600, in place of host and port")
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
     admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
     served_model_name: list[str] | None = option(None, "names clients use; the first is the one answered with; default: the model as given")
@@ -281,7 +282,7 @@ class ServerConfig:
                               ("reasoning_parser", ("auto", "qwen3", "none"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
-        if self.admin_port == self.port != 0 and self.admin_host == self.host:
+        if self.admin_port == self.port != 0 and self.admin_host == self.host and self.uds is None:
             raise ConfigError(f"admin_port {self.admin_port} is the public port too; give each a port of its own")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")

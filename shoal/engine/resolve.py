@@ -13,10 +13,12 @@ import torch
 
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
+from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes
 from shoal.models.config import ModelConfig
 
 CPU_CACHE_BYTES = 1 << 30
+PENALTY_BYTES = 5    # a sequence keeps for each token of the vocabulary once a penalty is asked for: a flag and a count
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -35,12 +37,35 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > (longest := _longest(model)):
         raise ConfigError(f"max_model_len {max_model_len} > {longest}, the most positions this model's config allows; lower it")
-    return replace(
+    resolved = replace(
         config, device=device, dtype=_dtype(config, model, gpu, quantized), max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if gpu else 1024),
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_CACHE_BYTES),
         async_scheduling=gpu if config.async_scheduling is None else config.async_scheduling)
+    _check_memory(config, resolved, model)
+    return resolved
+
+
+def _check_memory(given: EngineConfig, config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for a number that asks for more memory than can be had, before anything is made for it. `config`: `given` with its
+    defaults filled in. This is a rough bound below what is really needed: it finds what never fits."""
+    free = available_bytes() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+    itemsize = getattr(torch, config.dtype).itemsize
+    num_seqs, max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
+    blocks = -(-max_model_len // config.block_size)
+    block_bytes = model.num_layers * 2 * model.kv_heads_per_rank(config.tensor_parallel_size) * config.block_size * model.head_dim * itemsize
+    num_tokens = min(config.max_num_batched_tokens or 0, num_seqs * max_model_len)
+    state = torch.int32.itemsize * StateLayout(num_seqs, blocks).row_stride + PENALTY_BYTES * model.vocab_size
+    needs = [("max_num_seqs", num_seqs, state, "for each sequence's state"),
+             ("max_num_batched_tokens", num_tokens, 4 * model.hidden_size * itemsize, "for each token of a step"),
+             ("num_gpu_blocks_override", given.num_gpu_blocks_override or 0, block_bytes, "for each KV block"),
+             ("kv_cache_memory_bytes", given.kv_cache_memory_bytes or 0, 1, "")]
+    for name, count, size, what in needs:
+        if count * size > free:
+            each = f" {what} ({size} each)" if what else ""
+            raise ConfigError(f"{name} {getattr(config, name)} needs {count * size} bytes{each}, and {free} are free here; lower it to "
+                              f"{free // size} or, as the rest of the engine wants memory too, less")
 
 
 def _longest(model: ModelConfig) -> int:

@@ -2,6 +2,7 @@
 
 import resource
 import socket
+import stat
 import threading
 
 import psutil
@@ -11,7 +12,7 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
 from shoal.server.connection import MAX_HEADER_BYTES
-from shoal.server.run import max_connections
+from shoal.server.run import max_connections, open_ports
 from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
 
 COMPLETE = "/v1/completions"
@@ -170,3 +171,45 @@ def test_where_files_run_out_the_log_says_so_once_and_the_server_lives_on(caplog
 def test_more_connections_than_files_are_a_mistake():
     with pytest.raises(ConfigError, match=r"max_connections 100000000 .* open files .*ulimit -n"):
         max_connections(ServerConfig(max_connections=100_000_000))
+
+
+def over_file(path, data):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
+        connection.connect(str(path))
+        connection.sendall(data)
+        return read_until(connection)
+
+
+def test_a_unix_socket_serves_its_owner_alone_and_is_removed_at_the_end(tmp_path):
+    path = tmp_path / "shoal.sock"
+    last = GET.replace(b"Host: x", b"Connection: close")
+    with FakeServer(uds=str(path)) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert b" 200 OK" in over_file(path, last)
+        assert b'"usage"' in over_file(path, post(COMPLETE, {**LONG, "max_tokens": 2}, more_headers="Connection: close\r\n"))
+        with pytest.raises(ConfigError, match="another server listens there"):
+            open_ports(ServerConfig(uds=str(path)))
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(path))
+        server.say("word ", token_seconds=1.0)
+        connection.sendall(post(COMPLETE, {**LONG, "stream": True}) + GET)
+        eventually(lambda: len(server.engine._running) == 1)
+        connection.close()
+        eventually(lambda: idle(server))
+    assert not path.exists()
+
+
+def test_the_socket_of_a_killed_server_is_replaced_and_no_other_file(tmp_path):
+    path = tmp_path / "shoal.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with FakeServer(uds=str(path)):
+        assert b" 200 OK" in over_file(path, GET.replace(b"Host: x", b"Connection: close"))
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match=r"uds .* no socket is there; choose another path"):
+        open_ports(ServerConfig(uds=str(path)))
+    assert path.read_text() == "precious"
+    for bad in (str(tmp_path / ("x" * 200)), str(tmp_path / "none" / "sock"), "a\0b"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            open_ports(ServerConfig(uds=bad))

@@ -1,6 +1,7 @@
 """Random raw HTTP, JSON bodies and clients that leave at every stage, against the real server before a fake engine.
 
-Whatever comes, no answer is a 5xx but 503 and 504, every connection ends by itself, nothing is left behind, and the log is silent.
+Whatever comes, no answer is a 5xx but 503 and 504, every connection ends by itself, nothing is left behind,
+and the log is silent.
 SHOAL_FUZZ_SEED repeats a run; SHOAL_FUZZ_CASES is the number of cases of the long runs.
 """
 
@@ -25,7 +26,9 @@ from tests.http_shapes import ADMIN_PATHS, BODIES, LAST, SMUGGLING, raw_request,
 
 SEED = int(os.environ.get("SHOAL_FUZZ_SEED", random.randrange(1 << 30)))
 CASES = int(os.environ.get("SHOAL_FUZZ_CASES", 20_000))
-long = pytest.mark.parametrize("cases", [300, pytest.param(CASES, marks=[pytest.mark.slow, pytest.mark.timeout(0)])], ids=["short", "long"])
+long = pytest.mark.parametrize("cases", [300, pytest.param(CASES, marks=[pytest.mark.slow,
+                                                                         pytest.mark.timeout(0)])],
+                                                                         ids=["short", "long"])
 AT_ONCE = 150
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 RESET = struct.pack("ii", 1, 0)    # SO_LINGER: the end is a reset
@@ -112,7 +115,8 @@ def test_spoilt_json_is_answered_or_refused(cases, server):
     rng = random.Random(SEED)
     statuses = collections.Counter()
     ports = {True: server.admin_port, False: server.port}
-    connections = {is_admin: http.client.HTTPConnection("127.0.0.1", port, timeout=60) for is_admin, port in ports.items()}
+    connections = {is_admin: http.client.HTTPConnection("127.0.0.1", port, timeout=60) for is_admin,
+                   port in ports.items()}
     paths = list(BODIES)
     for number in range(2 * cases):
         path = paths[number % len(paths)]
@@ -130,7 +134,8 @@ def test_spoilt_json_is_answered_or_refused(cases, server):
     assert statuses[200] and statuses[400]
 
 
-STAGES = ("before the head", "in the head", "before the body", "in the body", "at once", "before the first token", "in the stream", "in the answer",
+STAGES = ("before the head", "in the head", "before the body", "in the body", "at once",
+          "before the first token", "in the stream", "in the answer",
           "with one behind", "with many behind")
 
 
@@ -142,12 +147,14 @@ def test_whoever_leaves_at_any_stage_leaves_nothing_behind(cases, server):
 
     async def one(stage):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        body = {"prompt": "a", "max_tokens": 200, "stream": stage != "in the answer", "n": rng.choice((1, 1, 4))}
+        body = {"prompt": "a", "max_tokens": 200, "stream": stage != "in the answer",
+                "n": rng.choice((1, 1, 4))}
         data = post("/v1/completions", body)
         head = data.index(b"\r\n\r\n") + 4
         sent = {"before the head": 0, "in the head": rng.randrange(1, head), "before the body": head,
                 "in the body": rng.randrange(head, len(data))}
-        behind = {"with one behind": b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n", "with many behind": data * rng.randrange(1, 30)}
+        behind = {"with one behind": b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n",
+                  "with many behind": data * rng.randrange(1, 30)}
         try:
             writer.write(data[:sent.get(stage, len(data))] + behind.get(stage, b""))
             await writer.drain()
