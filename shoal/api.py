@@ -16,6 +16,8 @@ from shoal.errors import ConfigError, RequestError
 MAX_LOGIT_BIAS = 100.0
 MEMORY_TAGS = ("weights", "kv_cache")        # the regions that can sleep
 SLEEP_MODES = ("abort", "wait", "keep")      # what becomes of requests that run
+# Upper bounds by which steps are counted: vLLM's.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class FinishReason(enum.StrEnum):
@@ -27,6 +29,9 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"      # the engine failed
 
 
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 @dataclass(slots=True)
 class StructuredOutputsParams:
     """What the text of an answer must be: exactly one of the fields is given. Names are vLLM's; raises RequestError otherwise."""
@@ -36,13 +41,19 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None                         # Lark, or GBNF/EBNF where it begins with `root ::=`
     json_object: bool | None = None                    # any JSON object
+    # Alternatives and sequences of texts and JSON, in xgrammar's form, or their JSON text.
+    structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None              # between the tokens of JSON
+    # Objects have the keys that their schema names and no others, unless it says so itself. None: as
+    # structured_outputs_config says.
+    disable_additional_properties: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name) not in (None, False)]
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             what = f"gives {' and '.join(given)}" if given else "gives none of its kinds"
-            raise RequestError(f"structured_outputs {what}; give exactly one of json, regex, choice, grammar, json_object")
+            raise RequestError(f"structured_outputs {what}; give exactly one of "
+                               f"{', '.join(STRUCTURED_KINDS)}")
         if self.choice is not None and (not isinstance(self.choice, list) or not all(isinstance(c, str) and c for c in self.choice)
                                         or not self.choice):
             raise RequestError(f"structured_outputs.choice {self.choice!r:.80} is not a list of texts; give at least one")
@@ -121,11 +132,12 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), -1)
         if self.seed is not None and not isinstance(self.seed, int):
-            raise RequestError(f"seed {self.seed!r} is not an integer; give an integer or None")
+            raise RequestError(f"seed {self.seed!r} is not an integer; give one, or leave it out")
         if not all(isinstance(s, str) and s for s in self.stop or ()):
             raise RequestError(f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one character")
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True; use stop_token_ids, or let the engine detokenize")
+            raise RequestError("stop strings need text, and this request is for token ids alone (detokenize "
+                               "is off); use stop_token_ids")
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
             if ids and not all(isinstance(i, int) and i >= 0 for i in ids):
@@ -232,6 +244,7 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0                  # of those: for a grammar, a store, a sleeping model
     num_blocks: int = 0
     num_free_blocks: int = 0               # free or evictable
     num_preemptions: int = 0
@@ -241,10 +254,26 @@ class Stats:
     external_prefix_cache_hits: int = 0    # tokens fetched
     kv_dropped_blocks: int = 0             # evicted from the device, and kept nowhere else
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)    # "host", "disk", "store", those there are
+    step_tokens: int = 0                   # computed in all steps
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     @property
     def kv_cache_usage(self) -> float:
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What a model's files say of it, for whoever lists models. Nothing in here is needed to run it."""
+
+    architecture: str = ""                 # "llama", "qwen3"
+    format: str = ""                       # "gguf" | "safetensors"
+    num_parameters: int = 0
+    quantization: str = ""                 # the type of most weights: "Q4_K", "BF16"
+    num_bytes: int = 0                     # of the files with weights
+    modified: float = 0.0                  # seconds since 1970
+    digest: str = "0" * 64                 # hexadecimal, another for other files
+    sizes: Mapping[str, int] = field(default_factory=dict)    # "embedding_length" and more of GGUF's names
 
 
 class Engine(Protocol):

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 import time
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from shoal.api import SamplingParams
 from shoal.errors import RequestError
@@ -24,36 +28,84 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
 
 
 def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_iters: int, output_json: str | None) -> dict[str, Any]:
-    """Runs `batch` requests at once, `num_iters` times after a warm-up, each time on new prompts (no prefix is cached). Prints the best."""
+    """Runs `batch` requests at once, `num_iters` times after a warm-up.
+
+    Each run has new prompts, so that no prefix is cached. Prints the best run's figures and returns them.
+    """
     output_len = params.max_tokens or 0
     if num_iters < 1:
         raise RequestError(f"{num_iters} timed runs; ask for at least 1")
     prompts = [_prompts(llm, batch, input_len, output_len, seed) for seed in range(num_iters + 2)]
+    dtype, machine = str(llm.config.dtype), describe_machine(llm)
+    print(f"{llm.config.model} ({dtype}) on {machine}\n"
+          f"{_plural(batch, 'request')} at once, each with {input_len} random prompt tokens and {output_len} "
+          f"generated ones; the best of {_plural(num_iters, 'run')} after a warm-up", flush=True)
     seconds = []
-    for i in range(num_iters + 1):
-        start = time.perf_counter()
-        llm.generate(prompts[i], params, use_tqdm=False)
-        if i:
-            seconds.append(time.perf_counter() - start)
+    with tqdm(total=num_iters + 2, unit="run", leave=False, disable=None) as bar:
+        for i in range(num_iters + 1):
+            bar.set_description(f"run {i} of {num_iters}" if i else "warm-up")
+            start = time.perf_counter()
+            llm.generate(prompts[i], params, use_tqdm=False)
+            if i:
+                seconds.append(time.perf_counter() - start)
+            bar.update()
+        bar.set_description("what the machine can do")
+        ceilings = measure_ceilings(llm)
+        idle = idle_share(llm, prompts[-1], params)
+        bar.update()
     best = min(seconds)
-    ceilings = measure_ceilings(llm)
     least = floor_of(llm, ceilings).run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs or batch).seconds
     figures = {
+        "model": llm.config.model, "dtype": dtype, "machine": machine,
         "batch": batch, "input_len": input_len, "output_len": output_len, "seconds": best, "seconds_all": seconds,
-        "requests_per_s": batch / best, "output_tokens_per_s": batch * output_len / best,
+        "requests_per_s": batch / best, "prompt_tokens_per_s": batch * input_len / best,
+        "output_tokens_per_s": batch * output_len / best,
         "total_tokens_per_s": batch * (input_len + output_len) / best, "ms_per_token": best / output_len * 1e3,
-        "floor_seconds": least, "fraction_of_floor": least / best, "gpu_idle_share": idle_share(llm, prompts[-1], params),
+        "floor_seconds": least, "fraction_of_floor": least / best, "gpu_idle_share": idle,
         "bytes_per_s": ceilings.bytes_per_s, "flops_per_s": ceilings.flops_per_s,
     }
-    idle = figures["gpu_idle_share"]
-    print(f"{batch} requests of {input_len} + {output_len} tokens: {best:.3f} s (best of {num_iters}), "
-          f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all, "
-          f"{figures['ms_per_token']:.2f} ms a token; {least / best:.0%} of the floor ({ceilings.bytes_per_s / 1e9:.0f} GB/s and "
-          f"{ceilings.flops_per_s / 1e9:.0f} GFLOP/s were measured)" + ("" if idle is None else f"; GPU idle between steps {idle:.1%}"))
+    print(table(figures))
     if output_json:
         with open(output_json, "w") as file:
             json.dump(figures, file, indent=1)
     return figures
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures in plain words, a line each."""
+    rows = [
+        ("Time of the run", f"{figures['seconds']:.3f} s"),
+        ("Requests answered", f"{figures['requests_per_s']:.2f} requests/s"),
+        ("Prompts read", f"{figures['prompt_tokens_per_s']:.1f} prompt tokens/s"),
+        ("Text generated", f"{figures['output_tokens_per_s']:.1f} output tokens/s"),
+        ("Both together", f"{figures['total_tokens_per_s']:.1f} tokens/s"),
+        ("Each request's next token",
+         f"every {figures['ms_per_token']:.2f} ms, its share of the prompt included"),
+        ("Beside the floor",
+         f"{figures['fraction_of_floor']:.0%} of the floor's speed: what "
+         f"{figures['bytes_per_s'] / 1e9:.0f} GB/s and {figures['flops_per_s'] / 1e9:.0f} GFLOP/s allow here"),
+    ]
+    if figures["gpu_idle_share"] is not None:
+        rows.append(("GPU idle between steps", f"{figures['gpu_idle_share']:.1%} of the time"))
+    return "\n".join(f"  {name:27} {value}" for name, value in rows)
+
+
+def describe_machine(llm: LLM) -> str:
+    """What the engine runs on: its GPUs, or the processor and how many threads of it."""
+    import torch
+
+    assert llm.core.runner is not None
+    if llm.core.runner.device.type == "cuda":
+        count = llm.core.config.tensor_parallel_size
+        return (f"{count} x " if count > 1 else "") + torch.cuda.get_device_name(llm.core.runner.device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+    return f"{name}, {_plural(torch.get_num_threads(), 'thread')}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def trace(llm: LLM, params: SamplingParams, batch: int, input_len: int, folder: str) -> list[str]:

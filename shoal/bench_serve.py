@@ -33,19 +33,21 @@ MAX_LINE_BYTES = 1 << 24    # of a stream
 class ServeBench:
     """What is asked of the server: the flags of the command. Raises ConfigError."""
 
-    base_url: str = option("http://127.0.0.1:8000", "where the server is")
-    endpoint: str = option("completions", "completions or chat")
-    model: str | None = option(None, "by default the first that the server lists")
-    api_key: str | None = option(None, "sent as a bearer token; also taken from OPENAI_API_KEY")
-    dataset_name: str = option("random", "random or sharegpt")
+    base_url: str = option("http://127.0.0.1:8000", "where the server is", common=True)
+    endpoint: str = option("completions", "completions or chat", common=True)
+    model: str | None = option(None, "by default the first that the server lists", common=True)
+    api_key: str | None = option(None, "sent as a bearer token; also taken from OPENAI_API_KEY", common=True)
+    dataset_name: str = option("random", "random or sharegpt", common=True)
     dataset_path: str | None = option(None, "for sharegpt: a JSON list of {'conversations': [{'value': text}, ...]}")
-    num_prompts: int = option(1000, "requests")
+    num_prompts: int = option(1000, "requests", common=True)
     num_warmups: int = option(0, "requests sent before, all at once, which are not counted")
-    request_rate: float = option(math.inf, "requests a second in the mean; inf: all at once")
+    request_rate: float = option(math.inf, "requests a second in the mean; inf: all at once", common=True)
     burstiness: float = option(1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)")
-    max_concurrency: int | None = option(None, "most requests under way; others wait in the client, which is not counted as latency")
-    random_input_len: int = option(1024, "tokens of a prompt (words, with chat)")
-    random_output_len: int = option(128, "tokens of an answer")
+    max_concurrency: int | None = option(
+        None, "most requests under way; others wait in the client, which is not counted as latency",
+        common=True)
+    random_input_len: int = option(1024, "tokens of a prompt (words, with chat)", common=True)
+    random_output_len: int = option(128, "tokens of an answer", common=True)
     random_range_ratio: float = option(0.0, "lengths vary by this fraction, up and down")
     random_prefix_len: int = option(0, "tokens that all prompts begin with, beside their own")
     sharegpt_output_len: int | None = option(None, "tokens of an answer; by default a quarter of the characters of the file's answer")

@@ -12,22 +12,31 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.parser
+import jinja2.runtime
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shoal import tool_prompt
 from shoal.errors import RequestError
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Marks where a continued message ends. The space at its end tells whether the template trims messages.
 CONTINUE = "<|continue here|> "
+PROBE = "Does this appear?"
+PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
+MOST_REPEATED = 10_000_000    # characters or items that a template's `*` may make
+MOST_BITS = 100_000           # of a number that its `**` may make
+# What a template's own code may raise.
+FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
 
 class ChatTemplate:
     """One compiled template."""
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -38,40 +47,84 @@ class ChatTemplate:
             line = getattr(error, "lineno", "?")
             raise RequestError(f"the chat template is not valid Jinja: {error} (line {line}); give another as chat_template") from None
         self._reads_parts = _loops_over_content(tree)
+        self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
+        self._reads_calls = _names(tree, "tool_calls")
+        self._knows_developer = _names(tree, "developer")
 
     def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, continue_final_message: bool = False,
-               tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
-        """Raises RequestError for malformed messages, and with the template's own words if it refuses them."""
+               tools: list[dict[str, Any]] | None = None, tool_call_parser: str = "hermes",
+               **variables: Any) -> str:
+        """Raises RequestError for malformed messages, and with the template's own words if it refuses them.
+
+        tool_call_parser: in whose format tools and calls are written if the template doesn't
+        (tool_prompt.py).
+        """
         if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message and add_generation_prompt exclude each other; set one of them to False")
+            raise RequestError("continue_final_message and add_generation_prompt exclude each other; switch "
+                               "one of them off")
         messages = [self._prepare(i, message) for i, message in enumerate(_checked(messages))]
+        tools = _plain(tools, "tools")
+        variables = {"documents": None, **_plain(variables, "the chat template's variables")}
+        if not self._reads_calls:
+            messages = tool_prompt.with_calls_as_text(messages, tool_call_parser)
+        if tools and not self.reads_tools:
+            messages = tool_prompt.with_tools(messages, tool_prompt.describe(tools, tool_call_parser),
+                                              self._takes_system(variables))
         if continue_final_message:
             _mark_end(messages[-1])
         try:
-            text = self._template.render({"documents": None, **_plain(variables, "the chat template's variables"), "messages": messages,
-                                          "tools": _plain(tools, "tools"), "add_generation_prompt": add_generation_prompt})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
-            raise RequestError(f"the chat template does not take these messages: {error}") from None
+            text = self._template.render({**variables, "messages": messages, "tools": tools,
+                                          "add_generation_prompt": add_generation_prompt})
+        except (jinja2.TemplateError, *FAILURES) as error:
+            raise RequestError(f"messages: the chat template does not take them: {error}") from None
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _takes_system(self, variables: dict[str, Any]) -> bool:
+        """Whether the template writes a system message, as it shows with one."""
+        messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "Hello"}]
+        try:
+            return PROBE in self._template.render({**variables, "messages": messages, "tools": None,
+                                                   "add_generation_prompt": False})
+        except (jinja2.TemplateError, *FAILURES):
+            return False
 
     def _prepare(self, i: int, message: Any) -> dict[str, Any]:
         """A plain copy, its content as this template expects it: text, or text parts if it loops over them."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {i} {message!r:.80} is no dict with a 'role'; a message is {{'role': 'user', 'content': 'text'}}")
+            raise RequestError(f"messages[{i}] {message!r:.80} is no object with a role; a message is "
+                               f"{{'role': 'user', 'content': 'text'}}")
         # As with OpenAI's API, what is None is absent; a message of nothing but tool calls has empty content.
-        message = {key: value for key, value in _plain(message, f"message {i}").items() if value is not None}
+        plain = _plain(message, f"messages[{i}]")
+        message = {key: value for key, value in plain.items() if value is not None}
+        if message["role"] == "developer" and not self._knows_developer:    # OpenAI's newer name
+            message["role"] = "system"
         content = message.get("content", "")
         if isinstance(content, list):
             texts = [_part_text(i, part) for part in content]
             content = [{"type": "text", "text": t} for t in texts] if self._reads_parts else "\n".join(texts)
         elif not isinstance(content, str):
-            raise RequestError(f"the content {content!r:.80} of message {i} is neither text nor a list of text parts")
+            raise RequestError(f"messages[{i}].content {content!r:.80} is neither text nor a list of text "
+                               f"parts")
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list):
-            raise RequestError(f"the tool_calls {calls!r:.80} of message {i} are no list of calls")
+            raise RequestError(f"messages[{i}].tool_calls {calls!r:.80} are no list of calls")
         for call in calls:
             _parse_arguments(i, call)
         return {**message, "content": content}
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which one operator cannot take all memory or all time either."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        for one, other in ((left, right), (right, left)):
+            if operator == "*" and isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > MOST_REPEATED:
+                raise ValueError(f"a text or list of {len(one)} times {other} is more than {MOST_REPEATED} long")
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+            raise ValueError(f"{left} ** {right} has more than {MOST_BITS} bits")
+        return super().call_binop(context, operator, left, right)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -86,16 +139,40 @@ class _Generation(jinja2.ext.Extension):
 
 def _checked(messages: Any) -> Sequence[Any]:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError(f"the conversation {messages!r:.80} is no list of messages; give [{{'role': 'user', 'content': 'text'}}]")
+        raise RequestError(f"messages {messages!r:.80} is no list of messages; give [{{'role': 'user', "
+                           f"'content': 'text'}}]")
     return messages
 
 
 def _plain(value: Any, what: str) -> Any:
-    """JSON values: an object with methods of its own would be a way out of the sandbox."""
+    """A copy of JSON values: an object with methods of its own would be a way out of the sandbox."""
     try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError, RecursionError) as error:
+        return _copied(value)
+    except (TypeError, RecursionError) as error:
         raise RequestError(f"{what}: {error}; only what JSON can express may be in a conversation") from None
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        return value
+    if isinstance(value, dict):
+        return {key if type(key) is str else _key(key): _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied(item) for item in value]
+    for plain in (str, bool, int, float):    # a class of its own may bring methods of its own
+        if isinstance(value, plain):
+            return plain(value)
+    raise TypeError(f"a {kind.__name__} is no value of JSON")
+
+
+def _key(key: Any) -> str:
+    """As JSON writes keys that are no texts."""
+    if isinstance(key, str):
+        return str(key)
+    if key is None or isinstance(key, (bool, int, float)):
+        return json.dumps(key)
+    raise TypeError(f"keys must be texts, and {key!r:.80} is none")
 
 
 def _part_text(i: int, part: Any) -> str:
@@ -103,7 +180,8 @@ def _part_text(i: int, part: Any) -> str:
         return part
     if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str):
         return part["text"]
-    raise RequestError(f"message {i} has a content part {part!r:.80}; this model reads text: {{'type': 'text', 'text': ...}}")
+    raise RequestError(f"messages[{i}].content has the part {part!r:.80}; this model reads text: {{'type': "
+                       f"'text', 'text': ...}}")
 
 
 def _parse_arguments(i: int, call: Any) -> None:
@@ -113,7 +191,8 @@ def _parse_arguments(i: int, call: Any) -> None:
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"the arguments {function['arguments']!r:.80} of a tool call in message {i} are not JSON: {error}") from None
+            raise RequestError(f"messages[{i}].tool_calls has the arguments {function['arguments']!r:.80}, "
+                               f"which are not JSON: {error}") from None
 
 
 def _mark_end(message: dict[str, Any]) -> None:
@@ -143,6 +222,12 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 
     names |= {a.target.name for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name) and is_content(a.node)}
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _names(tree: nodes.Template, name: str) -> bool:
+    """Whether the template asks for this attribute, or for something by this text."""
+    return (any(node.attr == name for node in tree.find_all(nodes.Getattr))
+            or any(node.value == name for node in tree.find_all(nodes.Const)))
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,

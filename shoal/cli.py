@@ -1,4 +1,7 @@
-"""The `shoal` command. The engine's flags are EngineConfig's fields, so the two never differ. Heavy imports happen inside commands."""
+"""The `shoal` command: its parser and what each command runs. Heavy imports happen inside commands.
+
+The engine's flags are EngineConfig's fields, so the two never differ.
+"""
 
 from __future__ import annotations
 
@@ -6,151 +9,185 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
-import time
-import types
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal import bench_serve
-from shoal.api import RequestOutput, SamplingParams
+from shoal import bench_serve, logs
+from shoal.api import SamplingParams
 from shoal.bench_serve import ServeBench
-from shoal.config import EngineConfig, ServerConfig
-from shoal.errors import ConfigError, RequestError, ShoalError
+from shoal.cli_options import SAMPLING, Parser, given_options, integer
+from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from shoal.errors import ConfigError, ShoalError
 from shoal.version import __version__
 
-SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 is greedy"), "top_p": (float, "smallest set of tokens with this probability mass"),
-    "top_k": (int, "the k most likely tokens; 0 is off"), "min_p": (float, "tokens at least this fraction as likely as the best"),
-    "repetition_penalty": (float, "above 1 discourages what was said"), "seed": (int, "same seed, same tokens"),
-    "max_tokens": (int, "most tokens of an answer"),
-}
-
+DESCRIPTION = "A small, very fast LLM inference system."
 SERVE_DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within --shutdown-timeout; a second
 signal ends it at once. If the engine's process dies the server stays up: its requests fail, /health is 503, and with --restart the engine
 comes back."""
+CHAT_DESCRIPTION = "A conversation, with a model on this machine or (--url) on a server. /help explains."
+MODELS_DESCRIPTION = "Lists the models in this machine's caches; `shoal models rm NAME` removes one."
+PROFILE_DESCRIPTION = "Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name."
+COMPLETION_DESCRIPTION = """Prints a script that completes this command. bash: eval "$(shoal completion bash)"
+in ~/.bashrc; zsh: shoal completion zsh > a file _shoal in a folder of $fpath; fish: shoal completion fish >
+~/.config/fish/completions/shoal.fish"""
+SHELLS = ("bash", "zsh", "fish")
+BROKEN_PIPE = 128 + 13    # as if SIGPIPE had ended us, as it does most programs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 with one line on stderr for a user's mistake."""
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
+    """Returns the exit code: 0, or 1 with a line on stderr for a user's mistake. Wrong arguments exit (2)."""
+    arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:    # who reads us has enough; what is still buffered must not fail at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    return code
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shoal", description="A small, very fast LLM inference system.")
+def build_parser() -> Parser:
+    parser = Parser(prog="shoal", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.set_defaults(verbose=False, run=_print_help(parser))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="continue a text", description="Continues a text and streams what is generated.")
-    generate.add_argument("prompt", help="the text to continue; - reads it from standard input")
-    generate.set_defaults(run=run_generate)
+    generate.add_argument("prompt", metavar="PROMPT",
+                          help="the text to continue; - reads it from standard input")
+    _add_engine_flags(generate, run_generate)
 
-    chat = commands.add_parser("chat", help="talk with a model", description="A conversation; an empty line or Ctrl-D ends it.")
-    chat.add_argument("--system", help="a system message")
-    chat.set_defaults(run=run_chat)
-
-    bench = commands.add_parser("bench", help="measure throughput or latency",
-                               description="Benchmarks of the engine, offline, and of any server.")
-    kinds = bench.add_subparsers(required=True, metavar="kind")
-    throughput = kinds.add_parser("throughput", help="many requests at once", description="Many requests at once: tokens a second.")
-    throughput.add_argument("--num-prompts", type=int, default=16, help="requests (default: 16)")
-    throughput.set_defaults(run=run_bench, batch_flag="num_prompts")
-    latency = kinds.add_parser("latency", help="one batch, several times", description="One batch, several times: ms a token.")
-    latency.add_argument("--batch-size", type=int, default=1, help="requests in the batch (default: 1)")
-    latency.set_defaults(run=run_bench, batch_flag="batch_size")
-    for kind in (throughput, latency):
-        kind.add_argument("--num-iters", type=int, default=3, help="timed repetitions after one warm-up (default: 3)")
-        kind.add_argument("--output-json", help="write the figures to this file")
-
-    profile = commands.add_parser("profile", help="write a trace for Perfetto",
-                                  description="Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name.")
-    profile.add_argument("--batch-size", type=int, default=1, help="requests in the batch (default: 1)")
-    profile.add_argument("--output-dir", default="shoal-traces", help="the folder of the traces, one a rank (default: shoal-traces)")
-    profile.set_defaults(run=run_profile)
-    for kind, output_len in ((throughput, 128), (latency, 128), (profile, 16)):
-        kind.add_argument("--input-len", type=int, default=128, help="prompt tokens a request (default: 128)")
-        kind.add_argument("--output-len", type=int, default=output_len, help=f"generated tokens a request (default: {output_len})")
-
-    under_load = kinds.add_parser("serve", help="any server under load",
-                                  description="TTFT, ITL and throughput of any OpenAI-compatible server under Poisson load.")
-    _add_flags(under_load, ServeBench, "load")
-    under_load.add_argument("--save-result", action="store_true", help="write the figures to --result-filename")
-    under_load.add_argument("--result-filename", default="bench-serve.json", help="default: bench-serve.json")
-    under_load.add_argument("--plot", help="a PNG file to draw; needs matplotlib: pip install 'shoal[bench]'")
-    under_load.set_defaults(run=run_bench_serve, verbose=False)
+    chat = commands.add_parser("chat", help="talk with a model", description=CHAT_DESCRIPTION)
+    chat.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS,
+                      help="folder, .gguf file or hub id (default: smollm2); with --url, the server's name")
+    chat.add_argument("--system", metavar="TEXT", help="a system message")
+    chat.add_argument("--url", metavar="URL", help="talk with a server, any OpenAI-compatible one, such as http://127.0.0.1:8000")
+    chat.add_argument("--api-key", metavar="KEY",
+                      help="of that server; also taken from SHOAL_API_KEY or OPENAI_API_KEY")
+    _add_engine_flags(chat, run_chat)
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", description=SERVE_DESCRIPTION)
-    serve.add_argument("model_path", nargs="?", metavar="MODEL", help="folder, .gguf file or hub id (default: smollm2)")
+    serve.add_argument("model_path", nargs="?", metavar="MODEL",
+                       help="folder, .gguf file or hub id (default: smollm2)")
     serve.add_argument("--model", action="append", default=[], dest="models", metavar="NAME=MODEL",
                        help="one of several models, with --swap")
     serve.add_argument("--verbose", action="store_true", help="log more")
-    _add_flags(serve, EngineConfig, "engine", but=("model",))
-    _add_flags(serve, ServerConfig, "server")
+    serve.add_flags(ServerConfig, "server")
+    serve.add_flags(EngineConfig, "engine", but=("model",))
     serve.set_defaults(run=run_serve)
 
-    for command in (generate, chat, throughput, latency, profile):
-        command.add_argument("--verbose", action="store_true", help="log what the engine decides")
-        _add_engine_flags(command)
-        _add_sampling_flags(command)
+    models = commands.add_parser("models", help="list or remove downloaded models",
+                                 description=MODELS_DESCRIPTION)
+    models.add_argument("--json", action="store_true", help="print JSON")
+    models.set_defaults(run=run_models)
+    actions = models.add_subparsers(title="commands", metavar="[rm]")
+    rm = actions.add_parser("rm", help="remove models",
+                            description="Removes downloaded models, after a question at a terminal.")
+    rm.add_argument("names", nargs="+", metavar="NAME", help="as `shoal models` lists it")
+    rm.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    rm.set_defaults(run=run_models_rm)
+
+    pull = commands.add_parser("pull", help="download a model",
+                               description="Downloads a model; nothing is loaded.")
+    pull.add_argument("name", metavar="NAME", help="smollm2, or a hub id such as Qwen/Qwen3-0.6B")
+    pull.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+    pull.set_defaults(run=run_pull)
+    for command in (models, rm, pull):
+        command.add_argument("--download-dir", metavar="DIR", default=argparse.SUPPRESS,
+                             help="where files from the hub are kept; default: the hub library's cache")
+
+    bench = commands.add_parser("bench", help="measure throughput or latency",
+                                description="Benchmarks of the engine, offline, and of any server.")
+    bench.set_defaults(run=_print_help(bench))
+    kinds = bench.add_subparsers(title="kinds", metavar="KIND")
+    throughput = kinds.add_parser("throughput", help="many requests at once", description="Many requests at once: tokens a second.")
+    throughput.add_argument("--num-prompts", type=integer, metavar="N", default=16,
+                            help="requests (default: 16)")
+    throughput.set_defaults(batch_flag="num_prompts")
+    latency = kinds.add_parser("latency", help="one batch, several times", description="One batch, several times: ms a token.")
+    latency.add_argument("--batch-size", type=integer, metavar="N", default=1,
+                         help="requests in the batch (default: 1)")
+    latency.set_defaults(batch_flag="batch_size")
+    for kind in (throughput, latency):
+        _add_lengths(kind, output_len=128)
+        kind.add_argument("--num-iters", type=integer, metavar="N", default=3,
+                          help="timed repetitions after one warm-up (default: 3)")
+        kind.add_argument("--output-json", metavar="FILE", help="write the figures to this file")
+        _add_engine_flags(kind, run_bench)
+
+    under_load = kinds.add_parser("serve", help="any server under load",
+                                  description="TTFT, ITL and throughput of any OpenAI-compatible server under Poisson load.")
+    under_load.add_argument("--save-result", action="store_true", help="write the figures to --result-filename")
+    under_load.add_argument("--result-filename", metavar="FILE", default="bench-serve.json",
+                            help="default: bench-serve.json")
+    under_load.add_argument("--plot", metavar="FILE",
+                            help="a PNG file to draw; needs matplotlib: pip install 'shoal[bench]'")
+    under_load.add_flags(ServeBench, "load")
+    under_load.set_defaults(run=run_bench_serve)
+
+    profile = commands.add_parser("profile", help="write a trace for Perfetto",
+                                  description=PROFILE_DESCRIPTION)
+    profile.add_argument("--batch-size", type=integer, metavar="N", default=1,
+                         help="requests in the batch (default: 1)")
+    _add_lengths(profile, output_len=16)
+    profile.add_argument("--output-dir", metavar="DIR", default="shoal-traces",
+                         help="the folder of the traces, one a rank (default: shoal-traces)")
+    _add_engine_flags(profile, run_profile)
+
+    completion = commands.add_parser("completion", help="complete this command in a shell",
+                                     description=COMPLETION_DESCRIPTION)
+    completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    completion.set_defaults(run=run_completion)
+
+    explain = commands.add_parser("help", help="explain a command")
+    explain.add_argument("words", nargs="*", metavar="COMMAND", help="such as serve, or bench latency")
+    explain.set_defaults(run=lambda arguments: parser.parse_args([*arguments.words, "--help"]))
     return parser
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    _add_flags(parser, EngineConfig, "engine")
+def _add_engine_flags(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
+    """What every command takes that has an engine of its own."""
+    parser.add_argument("--verbose", action="store_true", help="log what the engine decides")
+    parser.add_flags(EngineConfig, "engine")
+    parser.add_sampling_flags()
+    parser.set_defaults(run=run)
 
 
-def _add_flags(parser: argparse.ArgumentParser, config: type, title: str, but: tuple[str, ...] = ()) -> None:
-    """A flag for each field of the dataclass `config` but some; one that is not given leaves no trace in the arguments."""
-    group = parser.add_argument_group(title)
-    hints = typing.get_type_hints(config)
-    for field in dataclasses.fields(config):
-        if field.name in but:
-            continue
-        flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
-        kinds = [t for t in typing.get_args(hint) if t is not types.NoneType] if isinstance(hint, types.UnionType) else [hint]
-        default = "" if field.default is None else f" (default: {field.default})"
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"] + default}
-        if kinds[0] is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif typing.get_origin(kinds[0]) is list:
-            options |= {"type": typing.get_args(kinds[0])[0], "nargs": "+"}
-        elif dataclasses.is_dataclass(kinds[0]):
-            options["metavar"] = "JSON"
-        else:
-            options["type"] = kinds[0]
-        group.add_argument(flag, **options)
+def _add_lengths(parser: Parser, output_len: int) -> None:
+    parser.add_argument("--input-len", type=integer, metavar="N", default=128,
+                        help="prompt tokens a request (default: 128)")
+    parser.add_argument("--output-len", type=integer, metavar="N", default=output_len,
+                        help=f"generated tokens a request (default: {output_len})")
 
 
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    for name, (kind, meaning) in SAMPLING_FLAGS.items():
-        if name != "seed":    # the engine's --seed serves
-            group.add_argument("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, help=meaning)
+def _print_help(parser: Parser) -> Callable[[argparse.Namespace], int]:
+    """What a command does that needs a second word and has none: 2, for a script that meant to say one."""
+    def run(_: argparse.Namespace) -> int:
+        sys.stderr.write(parser.format_help())
+        return 2
+    return run
 
 
-def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {f.name: getattr(arguments, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(arguments, f.name)}
+def _sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in SAMPLING if hasattr(arguments, name)}
 
 
 def _sampling_params(arguments: argparse.Namespace, base: SamplingParams, **defaults: Any) -> SamplingParams:
-    given = {name: getattr(arguments, name) for name in SAMPLING_FLAGS if hasattr(arguments, name)}
-    return dataclasses.replace(base, **{**defaults, **given})
+    return dataclasses.replace(base, **{**defaults, **_sampling_options(arguments)})
 
 
 def _build_llm(arguments: argparse.Namespace) -> Any:
     from shoal.engine.llm import LLM
-    return LLM(**_engine_options(arguments))
+    return LLM(**given_options(arguments, EngineConfig))
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -164,46 +201,40 @@ def run_generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_chat(arguments: argparse.Namespace) -> int:
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    with _build_llm(arguments) as llm:
-        params = _sampling_params(arguments, llm.get_default_sampling_params(), max_tokens=512)
-        while text := _ask():
-            messages.append({"role": "user", "content": text})
-            start = time.perf_counter()
-            try:
-                answer, first = _stream(llm, llm.chat_prompt(messages), params)
-            except (RequestError, KeyboardInterrupt) as error:    # the conversation goes on without this turn
-                print(f"\nshoal: {error or 'interrupted'}", file=sys.stderr)
-                messages.pop()
-                continue
-            seconds = time.perf_counter() - first
-            count = len(answer.outputs[0].token_ids)
-            rate = f"{(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else "one token"
-            print(f"\n[{count} tokens, {rate}, first after {first - start:.2f} s]", file=sys.stderr)
-            messages.append({"role": "assistant", "content": answer.outputs[0].text})
-    return 0
-
-
-def _ask() -> str:
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return ""
-
-
-def _stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[RequestOutput, float]:
-    """Prints an answer as it grows; returns it and when its first token came."""
-    shown, first, output = 0, 0.0, None
+def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
+    """Prints an answer as it grows."""
+    shown = 0
     for output in llm.stream(prompt, params):
-        first = first or time.perf_counter()
         text = output.outputs[0].text
         print(text[shown:], end="", flush=True)
         shown = len(text)
-    return output, first    # type: ignore[return-value]
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    from shoal.cli_chat import Chat, Keyboard, note
+    from shoal.cli_speakers import LocalSpeaker, RemoteSpeaker
+    settings = _sampling_options(arguments)
+    SamplingParams(**settings)    # a mistake in the flags is told before a model is loaded
+    keyboard = Keyboard(sys.stdin.isatty() and sys.stdout.isatty())
+    if arguments.url is not None:
+        if useless := given_options(arguments, EngineConfig).keys() - {"model", "seed"}:
+            raise ConfigError(f"{', '.join(sorted(useless))}: the server at {arguments.url} decides that; "
+                              "leave it out, or leave out --url")
+        keys = (arguments.api_key, os.environ.get("SHOAL_API_KEY", "").partition(",")[0],
+                os.environ.get("OPENAI_API_KEY"))
+        speaker = RemoteSpeaker(arguments.url, getattr(arguments, "model", None),
+                                next(filter(None, keys), None))
+        return Chat(speaker, keyboard, arguments.system, settings).run()
+    if arguments.api_key is not None:
+        raise ConfigError("--api-key is of a server; give its --url, too")
+    if keyboard.is_terminal:
+        note(f"loading {getattr(arguments, 'model', DEFAULT_MODEL)} ...")
+    with _build_llm(arguments) as llm:
+        return Chat(LocalSpeaker(llm), keyboard, arguments.system, settings).run()
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
+    _check_writable("output_json", arguments.output_json)
     from shoal.bench import measure
     with _build_llm(arguments) as llm:
         params = _sampling_params(arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len)
@@ -222,12 +253,13 @@ def run_profile(arguments: argparse.Namespace) -> int:
 def run_serve(arguments: argparse.Namespace) -> int:
     """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
     from shoal.serve import serve
-    logging.getLogger().setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(ServerConfig) if hasattr(arguments, f.name)}
+    given = given_options(arguments, ServerConfig)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         if len(values := given.get(name, ())) == 1 and values[0].startswith("["):    # vLLM's spelling: a JSON list
             given[name] = _json_list(name, values[0])
-    return serve(arguments.model_path, arguments.models, _engine_options(arguments), ServerConfig(**given))
+    config = ServerConfig(**given)
+    logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
+    return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
 
 
 def _json_list(name: str, text: str) -> list[str]:
@@ -242,9 +274,42 @@ def _json_list(name: str, text: str) -> list[str]:
 
 def run_bench_serve(arguments: argparse.Namespace) -> int:
     """1 if no request succeeded."""
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(ServeBench) if hasattr(arguments, f.name)}
-    result = bench_serve.command(ServeBench(**given), arguments.result_filename if arguments.save_result else None, arguments.plot)
+    bench = ServeBench(**given_options(arguments, ServeBench))
+    result_file = arguments.result_filename if arguments.save_result else None
+    _check_writable("result_filename", result_file)
+    _check_writable("plot", arguments.plot)
+    result = bench_serve.command(bench, result_file, arguments.plot)
     return 0 if result["completed"] else 1
+
+
+def _check_writable(name: str, path: str | None) -> None:
+    """Raises ConfigError, so that nothing is measured in vain."""
+    try:
+        if path is not None:
+            open(path, "ab").close()
+    except OSError as error:
+        raise ConfigError(f"{name} {path!r} cannot be written: {error.strerror}; choose another") from None
+
+
+def run_models(arguments: argparse.Namespace) -> int:
+    from shoal.cli_models import list_models
+    return list_models(arguments.json, getattr(arguments, "download_dir", None))
+
+
+def run_models_rm(arguments: argparse.Namespace) -> int:
+    from shoal.cli_models import remove_models
+    return remove_models(arguments.names, arguments.yes, getattr(arguments, "download_dir", None))
+
+
+def run_pull(arguments: argparse.Namespace) -> int:
+    from shoal.cli_models import pull
+    return pull(arguments.name, arguments.revision, getattr(arguments, "download_dir", None))
+
+
+def run_completion(arguments: argparse.Namespace) -> int:
+    import shtab
+    print(shtab.complete(build_parser(), arguments.shell))
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from shoal.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
+MAX_NUM_SEQS = 1 << 16    # each has a row of state and of the sampler on the device, used or not
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
@@ -38,9 +39,12 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def option(default: Any, help: str) -> Any:
-    """A field whose meaning `--help` tells, too."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, common: bool = False, section: str | None = None) -> Any:
+    """A field whose meaning `--help` tells, too: `--help` the common ones, `--help-all` each of them.
+
+    section: the heading there of this field and of those after it, up to the next that has one.
+    """
+    return field(default=default, metadata={"help": help, "common": common, "section": section})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +65,7 @@ class KVEventsConfig:
         """From fields, or JSON of them."""
         if value is None or isinstance(value, cls):
             return value
-        fields = value
-        if isinstance(value, str):
-            try:
-                fields = json.loads(value)
-            except ValueError:
-                fields = None    # type: ignore[assignment]
-        names = [f.name for f in dataclasses.fields(cls)]
-        if not isinstance(fields, dict):
-            raise ConfigError(f"kv_events_config {value!r:.200} is neither a dict nor a JSON object; its fields are {', '.join(names)}")
-        for name in fields:
-            if name not in names:
-                nearest = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(names)}"
-                raise ConfigError(f"kv_events_config has no field {name!r}; {hint}")
-        return cls(**fields)
+        return cls(**_fields_of(cls, "kv_events_config", value))
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable_kv_cache_events, bool):
@@ -96,6 +86,45 @@ class KVEventsConfig:
             raise ConfigError(f"kv_events_config.replay_endpoint {self.replay_endpoint!r} is the endpoint too; give each its own")
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsConfig:
+    """How structured outputs are read where a request doesn't say: vLLM's fields. Raises ConfigError."""
+
+    disable_additional_properties: bool = True    # unlike in vLLM: small models invent keys until max_tokens
+
+    @classmethod
+    def of(cls, value: StructuredOutputsConfig | dict[str, Any] | str | None) -> StructuredOutputsConfig:
+        """From fields, or JSON of them."""
+        if isinstance(value, cls):
+            return value
+        return cls(**_fields_of(cls, "structured_outputs_config", {} if value is None else value))
+
+    def __post_init__(self) -> None:
+        if not isinstance(closes := self.disable_additional_properties, bool):
+            raise ConfigError(f"structured_outputs_config.disable_additional_properties {closes!r} is "
+                              f"neither true nor false")
+
+
+def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
+    """`value`, a dict or JSON of one, if the dataclass `config` has all its keys. Raises ConfigError."""
+    fields = value
+    if isinstance(value, str):
+        try:
+            fields = json.loads(value)
+        except ValueError:
+            fields = None
+    names = [f.name for f in dataclasses.fields(config)]
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{option_name} {value!r:.200} is neither a dict nor a JSON object; its fields are "
+                          f"{', '.join(names)}")
+    for name in fields:
+        if name not in names:
+            nearest = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(names)}"
+            raise ConfigError(f"{option_name} has no field {name!r}; {hint}")
+    return fields
+
+
 def _is_endpoint(value: Any) -> bool:
     kind, _, address = value.partition("://") if isinstance(value, str) else ("", "", "")
     port = address.rpartition(":")[2]
@@ -106,22 +135,29 @@ def _is_endpoint(value: Any) -> bool:
 class EngineConfig:
     """Raises ConfigError naming the option, its value and the limit."""
 
-    model: str = option(DEFAULT_MODEL, 'folder, .gguf file, hub id, or "smollm2"')
+    model: str = option(
+        DEFAULT_MODEL, 'folder, .gguf file, hub id, or "smollm2"', common=True, section="model and tokenizer")
     tokenizer: str | None = option(None, "folder or tokenizer.json; default: the model's own")
     skip_tokenizer_init: bool = option(False, "token ids only")
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     download_dir: str | None = option(None, "where files from the hub are kept; default: the hub library's cache")
     load_format: str = option("auto", '"auto" | "safetensors" | "dummy": random weights')
-    dtype: str = option("auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it')
-    device: str = option("auto", '"cuda" if there is one, else "cpu"')
-    max_model_len: int | None = option(None, "default: what the model was trained for")
-    max_num_seqs: int | None = option(None, "default: 256 on a GPU, 64 on the CPU")
+    dtype: str = option(
+        "auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it',
+        common=True)
+    device: str = option("auto", '"cuda" if there is one, else "cpu"', common=True)
+    max_model_len: int | None = option(
+        None, "default: what the model was trained for", common=True, section="limits and memory")
+    max_num_seqs: int | None = option(None, "default: 256 on a GPU, 64 on the CPU", common=True)
     max_num_batched_tokens: int | None = option(None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU")
     block_size: int = option(16, "tokens a KV block")
-    gpu_memory_utilization: float = option(0.9, "this engine's share of the card")
-    kv_cache_memory_bytes: int | None = option(None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share")
+    gpu_memory_utilization: float = option(0.9, "this engine's share of the card", common=True)
+    kv_cache_memory_bytes: int | None = option(
+        None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share",
+        common=True)
     num_gpu_blocks_override: int | None = option(None, "KV blocks, whatever would fit")
-    enable_prefix_caching: bool = option(True, "requests share the KV blocks of equal beginnings")
+    enable_prefix_caching: bool = option(
+        True, "requests share the KV blocks of equal beginnings", section="KV cache")
     kv_events_config: KVEventsConfig | None = option(None, "tell routers which KV blocks are cached, as vLLM does: its fields in JSON, "
                                                            'such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}')
     kv_host_bytes: int = option(0, "host memory, of all ranks together, that keeps KV blocks which leave the device")
@@ -135,19 +171,25 @@ class EngineConfig:
     kv_eviction_policy: str = option("lru", 'which block of a lower tier goes first: "lru" | "lfu"')
     kv_load_policy: str = option("cost", '"cost": what a lower tier has is fetched where that is quicker than computing it | "always"')
     kv_flush_timeout: float = option(10.0, "seconds an engine that ends may take to write KV blocks to disk or store")
-    enforce_eager: bool = option(False, "no CUDA graphs")
+    enforce_eager: bool = option(False, "no CUDA graphs", section="execution")
     cudagraph_capture_sizes: list[int] | None = option(None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs")
-    tensor_parallel_size: int = option(1, "devices that share the work of each layer")
+    tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True)
     attention_backend: str = option("auto", '"triton" | "cpu" | "flashinfer" | "flash_attn"')
     disable_cascade_attn: bool = option(False, "decodes read a shared prefix each for itself, as if it were its own")
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
     scheduling_policy: str = option("fcfs", '"fcfs" | "priority": the lowest number first')
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget")
-    generation_config: str = option("auto", "\"vllm\": ignore the model's generation_config.json for default sampling parameters")
+    generation_config: str = option(
+        "auto", "\"vllm\": ignore the model's generation_config.json for default sampling parameters",
+        section="requests")
     chat_template: str | None = option(None, "a Jinja template or a path to one; default: the model's own")
+    structured_outputs_config: StructuredOutputsConfig | None = option(
+        None, 'JSON; {"disable_additional_properties": false} lets objects have keys that their schema does '
+              'not name')
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     seed: int = option(0, "of requests that bring none")
-    enable_sleep_mode: bool = option(False, "weights and KV cache in regions whose memory `sleep` gives back")
+    enable_sleep_mode: bool = option(
+        False, "weights and KV cache in regions whose memory `sleep` gives back", section="sleep mode")
     sleep_offload: str = option("host", 'where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint')
 
     @classmethod
@@ -166,7 +208,7 @@ class EngineConfig:
                     raise ConfigError(f"option {name}={value!r} is not supported; leave it out (only {neutral[0]!r} is accepted)")
                 continue
             nearest = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else "see `shoal generate --help` for the options there are"
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "`shoal generate --help-all` lists them"
             raise ConfigError(f"unknown option {name!r}={options[name]!r}; {hint}")
         return cls(**options)
 
@@ -181,6 +223,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
                 raise ConfigError(f"{name} {value!r} is not an integer from {low} to 2^63 - 1; choose one")
+        if (self.max_num_seqs or 0) > MAX_NUM_SEQS:
+            raise ConfigError(f"max_num_seqs {self.max_num_seqs} > {MAX_NUM_SEQS}; lower it")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default")
         share = self.gpu_memory_utilization
@@ -193,6 +237,8 @@ class EngineConfig:
                               ("kv_eviction_policy", ("lru", "lfu")), ("kv_load_policy", ("cost", "always"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        object.__setattr__(self, "structured_outputs_config",
+                           StructuredOutputsConfig.of(self.structured_outputs_config))
         object.__setattr__(self, "kv_events_config", events := KVEventsConfig.of(self.kv_events_config))
         if events is not None and events.enable_kv_cache_events and not self.enable_prefix_caching:
             raise ConfigError("kv_events_config enables events of cached blocks, and enable_prefix_caching False caches none; drop one")
@@ -200,6 +246,12 @@ class EngineConfig:
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or not all(isinstance(s, int) and s > 0 for s in sizes)):
             raise ConfigError(f"cudagraph_capture_sizes {sizes!r} must be a list of batch sizes from 1 up; the default is a ladder")
+
+    @property
+    def closes_objects(self) -> bool:
+        """Whether objects of a JSON schema have no other keys than it names, where neither it nor the request
+        says otherwise."""
+        return StructuredOutputsConfig.of(self.structured_outputs_config).disable_additional_properties
 
     @property
     def has_kv_tiers(self) -> bool:
@@ -226,19 +278,25 @@ class EngineConfig:
 class ServerConfig:
     """Options of `shoal serve` beside the engine's; vLLM's names where it has them. Raises ConfigError."""
 
-    host: str = option("127.0.0.1", "0.0.0.0 serves every network this machine is on")
-    port: int = option(8000, "0: any that is free")
+    host: str = option(
+        "127.0.0.1", "0.0.0.0 serves every network this machine is on", common=True,
+        section="addresses and names")
+    port: int = option(8000, "0: any that is free", common=True)
     uds: str | None = option(None, "serve on a Unix socket at this path, of mode 0600, in place of host and port")
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
     admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
-    served_model_name: list[str] | None = option(None, "names clients use; the first is the one answered with; default: the model as given")
-    api_key: list[str] | None = option(None, "any of them opens the /v1 endpoints; SHOAL_API_KEY adds some (comma-separated)")
+    served_model_name: list[str] | None = option(
+        None, "names clients use; the first is the one answered with; default: the model as given",
+        common=True)
+    api_key: list[str] | None = option(
+        None, "any of them opens the /v1 endpoints; SHOAL_API_KEY adds some (comma-separated)", common=True,
+        section="who may call")
     api_key_file: str | None = option(None, "one key a line")
     allowed_origins: list[str] | None = option(None, 'CORS: sites whose pages may call; "*" for all; default: none')
     allowed_methods: list[str] | None = option(None, "CORS; default: all")
     allowed_headers: list[str] | None = option(None, "CORS; default: all")
     allow_credentials: bool = option(False, "CORS: pages may send cookies")
-    max_body_bytes: int = option(32 << 20, "of a request; more is a 413")
+    max_body_bytes: int = option(32 << 20, "of a request; more is a 413", section="limits of requests")
     max_total_body_bytes: int = option(1 << 30, "of all requests under way together; more are a 429")
     max_queued_requests: int = option(1024, "beyond what runs; more are a 429")
     max_connections: int | None = option(None, "connections a port takes; beyond them the longest idle one is closed, and without one "
@@ -247,15 +305,21 @@ class ServerConfig:
     read_timeout: float = option(30.0, "seconds a client may take to send its request")
     write_timeout: float = option(120.0, "seconds a client may take none of its answer")
     shutdown_timeout: float = option(30.0, "seconds running requests get after SIGTERM")
-    engine_timeout: float = option(60.0, "seconds without a sign of life, or without the end of a step, after which the engine counts as "
-                                         "hung: its requests fail and /health is 503; 0: never")
+    engine_timeout: float = option(
+        60.0, "seconds without a sign of life, or without the end of a step, after which the engine counts as "
+              "hung: its requests fail and /health is 503; 0: never", section="engines")
     restart: bool = option(False, "start a dead or hung engine core again")
-    swap: bool = option(False, "several models: one is awake, the others sleep")
+    swap: bool = option(False, "several models: one is awake, the others sleep", common=True)
     swap_patience: float = option(5.0, "seconds a sleeping model's requests wait while others still begin")
-    tool_call_parser: str = option("auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template')
+    tool_call_parser: str = option(
+        "auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template',
+        section="tools and templates")
     reasoning_parser: str = option("auto", '"qwen3" | "none"; auto: by the chat template')
+    log_requests: str = option("all", 'which requests get a line in the log: "all" | "errors" | "off"; '
+                                      "health checks and the like do with --verbose only")
+    log_format: str = option("text", '"text" | "json": a JSON object a line')
     trust_request_chat_template: bool = option(False, "requests may bring a chat template (in the sandbox, but one may run for ever)")
-    ssl_keyfile: str | None = option(None, "TLS: the private key")
+    ssl_keyfile: str | None = option(None, "TLS: the private key", section="TLS")
     ssl_certfile: str | None = option(None, "TLS: the certificate")
 
     def __post_init__(self) -> None:
@@ -279,7 +343,8 @@ class ServerConfig:
         if self.allow_credentials and "*" in (self.allowed_origins or ()):
             raise ConfigError("allow_credentials with allowed_origins '*' is what no browser accepts; name the origins")
         for name, choices in (("tool_call_parser", ("auto", "hermes", "llama3_json", "none")),
-                              ("reasoning_parser", ("auto", "qwen3", "none"))):
+                              ("reasoning_parser", ("auto", "qwen3", "none")),
+                              ("log_requests", ("all", "errors", "off")), ("log_format", ("text", "json"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.admin_port == self.port != 0 and self.admin_host == self.host and self.uds is None:

@@ -166,7 +166,7 @@ class FakeEngine:
 
     async def stop_profile(self) -> list[str]:
         if self._profiling is None:
-            raise ConfigError("no trace is being made; begin one with start_profile(folder)")
+            raise ConfigError("no trace is being made; begin one with start_profile")
         folder, self._profiling = self._profiling, None
         return [f"{folder}/fake.trace.json.gz"]
 

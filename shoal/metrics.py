@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -16,7 +16,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from shoal.api import FinishReason, Request, Stats
+from shoal.api import STEP_TOKENS, FinishReason, Request, Stats
 
 FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
                        640.0, 2560.0)
@@ -25,11 +25,17 @@ REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.
                    1920.0, 7680.0)
 ANSWERS = (1, 2, 5, 10, 20)
 LABELS = ("model_name", "engine")
+# Those of prometheus-fastapi-instrumentator, which vLLM's server uses.
+HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+HTTP_SECONDS = (0.1, 0.5, 1.0)
+HTTP_SECONDS_FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5,
+                     5.0, 7.5, 10.0, 30.0, 60.0)
 
 
 class Histogram:
-    def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
-        self.name, self.text, self.buckets = "vllm:" + name, text, buckets
+    def __init__(self, name: str, text: str, buckets: Sequence[float], label_names: Sequence[str] = LABELS,
+                 prefix: str = "vllm:") -> None:
+        self.name, self.text, self.buckets, self.label_names = prefix + name, text, buckets, label_names
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
 
@@ -38,20 +44,24 @@ class Histogram:
         self.sum += value * count
 
     def family(self, labels: Sequence[str]) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.name, self.text, labels=LABELS)
+        family = HistogramMetricFamily(self.name, self.text, labels=self.label_names)
+        self.add_to(family, labels)
+        return family
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         total, pairs = 0, []
         for bound, count in zip((*map(float, self.buckets), float("inf")), self.counts):
             total += count
             pairs.append(("+Inf" if bound == float("inf") else repr(bound), total))
         family.add_metric(labels, pairs, self.sum)
-        return family
 
 
 class ModelMetrics:
     """Of one model. `begin` gives each sequence its RequestTimes."""
 
-    def __init__(self, model_name: str, max_model_len: int) -> None:
-        self.labels = (model_name, "0")
+    def __init__(self, model_name: str, max_model_len: int, cache_config: Mapping[str, str]) -> None:
+        """cache_config: what vllm:cache_config_info says, by label."""
+        self.labels, self.cache_config = (model_name, "0"), dict(cache_config)
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
@@ -69,11 +79,19 @@ class ModelMetrics:
         self.answer_sizes = Histogram("request_generation_tokens", "Generated tokens, by request.", sizes)
         self.max_tokens = Histogram("request_params_max_tokens", "max_tokens, by request.", sizes)
         self.answers = Histogram("request_params_n", "n, by request.", ANSWERS)
+        self.longest = Histogram("request_max_num_generation_tokens",
+                                 "Tokens of the longest of n answers, by prompt.", sizes)
         self.histograms = (self.first_token, self.between_tokens, self.per_token, self.whole, self.queue, self.prefill, self.inference,
-                           self.decode, self.prompt_sizes, self.answer_sizes, self.max_tokens, self.answers)
+                           self.decode, self.prompt_sizes, self.answer_sizes, self.max_tokens, self.answers,
+                           self.longest)
 
     def begin(self, request: Request) -> RequestTimes:
         return RequestTimes(self, request)
+
+    def end(self, answers: Sequence[RequestTimes]) -> None:
+        """All answers to one prompt have ended."""
+        if all(one.reason in (FinishReason.STOP, FinishReason.LENGTH) for one in answers):
+            self.longest.observe(max(one.count for one in answers))
 
     def collect(self, stats: Stats, sleeping_level: int | None, refused: int) -> Iterable[Metric]:
         """sleeping_level: None while the engine is awake. refused: requests that found the queue full."""
@@ -82,6 +100,16 @@ class ModelMetrics:
                 ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
                 ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", stats.kv_cache_usage)):
             yield self._one(GaugeMetricFamily("vllm:" + name, text, labels=LABELS), value)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting_by_reason",
+                                    "Requests that wait for room (capacity), or for a grammar, a store or a "
+                                    "model that sleeps (deferred).", labels=(*LABELS, "reason"))
+        waiting.add_metric((*self.labels, "capacity"), stats.num_waiting - stats.num_deferred)
+        waiting.add_metric((*self.labels, "deferred"), stats.num_deferred)
+        yield waiting
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings, in labels.",
+                                  labels=(*LABELS, *self.cache_config))
+        cache.add_metric((*self.labels, *self.cache_config.values()), 1.0)
+        yield cache
         state = GaugeMetricFamily("vllm:engine_sleep_state", "Whether the engine is awake, or asleep at level 1 or 2.",
                                   labels=(*LABELS, "sleep_state"))
         for name, levels in (("awake", (None, 0)), ("weights_offloaded", (1,)), ("discard_all", (2,))):
@@ -107,6 +135,9 @@ class ModelMetrics:
         yield ended
         for histogram in self.histograms:
             yield histogram.family(self.labels)
+        steps = Histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
+        steps.counts, steps.sum = stats.steps_by_tokens, stats.step_tokens
+        yield steps.family(self.labels)
 
     def _tiers(self, stats: Stats) -> Iterable[Metric]:
         """Of KV blocks below the device."""
@@ -139,7 +170,7 @@ class ModelMetrics:
 class RequestTimes:
     """One sequence's way through the clock."""
 
-    __slots__ = ("arrival", "count", "ended", "first", "last", "metrics", "queued", "request")
+    __slots__ = ("arrival", "count", "ended", "first", "last", "metrics", "queued", "reason", "request")
 
     def __init__(self, metrics: ModelMetrics, request: Request) -> None:
         self.metrics, self.request = metrics, request
@@ -147,6 +178,7 @@ class RequestTimes:
         self.first = self.last = self.queued = 0.0
         self.count = 0
         self.ended = False
+        self.reason: FinishReason | None = None    # None: it runs, or the engine refused it
 
     def tokens(self, count: int, num_cached: int, queued: float) -> None:
         """`count` tokens came now, maybe none. queued: seconds the request waited, told with its first token."""
@@ -171,6 +203,7 @@ class RequestTimes:
         if self.ended:
             return
         self.ended = True
+        self.reason = reason
         metrics = self.metrics
         metrics.finished[reason] += 1
         if not self.first or reason in (FinishReason.ABORT, FinishReason.ERROR):
@@ -186,6 +219,43 @@ class RequestTimes:
             metrics.max_tokens.observe(self.request.params.max_tokens)
         if self.count > 1:
             metrics.per_token.observe((self.last - self.first) / (self.count - 1))
+
+
+class HttpMetrics:
+    """Of one port, with the names and labels of prometheus-fastapi-instrumentator, which vLLM's server uses.
+
+    Labels are few, whatever clients send: a handler is a route's path or "none", a status "2xx" and the like.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[str, str, str], int] = {}    # by method, status and handler
+        self._by_handler: dict[tuple[str, str], Histogram] = {}    # by method and handler
+        self._all = Histogram("http_request_duration_highr_seconds",
+                              "Seconds a request took, with many buckets.",
+                              HTTP_SECONDS_FINE, (), prefix="")
+
+    def observe(self, method: str, handler: str, status: int, seconds: float) -> None:
+        method = method if method in HTTP_METHODS else "none"
+        key = (method, f"{status // 100}xx", handler)
+        self._requests[key] = self._requests.get(key, 0) + 1
+        if (method, handler) not in self._by_handler:
+            self._by_handler[method, handler] = Histogram("", "", HTTP_SECONDS)
+        self._by_handler[method, handler].observe(seconds)
+        self._all.observe(seconds)
+
+    def collect(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily("http_requests", "Requests, by method, status and handler.",
+                                       labels=("method", "status", "handler"))
+        for key, count in self._requests.items():
+            requests.add_metric(key, count)
+        yield requests
+        durations = HistogramMetricFamily("http_request_duration_seconds",
+                                          "Seconds a request took, by method and handler.",
+                                          labels=("method", "handler"))
+        for labels, histogram in self._by_handler.items():
+            histogram.add_to(durations, labels)
+        yield durations
+        yield self._all.family(())
 
 
 class Snapshot:

@@ -18,11 +18,13 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.keys import read_keys
 from shoal.server.model import ServedEngine, ServedModel
-from shoal.server.run import check_tls, open_ports, url_of
+from shoal.server.run import check_tls, is_loopback, open_ports, url_of
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import CheckpointFiles, resolve
+from shoal.weights.summary import summarize
+from shoal.wire import ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,8 @@ def plan(model: str | None, models: Sequence[str], options: dict[str, Any], conf
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
-        found.append(Planned(config.served_model_name or [name], engine, resolve(engine.model, engine.revision, engine.download_dir)))
+        files = resolve(engine.model, engine.revision, engine.download_dir).check()
+        found.append(Planned(config.served_model_name or [name], engine, files))
     return found
 
 
@@ -98,12 +101,26 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             operated = f", admin port {admin_port} on {config.admin_host}" if admin_port is not None else ""
             logger.info("serving %s at %s%s, ready after %.1f s", ", ".join(m.name for m in models), url_of(config, port), operated,
                         time.monotonic() - started)
+            url = url_of(config, port, reachable=True)
+            logger.info("chat page %s/  API %s/v1  description of the API %s/docs", url, url, url)
+            warn_of_open_ports(config, port, admin_port)
 
         drained = await serve_http(app, admin, config, ports, ready=ready)
         if not drained:    # a second signal: at once
             for llm in engines:
                 await llm.close(flush=False)
         return 0 if drained else 1
+
+
+def warn_of_open_ports(config: ServerConfig, port: int, admin_port: int | None) -> None:
+    """Says so if others than this machine's users may use the server without a key."""
+    if read_keys(config):
+        return
+    for host, number, option in ((config.host, port, "--host"),
+                                 (config.admin_host, admin_port, "--admin-host")):
+        if number is not None and not is_loopback(host):
+            logger.warning("whoever reaches port %d on %s may use this server, as it has no key; set one "
+                           "with --api-key or SHOAL_API_KEY, or leave %s at 127.0.0.1", number, host, option)
 
 
 async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:
@@ -132,4 +149,18 @@ def _served(planned: Planned, llm: AsyncLLM, engine: ServedEngine, tokenizer: To
         generation_config=info.generation_config, seed=planned.config.seed, max_queued_requests=config.max_queued_requests,
         request_timeout=config.request_timeout, tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
-        trust_request_chat_template=config.trust_request_chat_template)
+        trust_request_chat_template=config.trust_request_chat_template,
+        max_logprobs=planned.config.max_logprobs, closes_objects=planned.config.closes_objects,
+        cache_config=_cache_config(planned.config, info), on_gpu=info.device != "cpu",
+        summary=summarize(planned.files))
+
+
+def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
+    """What vllm:cache_config_info says: vLLM's labels, as far as they mean something here."""
+    return {"block_size": str(info.block_size), "cache_dtype": info.dtype,
+            "num_gpu_blocks": str(info.num_blocks),
+            "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+            "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
+            "num_gpu_blocks_override": str(config.num_gpu_blocks_override)}

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from shoal.api import StructuredOutputsParams
+from shoal.api import STRUCTURED_KINDS, StructuredOutputsParams
+from shoal.closed_schema import closed
 from shoal.errors import RequestError
 
 MAX_BYTES = 128 * 1024       # of a specification's text: what it may need in stack and time grows with it
@@ -40,18 +41,25 @@ UNICODE_ESCAPE = re.compile(r"(\\\\)|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 T = TypeVar("T")
 
 
-def check(params: StructuredOutputsParams) -> None:
+def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
     """Raises RequestError that names what is wrong with the specification and where. Takes a millisecond, half a second at worst."""
-    if (message := _problem(grammar_of(params))) is not None:
+    if (message := _problem(grammar_of(params, closes_objects))) is not None:
         raise RequestError(f"structured_outputs.{_kind(params)} is not usable: {message}; mend or simplify it")
 
 
-def grammar_of(params: StructuredOutputsParams) -> str:
-    """llguidance's form of it: not yet compiled, but within bounds. Raises RequestError."""
+def grammar_of(params: StructuredOutputsParams, closes_objects: bool = True) -> str:
+    """llguidance's form of it: not yet compiled, but within bounds. Raises RequestError.
+
+    closes_objects: of a JSON schema, where `params` don't say: objects have no other keys than it names.
+    """
     kind = _kind(params)
+    if params.disable_additional_properties is not None:
+        closes_objects = params.disable_additional_properties
     try:
         if kind in ("json", "json_object"):
-            return _json_grammar(params)
+            return _json_grammar(params, closes_objects)
+        if kind == "structural_tag":
+            return _tag_grammar(params, closes_objects)
         if params.whitespace_pattern is not None:
             raise RequestError(f"structured_outputs.whitespace_pattern belongs to json and json_object, not to {kind}; leave it out")
         if kind == "regex":
@@ -84,7 +92,7 @@ def short(message: str) -> str:
 
 
 def _kind(params: StructuredOutputsParams) -> str:
-    return next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name) not in (None, False))
+    return next(name for name in STRUCTURED_KINDS if getattr(params, name) not in (None, False))
 
 
 def _bounded(kind: str, text: str) -> str:
@@ -96,44 +104,68 @@ def _bounded(kind: str, text: str) -> str:
 
 # JSON
 
-def _json_grammar(params: StructuredOutputsParams) -> str:
+def _json_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
     schema = {"type": "object"} if params.json_object else params.json
     if isinstance(schema, str):
-        try:
-            schema = json.loads(_bounded("json", schema))
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"structured_outputs.json is no JSON: {error}; send a JSON schema") from None
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise RequestError(f"structured_outputs.json {schema!r:.60} is no JSON schema; send an object (or true for any JSON)")
+        schema = _parsed("json", schema)
+    _check_nesting("json", schema)
+    text = _schema_text("json", schema, closes_objects)
     try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is no JSON ({error}); send plain objects, lists, texts and numbers") from None
-    _check_schema(schema)
-    options: dict[str, Any] = {"whitespace_flexible": True}
-    if params.whitespace_pattern is not None:
-        options = {"whitespace_pattern": _bounded("whitespace_pattern", params.whitespace_pattern)}
-    try:
-        return LLMatcher.grammar_from_json_schema(_bounded("json", text), overrides=options)    # type: ignore[arg-type]
+        options = _json_options(params)
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)    # type: ignore[arg-type]
     except ValueError as error:
         raise RequestError(f"structured_outputs.json is not usable: {short(str(error))}; mend it") from None
 
 
-def _check_schema(schema: Any) -> None:
+def _schema_text(kind: str, schema: Any, closes_objects: bool, **more: Any) -> str:
+    """`schema` as JSON, whose nesting was checked, with `more` at its top."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise RequestError(f"structured_outputs.{kind} {schema!r:.60} is no JSON schema; send an object (or "
+                           f"true for any JSON)")
+    _bounded(kind, _json_text(kind, schema))
+    return _json_text(kind, {**(closed(schema) if closes_objects else schema), **more})
+
+
+def _parsed(kind: str, text: str) -> Any:
+    try:
+        return json.loads(_bounded(kind, text))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.{kind} is no JSON: {error}; send a JSON schema") from None
+
+
+def _json_text(kind: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.{kind} is no JSON ({error}); send plain objects, lists, "
+                           f"texts and numbers") from None
+
+
+def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    if params.whitespace_pattern is not None:
+        return {"whitespace_pattern": _bounded("whitespace_pattern", params.whitespace_pattern)}
+    return {"whitespace_flexible": True}
+
+
+def _check_nesting(kind: str, schema: Any) -> None:
+    """And what numbers in it may cost."""
     multiple = 1
     for depth, key, value in _walk(schema):
         if depth > MAX_NESTING:
-            raise RequestError(f"structured_outputs.json is nested deeper than {MAX_NESTING} levels; flatten it, or use $defs and $ref")
+            raise RequestError(f"structured_outputs.{kind} is nested deeper than {MAX_NESTING} levels; "
+                               f"flatten it, or use $defs and $ref")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             digits = Decimal(repr(value)).normalize()
             if abs(digits.adjusted()) > MAX_DIGITS or len(digits.as_tuple().digits) > MAX_DIGITS:
-                raise RequestError(f"structured_outputs.json has a number of more than {MAX_DIGITS} digits ({key}); make it smaller")
+                raise RequestError(f"structured_outputs.{kind} has a number of more than {MAX_DIGITS} digits "
+                                   f"({key}); make it smaller")
             if key == "multipleOf":
                 multiple *= math.prod(Decimal(repr(value)).as_integer_ratio())
         if multiple > MAX_MULTIPLE:
-            raise RequestError(f"structured_outputs.json has multipleOf values with the product {multiple}, more than {MAX_MULTIPLE}; "
+            raise RequestError(f"structured_outputs.{kind} has multipleOf values with the product "
+                               f"{multiple}, more than {MAX_MULTIPLE}; "
                                "use smaller ones")
 
 
@@ -147,6 +179,70 @@ def _walk(schema: Any) -> Iterator[tuple[int, str, Any]]:
             todo += [(depth + 1, str(k), v) for k, v in value.items()]
         elif isinstance(value, list):
             todo += [(depth + 1, key, v) for v in value]
+
+
+# Structural tags
+
+def _tag_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
+    """Lark of a structural tag in xgrammar's form, which vLLM takes: {"type": "structural_tag", "format":
+    {"type": "or", ...}}."""
+    kind = "structural_tag"
+    given = params.structural_tag
+    tag = _parsed(kind, given) if isinstance(given, str) else given
+    _bounded(kind, _json_text(kind, tag))
+    _check_nesting(kind, tag)
+    if not isinstance(tag, dict) or tag.get("type") != kind or not isinstance(tag.get("format"), dict):
+        raise RequestError(f'structured_outputs.{kind} {tag!r:.60} is none; send {{"type": "structural_tag", '
+                           f'"format": {{...}}}}')
+    rules: list[str] = []
+    options = _json_options(params)
+
+    def text(part: dict[str, Any], name: str) -> str:
+        if not isinstance(value := part.get(name, ""), str):
+            raise RequestError(f"structured_outputs.{kind} has the {name} {value!r:.60}, which is no text; "
+                               f"give a string")
+        return _lark_text(value) if value else ""
+
+    def names(part: dict[str, Any], name: str) -> list[str]:
+        if not isinstance(values := part.get(name), list) or not values:
+            raise RequestError(f"structured_outputs.{kind} has the {name} {values!r:.60}; give a list of at "
+                               f"least one")
+        return [rule(value) for value in values]
+
+    def rule(part: Any) -> str:
+        """The name of a rule for this part. Nesting is bounded, so recursion is."""
+        match part.get("type") if isinstance(part, dict) else None:
+            case "const_string":
+                body = text(part, "value")
+            case "json_schema":
+                schema = part.get("json_schema")
+                if isinstance(schema, str):
+                    schema = _parsed(kind, schema)
+                    _check_nesting(kind, schema)
+                own = schema.get("x-guidance") if isinstance(schema, dict) else None
+                guidance = {**own, **options} if isinstance(own, dict) else options
+                body = "%json " + _schema_text(kind, schema, closes_objects, **{"x-guidance": guidance})
+            case "sequence":
+                body = " ".join(names(part, "elements"))
+            case "or":
+                body = " | ".join(names(part, "elements"))
+            case "tag":
+                body = " ".join((text(part, "begin"), rule(part.get("content")), text(part, "end")))
+            case "tags_with_separator":
+                one = f"({' | '.join(names(part, 'tags'))})"
+                body = one if part.get("stop_after_first") else f"{one} ({text(part, 'separator')} {one})*"
+                body = body if part.get("at_least_one") else f"({body})?"
+            case other:
+                raise RequestError(f"structured_outputs.{kind} has a format of the type {other!r:.60}; there "
+                                   f"are const_string, json_schema, "
+                                   "sequence, or, tag and tags_with_separator")
+        rules.append(f"r{len(rules)}: {body}")
+        if len(rules) > MAX_RULES:
+            raise RequestError(f"structured_outputs.{kind} has more than {MAX_RULES} parts; make it smaller")
+        return f"r{len(rules) - 1}"
+
+    start = rule(tag["format"])
+    return LLMatcher.grammar_from_lark("\n".join([f"start: {start}", *rules]))
 
 
 # Grammars

@@ -7,7 +7,9 @@ Encoding is the `tokenizers` library's. Decoding goes token by token through byt
 from __future__ import annotations
 
 import codecs
+import functools
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,9 @@ from shoal.errors import CheckpointError, RequestError
 if TYPE_CHECKING:
     from shoal.chat_template import ChatTemplate
 
+logger = logging.getLogger(__name__)
+
+LONG_TEXT = 4096    # characters: some milliseconds of work
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -77,6 +82,7 @@ class Tokenizer:
         self.special_tokens_map = dict(special_tokens)
         self.chat_templates = dict(chat_templates or {})
         self._compiled: dict[str, ChatTemplate] = {}    # the model's own, by name
+        self._told_of_tools = False
         own = [self.eos_token_id] if self.eos_token_id is not None else []
         self.eos_token_ids = tuple(dict.fromkeys([*own, *eos_token_ids]))
         self.all_special_ids = sorted(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -119,10 +125,20 @@ class Tokenizer:
     # Text and ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises RequestError for what is no text of whole characters. Other threads go on while a long text is encoded."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG_TEXT:    # a batch costs more to begin
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise RequestError(f"the prompt {text!r:.80} is no text of whole characters; give a str without lone surrogates") from None
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The most bytes of a text that one token may stand for. It takes a tenth of a second to find."""
+        longest = max((len(self.token_bytes[i]) for i in range(len(self))), default=1)
+        # A normalizer may make a text shorter before it is cut into tokens: four bytes of a composed letter may become one.
+        return max(1, longest) * (1 if self._backend.normalizer is None else 4)
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
         """{"input_ids": ids}, or a list of ids each for a list of texts."""
@@ -198,11 +214,23 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
                             chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
-                            tokenize: bool = True, **variables: Any) -> Any:
-        """The prompt of a conversation: ids, or text if not `tokenize`. chat_template: a template, or the name of one the model has."""
-        text = self._template(chat_template, bool(tools)).render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            **{**self.special_tokens_map, **variables})
+                            tokenize: bool = True, tool_call_parser: str = "hermes", **variables: Any) -> Any:
+        """The prompt of a conversation: ids, or text if not `tokenize`. chat_template: a template, or the
+        name of one the model has.
+
+        tool_call_parser: in whose format tools are described if the template has no place for them, "hermes"
+        or "llama3_json".
+        """
+        template = self._template(chat_template, bool(tools))
+        if tools and not template.reads_tools and not self._told_of_tools:
+            self._told_of_tools = True
+            logger.warning("the model's chat template has no place for tools; they are described in the "
+                           "system prompt, in the %s format, and "
+                           "a model that was not trained on it may not call them", tool_call_parser)
+        text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                               continue_final_message=continue_final_message,
+                               tool_call_parser=tool_call_parser,
+                               **{**self.special_tokens_map, **variables})
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _template(self, given: str | None, has_tools: bool) -> ChatTemplate:

@@ -108,7 +108,8 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold, events=self.events)
         self.builder = self._new_builder(self.runner)
-        self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer), self.model_config.vocab_size, files.eos_token_ids)
+        self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer),
+                                 self.model_config.vocab_size, files.eos_token_ids, config.closes_objects)
         self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []    # held until their grammar is there
         self.sleeper = Sleeper(self)
         self.weights = Weights(self, files, keep_quantized)
@@ -132,7 +133,8 @@ class EngineCore:
         self._check_ids(request)
         structured = request.params.structured_outputs
         if structured is not None and (request.embed or self.config.skip_tokenizer_init):
-            why = "an embedding has no text" if request.embed else "this engine was built with skip_tokenizer_init=True"
+            without = "this engine runs without a tokenizer (skip_tokenizer_init)"
+            why = "an embedding has no text" if request.embed else without
             raise RequestError(f"structured_outputs needs tokens of text, and {why}; leave it out")
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
@@ -452,7 +454,7 @@ class EngineCore:
         if tp is not None:
             tp.close()
         torch.set_num_threads(self.num_threads)
-        self.error = self.error or EngineDeadError("the engine was ended by exit(); build a new one")
+        self.error = self.error or EngineDeadError("the engine was ended; build a new one")
 
 
 def token_logprobs(found: LogprobLists, i: int, token_id: int, k: int) -> TokenLogprobs:

@@ -1,4 +1,4 @@
-"""The core's process: `python -m shoal.engine.core_main FOLDER LOG_LEVEL`, started by engine/core_process.py.
+"""The core's process: `python -m shoal.engine.core_main FOLDER LOG_LEVEL LOG_STYLE`, run by core_process.py.
 
 The main thread steps the engine. One thread decodes what comes, another encodes what goes, so that a big message never waits for a step
 nor a step for it. Between two steps all that has come is taken in: requests, aborts, calls. Without work the main thread sleeps in the
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-from shoal import wire
+from shoal import logs, wire
 from shoal.api import MemoryReport, SleepState, check_sleep
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, ShoalError, UnavailableError
@@ -188,8 +188,8 @@ class CoreLoop:
 
 
 def main() -> NoReturn:
-    folder, level = sys.argv[1:]
-    logging.basicConfig(level=int(level), format="%(levelname)s %(name)s: %(message)s")
+    folder, level, style = sys.argv[1:]
+    logs.set_up(int(level), style)
     for number in (signal.SIGTERM, signal.SIGINT):    # a service manager signals the whole group: it is the parent that decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(folder,), name="shoal-end-with-parent", daemon=True).start()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import zmq
 
-from shoal import wire
+from shoal import logs, wire
 from shoal.config import EngineConfig
 from shoal.errors import EngineDeadError, UserError
 from shoal.wire import Dead, FromCore, Message, ModelInfo, Ready, Start
@@ -216,7 +216,8 @@ def _spawn(folder: Path) -> subprocess.Popen[bytes]:
     """In a process group of its own, so that Ctrl-C reaches us alone."""
     level = str(logging.getLogger().getEffectiveLevel())
     # -P with our own sys.path: what we can import, and nothing else. -u: what it prints is seen at once.
-    command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "shoal.engine.core_main", str(folder), level]
+    command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "shoal.engine.core_main", str(folder),
+               level, logs.current_style()]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     return subprocess.Popen(command, env=env, process_group=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 

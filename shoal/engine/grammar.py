@@ -105,10 +105,12 @@ class Grammar:
 class Grammars:
     """Nothing is loaded before the first grammar. `load_tokenizer` is called in the background then.
 
-    end_ids: what ends a text, beside the tokenizer's own.
+    end_ids: what ends a text, beside the tokenizer's own. closes_objects: as in structured.grammar_of.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, end_ids: Iterable[int]) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, end_ids: Iterable[int],
+                 closes_objects: bool = True) -> None:
+        self._closes_objects = closes_objects
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, tuple(end_ids)
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
@@ -178,7 +180,7 @@ class Grammars:
     # In the background
 
     def _new(self, params: StructuredOutputsParams) -> Grammar:
-        matcher, first_seconds = self._compiled(grammar_of(params))
+        matcher, first_seconds = self._compiled(grammar_of(params, self._closes_objects))
         grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead)
         if first_seconds > SLOW_S:
             grammar.note_slow(first_seconds)

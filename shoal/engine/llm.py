@@ -54,7 +54,7 @@ class LLM:
             if options.get(name) is not None:
                 options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig.from_options(model=str(model), **options)
-        files = resolve(config.model, config.revision, config.download_dir)
+        files = resolve(config.model, config.revision, config.download_dir).check()
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, config.tokenizer, config.chat_template)
         self.generation_config = files.generation_config if config.generation_config == "auto" else {}
         self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, files.config.vocab_size)
@@ -144,7 +144,8 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("this engine was built with skip_tokenizer_init=True; give token ids, or build it with a tokenizer")
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init); give token ids, "
+                               "or build it with one")
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool:
@@ -276,9 +277,10 @@ class LLM:
         text, ids, salt = self._tokenize(prompt)
         needs_text = params.detokenize and self.tokenizer is not None
         if params.structured_outputs is not None:
-            structured.check(params.structured_outputs)
+            structured.check(params.structured_outputs, self.config.closes_objects)
         if (params.stop or params.bad_words) and self.tokenizer is None:
-            raise RequestError("stop strings and bad_words need a tokenizer; this engine was built with skip_tokenizer_init=True")
+            raise RequestError("stop strings and bad_words need a tokenizer; this engine runs without one "
+                               "(skip_tokenizer_init)")
         bad_words = self.get_tokenizer().bad_word_ids(params.bad_words, self.core.model_config.vocab_size) if params.bad_words else ()
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         number = next(self._ids)

@@ -28,7 +28,7 @@ class Profiler:
     def __init__(self, folder: str, rank: int, device: torch.device) -> None:
         global _active
         if _active is not None:
-            raise ConfigError("a trace is being made already; end it with stop_profile() first")
+            raise ConfigError("a trace is being made already; end it with stop_profile first")
         path = Path(folder).expanduser()
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -435,12 +435,12 @@ class ModelRunner(RankCommands, KvCommands):
 
     def start_profile(self, folder: str) -> None:
         if self.profiler is not None:
-            raise ConfigError("a trace is being made already; end it with stop_profile() first")
+            raise ConfigError("a trace is being made already; end it with stop_profile first")
         self.profiler = Profiler(folder, self.tp.rank, self.device)
 
     def stop_profile(self) -> str:
         if self.profiler is None:
-            raise ConfigError("no trace is being made; begin one with start_profile(folder)")
+            raise ConfigError("no trace is being made; begin one with start_profile")
         profiler, self.profiler = self.profiler, None
         return profiler.stop()
 

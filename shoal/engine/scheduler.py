@@ -16,7 +16,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from shoal.api import FinishReason, Request, Stats
+from shoal.api import STEP_TOKENS, FinishReason, Request, Stats
 from shoal.engine.sequence import Fetch, Sequence, SequenceStatus, Tiers
 from shoal.errors import RequestError
 from shoal.hashing import common_length, extend_keys
@@ -90,6 +90,8 @@ class Scheduler:
         self._prefix_cache_hits = 0
         self._external_queries = 0
         self._external_hits = 0
+        self._step_tokens = 0
+        self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
 
     # Requests
 
@@ -162,7 +164,10 @@ class Scheduler:
         budget = self._admit(scheduled, budget, cap)
         if not scheduled:
             return None
-        return StepPlan(tuple(scheduled), num_decodes, self._max_num_batched_tokens - budget)
+        num_tokens = self._max_num_batched_tokens - budget
+        self._step_tokens += num_tokens
+        self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        return StepPlan(tuple(scheduled), num_decodes, num_tokens)
 
     def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenResult]:
         """Takes in the tokens that a step has drawn, one for each of its entries that samples. Plans are updated in order.
@@ -235,10 +240,14 @@ class Scheduler:
         return sum(seq.num_tokens - seq.num_computed for seq in self.running if seq.status is PREFILL)
 
     def stats(self) -> Stats:
-        return Stats(num_running=len(self.running), num_waiting=len(self.waiting), num_blocks=self.pool.num_blocks,
+        return Stats(num_running=len(self.running), num_waiting=len(self.waiting),
+                     num_deferred=sum(seq.held or seq.asking for seq in self.waiting),
+                     num_blocks=self.pool.num_blocks,
                      num_free_blocks=self.pool.num_free, num_preemptions=self._num_preemptions,
                      prefix_cache_queries=self._prefix_cache_queries, prefix_cache_hits=self._prefix_cache_hits,
-                     external_prefix_cache_queries=self._external_queries, external_prefix_cache_hits=self._external_hits)
+                     external_prefix_cache_queries=self._external_queries,
+                     external_prefix_cache_hits=self._external_hits,
+                     step_tokens=self._step_tokens, steps_by_tokens=list(self._steps_by_tokens))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks; False if some are in use. What runs now goes on, but none of its KV will be found by others."""

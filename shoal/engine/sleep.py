@@ -40,8 +40,8 @@ class Sleeper:
         chosen = check_sleep(level, tags, mode)
         core, state, start = self.core, self.state, time.perf_counter()
         if level and not core.config.enable_sleep_mode:
-            raise ConfigError(f"sleep level {level} needs memory that can be given back; build the engine "
-                              "with enable_sleep_mode=True, or pause it with level 0")
+            raise ConfigError(f"sleep level {level} needs memory that can be given back; start the engine with the "
+                              "option enable_sleep_mode, or pause it with level 0")
         if mode == "wait" and core.has_work:
             raise UnavailableError("requests are still running, and mode 'wait' sleeps when they have ended; step the engine until then")
         going = [tag for tag in chosen if tag not in state.asleep] if level else []
@@ -71,7 +71,7 @@ class Sleeper:
     def why(self) -> str:
         """Why nothing is scheduled."""
         what = f": {' and '.join(sorted(self.state.asleep))}" if self.state.asleep else ""
-        return f"the engine sleeps (level {self.state.level}{what}); wake_up() first"
+        return f"the engine sleeps (level {self.state.level}{what}); wake it up first"
 
     def wake_up(self, tags: Sequence[str] | None) -> MemoryReport:
         chosen = check_tags(tags)

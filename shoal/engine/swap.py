@@ -295,6 +295,7 @@ class SwappedModel:
     async def stats(self) -> Stats:
         stats = await self._model.engine.stats()
         stats.num_waiting += len(self._model.queue)
+        stats.num_deferred += len(self._model.queue)
         return stats
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:

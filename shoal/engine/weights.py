@@ -151,7 +151,8 @@ class Weights:
 
     def _check_awake(self) -> None:
         if "weights" in self.core.sleeper.state.asleep:
-            raise UnavailableError("the weights are asleep; wake_up(tags=['weights']) first")
+            raise UnavailableError("the weights are asleep; wake them up first (wake_up with the tag "
+                                   "weights)")
 
     def _check_group(self, group_name: str) -> None:
         groups = self.core.runner.weights_groups if self.core.runner is not None else {}

@@ -123,6 +123,6 @@ ADMIN_ROUTES = (
     Route("GET", "/memory_usage", memory_usage, "Memory by tag"),
     Route("POST", "/start_profile", start_profile, "Trace what runs, for ui.perfetto.dev"),
     Route("POST", "/stop_profile", stop_profile, "Write the traces"),
-    Route("GET", "/health", health, "Whether the server works", public=True),
-    Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True),
+    Route("GET", "/health", health, "Whether the server works", public=True, quiet=True),
+    Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True, quiet=True),
 )

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.config import ServerConfig
+from shoal.metrics import HttpMetrics
 from shoal.server.errors import ApiError, to_api_error
-from shoal.server.http import ClientGone, Exchange, Receive, Scope, Send
+from shoal.server.http import OPENAI, ClientGone, Dialect, Exchange, Receive, Scope, Send
 from shoal.server.keys import read_keys
 from shoal.server.model import ServedModel
+from shoal.server.notices import Notices
+from shoal.server.request_log import log_request, status_of
 
 Handler = Callable[[Exchange], Awaitable[None]]
+
+LATEST = ":latest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,8 @@ class Route:
     response: type | None = None       # the Struct of a JSON answer, likewise ...
     content_type: str = "text/plain"   # ... or what the answer is instead
     public: bool = False               # asks for no key
-    error_body: Callable[[ApiError], bytes] = ApiError.body    # the shape of its errors
+    quiet: bool = False                # asked all day long by machines: not logged and not counted
+    dialect: Dialect = OPENAI
 
 
 class Server:
@@ -38,9 +45,11 @@ class Server:
     def __init__(self, models: Sequence[ServedModel], config: ServerConfig, routes: Sequence[Route], *, is_admin: bool = False) -> None:
         """is_admin: a page that some browser on this machine has open must not put models to sleep, so it is refused."""
         self.models, self.config, self.routes, self.is_admin = list(models), config, list(routes), is_admin
+        self.http_metrics = HttpMetrics()
         self.by_name = {name: model for model in self.models for name in model.names}
         self.exchanges: set[Exchange] = set()
         self.body_bytes = 0           # of their bodies
+        self.notices = Notices()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in read_keys(config)]
         self._table: dict[str, dict[str, Route]] = {}
         self._prefixes: dict[str, dict[str, Route]] = {}
@@ -48,11 +57,18 @@ class Server:
             table = self._prefixes if route.path.endswith("{id}") else self._table
             table.setdefault(route.path.removesuffix("{id}"), {})[route.method] = route
 
+    @property
+    def asks_for_key(self) -> bool:
+        return bool(self._keys)
+
     def find(self, name: str | None) -> ServedModel:
-        """The model of a request, the first if it names none."""
+        """The model of a request, the first if it names none. A name may have the tag `:latest` or do
+        without, as in Ollama."""
         if name is None:
             return self.models[0]
-        if (model := self.by_name.get(name)) is None:
+        names = (name, name.removesuffix(LATEST), name + LATEST)
+        model = next((self.by_name[each] for each in names if each in self.by_name), None)
+        if model is None:
             raise ApiError(404, f"the model {name!r:.100} does not exist; there are {', '.join(m.name for m in self.models)}",
                            param="model", code="model_not_found")
         return model
@@ -86,6 +102,15 @@ class Server:
             self.body_bytes -= exchange.size
             if watch is not None:
                 watch.cancel()
+            if not exchange.ended:    # its client has left
+                self.count(exchange)
+
+    def count(self, exchange: Exchange) -> None:
+        """Of a request that ends: a line in the log, and metrics. Called once."""
+        if exchange.route is None or not exchange.route.quiet:
+            seconds = time.perf_counter() - exchange.arrival
+            self.http_metrics.observe(exchange.method, exchange.handler, status_of(exchange), seconds)
+        log_request(exchange, self.config.log_requests)
 
     # Before a handler
 
@@ -98,13 +123,14 @@ class Server:
             methods = next((m for prefix, m in self._prefixes.items() if path.startswith(prefix) and len(path) > len(prefix)), None)
         if methods is None:
             raise ApiError(404, f"there is nothing at {path!r:.100}; /openapi.json lists what there is")
+        exchange.handler = next(iter(methods.values())).path
         if method == "OPTIONS" and b"origin" in exchange.headers and b"access-control-request-method" in exchange.headers:
             return None
         route = methods.get(method)
         if route is None:
             allowed = sorted({*methods, *(["HEAD"] if "GET" in methods else [])})
             raise ApiError(405, f"{path} takes {' or '.join(methods)}, not {method:.20}", headers={"allow": ", ".join(allowed)})
-        exchange.error_body = route.error_body
+        exchange.route, exchange.dialect = route, route.dialect
         if self.is_admin and method == "POST" and b"origin" in exchange.headers and self._allowed_origin(exchange) is None:
             raise ApiError(403, "web pages may not operate this server, unless --allowed-origins names their site")
         if self._keys and not route.public:

@@ -8,6 +8,7 @@ from typing import Any
 from shoal.api import CompletionOutput, SamplingParams
 from shoal.server.answers import Chunks, LogprobShapes, encode, prompt_logprobs_list, usage_dict
 from shoal.server.errors import ApiError
+from shoal.server.functions import as_tools
 from shoal.server.generation import Delta, Generation
 from shoal.server.http import DONE, Exchange
 from shoal.server.model import Prompt, ServedModel
@@ -16,24 +17,27 @@ from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
 from shoal.server.tools import AnswerFormat, AnswerParser, ToolPlan, plan_tools, template_variables, whole
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
 
 async def create_chat_completion(exchange: Exchange) -> None:
     request = exchange.decode(ChatCompletionRequest)
     model = exchange.server.find(request.model)
     options = check_stream_options(request.stream, request.stream_options)
+    _check(request, model)
+    as_tools(request)
     plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser)
-    if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = text_params(model, request, max_tokens=max_tokens, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
-    plan.constrain(params)
+    plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(model, request, plan, params)
     request_id = request.request_id or exchange.request_id
     generation = Generation(model, [prompt], params, request_id=f"chatcmpl-{request_id}", priority=request.priority,
-                            cache_salt=request.cache_salt, timeout=request.timeout)
+                            cache_salt=request.cache_salt, timeout=request.timeout, cuts_max_tokens=True)
     is_plain = plan.mode == "none" and model.reasoning_parser == "none"
     form = None if is_plain else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
     answer = _Answer(model, request, generation, form)
+    exchange.generation = generation
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(answer.id, "chat.completion.chunk", answer.created, model.name, usage=usage,
@@ -55,6 +59,24 @@ async def create_chat_completion(exchange: Exchange) -> None:
     await exchange.json(body)
 
 
+def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
+    """Raises ApiError for what would be answered wrong."""
+    for i, message in enumerate(request.messages):
+        if message.get("role") not in ROLES:
+            raise ApiError(400, f"messages[{i}].role {message.get('role')!r:.60} is none of "
+                                f"{', '.join(ROLES)}", param=f"messages[{i}].role")
+    if request.audio is not None or any(kind != "text" for kind in request.modalities or ()):
+        raise ApiError(400, "modalities: answers here are text alone; leave modalities and audio out",
+                       param="modalities")
+    most, asked = model.max_logprobs, request.top_logprobs
+    if asked and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
+    if asked is not None and most >= 0 and not 0 <= asked <= most:
+        raise ApiError(400, f"top_logprobs {asked} is not from 0 to {most}; ask for fewer, or start the "
+                            f"server with a larger --max-logprobs",
+                       param="top_logprobs")
+
+
 async def _prompt(model: ServedModel, request: ChatCompletionRequest, plan: ToolPlan, params: SamplingParams) -> Prompt:
     variables = template_variables(request.chat_template_kwargs, request.reasoning_effort, params, model.reasoning_parser)
     # Thoughts come back under either name; templates know the older one.
@@ -62,8 +84,11 @@ async def _prompt(model: ServedModel, request: ChatCompletionRequest, plan: Tool
     prompt = await model.chat_prompt(messages, tools=plan.tools, chat_template=request.chat_template,
                                      add_generation_prompt=request.add_generation_prompt,
                                      continue_final_message=request.continue_final_message,
-                                     add_special_tokens=request.add_special_tokens, documents=request.documents, variables=variables)
+                                     add_special_tokens=request.add_special_tokens, documents=request.documents, variables=variables,
+                                     must_fit=request.truncate_prompt_tokens is None)
     wanted = request.max_completion_tokens or request.max_tokens
+    if wanted is not None and wanted >= model.max_model_len:
+        wanted = None    # it is cut to what the prompt leaves, so the prompt is not cut for it
     return shortened(prompt, num_kept(model, request.truncate_prompt_tokens, wanted))
 
 
@@ -76,6 +101,7 @@ class _Answer:
         self.shapes = LogprobShapes(model, request.top_logprobs or 0, bool(request.return_tokens_as_token_ids))
         self._parsers: dict[int, AnswerParser] = {}
         self._begun: set[int] = set()
+        self._is_legacy = request.functions is not None    # calls have the older shape
         self._is_plain = form is None and not request.logprobs and not request.return_token_ids
 
     def choice(self, answer: CompletionOutput) -> dict[str, Any]:
@@ -87,10 +113,12 @@ class _Answer:
             message["content"] = read.content if read.content or not (read.calls or read.reasoning) else None
             if read.reasoning and request.include_reasoning is not False:
                 message["reasoning"] = message["reasoning_content"] = read.reasoning    # vLLM's name, and its older one
-            if read.calls:
+            if read.calls and self._is_legacy:
+                message["function_call"] = {"name": read.calls[0].name, "arguments": read.calls[0].arguments}
+            elif read.calls:
                 message["tool_calls"] = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
                                          for c in read.calls]
-            reason = parser.finish_reason(reason)
+            reason = self._finish_reason(parser, reason)
         logprobs = None if answer.logprobs is None else self.shapes.chat(answer.token_ids, answer.logprobs)
         return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason, "stop_reason": answer.stop_reason,
                 **({"token_ids": answer.token_ids} if request.return_token_ids else {})}
@@ -118,7 +146,7 @@ class _Answer:
             if parser is None:
                 parser = self._parsers[delta.index] = self.form.parser()
             parts = [p for part in parser.push(delta.text, last=reason is not None) if (p := self._part(part))]
-            reason = None if reason is None else parser.finish_reason(reason)
+            reason = None if reason is None else self._finish_reason(parser, reason)
         if not parts and reason is None and delta.logprobs is None and not self.request.return_token_ids:
             return found
         parts = parts or [{}]
@@ -134,11 +162,17 @@ class _Answer:
             found.append(chunks.chunk(encode(choice)))
         return found
 
+    def _finish_reason(self, parser: AnswerParser, reason: str) -> str:
+        found = parser.finish_reason(reason)
+        return "function_call" if self._is_legacy and found == "tool_calls" else found
+
     def _part(self, part: Part) -> dict[str, Any] | None:
         if isinstance(part, TextDelta):
             if part.reasoning:
                 return {"reasoning": part.text, "reasoning_content": part.text} if self.request.include_reasoning is not False else None
             return {"content": part.text}
         function = {"arguments": part.arguments} if part.name is None else {"name": part.name, "arguments": part.arguments}
+        if self._is_legacy:
+            return {"function_call": function}
         begin = {} if part.id is None else {"id": part.id, "type": "function"}
         return {"tool_calls": [{"index": part.index, **begin, "function": function}]}

@@ -40,6 +40,7 @@ async def create_completion(exchange: Exchange) -> None:
     generation = Generation(model, prompts, params, request_id=f"cmpl-{request_id}", priority=request.priority,
                             cache_salt=request.cache_salt, timeout=request.timeout)
     answer = _Answer(model, request, generation)
+    exchange.generation = generation
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(answer.id, "text_completion", answer.created, model.name, usage=usage, ends_with_usage=bool(options.include_usage))

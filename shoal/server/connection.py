@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.config import ServerConfig
 from shoal.server.errors import ApiError
+from shoal.server.request_log import RefusalLog
 
 MAX_HEADER_BYTES = 64 << 10    # of a head with its URL; trailers and the extensions of chunks get as much again
 CHUNK_BYTES = 24               # the framing of one chunk: its size in hex digits and two line ends, at the most
@@ -29,9 +30,9 @@ REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header F
 class Connections:
     """The connections of one port, and which of them are idle: no request has begun, and none is being answered."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, refusals: RefusalLog) -> None:
         """`most`: beyond so many, the one that has been idle longest is closed, and without an idle one the new one is refused."""
-        self.most = most
+        self.most, self.refusals = most, refusals
         self.num_open = 0
         self.idle: dict[Connection, None] = {}    # the longest idle one first
 
@@ -252,6 +253,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timers()
         if self.transport.is_closing():
             return
+        self._all.refusals.tell(self.client[0] if self.client else "-", error)
         running = self._running
         is_running = running is self.cycle and not self._in_head
         if running is None or running.response_complete or (is_running and not running.response_started):

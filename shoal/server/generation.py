@@ -20,6 +20,7 @@ from types import TracebackType
 from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, StructuredOutputsParams, TokenLogprobs
 from shoal.detokenizer import Detokenizer, add_texts
 from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
+from shoal.metrics import RequestTimes
 from shoal.server.errors import ApiError
 from shoal.server.model import Prompt, ServedModel
 
@@ -56,10 +57,16 @@ class Generation:
     what the engine raises. Past the deadline the block ends with ApiError (504)."""
 
     def __init__(self, model: ServedModel, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
-                 cache_salt: str | None = None, timeout: float | None = None, embed: bool = False) -> None:
-        """params.max_tokens None: as many as fit. timeout: seconds from entering; the model's own limit holds too."""
+                 cache_salt: str | None = None, timeout: float | None = None, embed: bool = False,
+                 cuts_max_tokens: bool = False) -> None:
+        """params.max_tokens None: as many as fit. timeout: seconds from entering; the model's own limit holds
+        too.
+
+        cuts_max_tokens: of more than fit, as many as fit are given; otherwise they are refused.
+        """
         self.model, self.prompts, self.params, self.request_id = model, prompts, params, request_id
         self.priority, self.cache_salt, self.embed = priority, cache_salt, embed
+        self.cuts_max_tokens = cuts_max_tokens
         limits = [t for t in (timeout, model.request_timeout) if t is not None]
         self.seconds = min(limits) if limits else None
         self.usage = Usage(prompt_tokens=sum(len(p.token_ids) for p in prompts))
@@ -71,7 +78,9 @@ class Generation:
     async def __aenter__(self) -> Generation:
         params = self.params
         if params.structured_outputs is not None:
-            await self.model.in_thread(functools.partial(_check_grammar, params.structured_outputs))    # a short one may take long, too
+            # in a thread: a short one may take long, too
+            await self.model.in_thread(functools.partial(_check_grammar, params.structured_outputs,
+                                                         self.model.closes_objects))
         count = len(self.prompts) * params.n
         self.model.admission.enter(count)    # before anything is built: n may be a million
         try:
@@ -104,6 +113,8 @@ class Generation:
         finally:
             for answer in self._answers:
                 answer.close()
+            for i in range(0, len(self._answers), self.params.n):
+                self.model.metrics.end(self.times[i:i + self.params.n])
             self.model.admission.leave(len(self._answers))
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
@@ -160,6 +171,11 @@ class Generation:
         for whole, parts in zip(wholes, texts):
             whole.text = "".join(parts)
         return wholes
+
+    @property
+    def times(self) -> list[RequestTimes]:
+        """Of each answer, once the block is entered."""
+        return [answer.times for answer in self._answers]
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
@@ -230,16 +246,18 @@ class Generation:
                                "one token of output included; send a shorter prompt")
         if asked is None:
             return min(room, model.default_max_tokens or room)
+        if asked > room and self.cuts_max_tokens:
+            return room
         if asked > room:
             raise RequestError(f"max_tokens {asked} is too large: the model's maximum context length is {model.max_model_len} tokens and "
                                f"the prompt has {len(ids)} ({asked} > {model.max_model_len} - {len(ids)}); ask for at most {room}")
         return asked
 
 
-def _check_grammar(wanted: StructuredOutputsParams) -> None:
+def _check_grammar(wanted: StructuredOutputsParams, closes_objects: bool) -> None:
     from shoal.structured import check  # here, as the grammar library takes a while to import and most requests do without
 
-    check(wanted)
+    check(wanted, closes_objects)
 
 
 class _Answer:

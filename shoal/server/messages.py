@@ -12,11 +12,12 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
-from shoal.server.http import Exchange
+from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.protocol import MinusOneOrMore, Positive, Words
+from shoal.server.shapes import AnthropicErrorResponse
 from shoal.server.tool_parsers import CallDelta, Part
-from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools
+from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
 
 ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
           408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
@@ -26,7 +27,7 @@ class AnthropicTool(Struct, kw_only=True):
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
-    type: str | None = None                       # "custom"; Anthropic's own tools are refused
+    type: str | None = None                       # "custom"; Anthropic's own tools are left out
 
 
 class AnthropicToolChoice(Struct, kw_only=True):
@@ -110,15 +111,16 @@ class TokenCount(Struct):
 
 
 async def create_message(exchange: Exchange) -> None:
-    exchange.error_event = error_event
     request = exchange.decode(MessagesRequest)
     model = exchange.server.find(request.model)
-    plan, params = _plan(request, model), _params(request, model)
-    plan.constrain(params)
+    plan, params = _plan(exchange, request, model), _params(request, model)
+    plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(request, model, plan, params)
     parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
     writer = _Writer(request.model or model.name, len(prompt.token_ids))
-    async with Generation(model, [prompt], params, request_id=exchange.request_id) as answers:
+    async with Generation(model, [prompt], params, request_id=exchange.request_id,
+                          cuts_max_tokens=True) as answers:
+        exchange.generation = answers
         if not request.stream:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
@@ -140,8 +142,8 @@ async def create_message(exchange: Exchange) -> None:
 async def count_tokens(exchange: Exchange) -> None:
     request = exchange.decode(CountTokensRequest)
     model = exchange.server.find(request.model)
-    plan, params = _plan(request, model), SamplingParams(structured_outputs=_structured(request))
-    plan.constrain(params)
+    plan, params = _plan(exchange, request, model), SamplingParams(structured_outputs=_structured(request))
+    plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(request, model, plan, params)
     await exchange.json(TokenCount(len(prompt.token_ids)))
 
@@ -154,6 +156,9 @@ def error_body(error: ApiError) -> bytes:
 
 def error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+
+ANTHROPIC = Dialect("Anthropic", AnthropicErrorResponse, error_body, error_event)
 
 
 class _Writer:
@@ -238,12 +243,15 @@ def _event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
 
 
-def _plan(request: CountTokensRequest, model: ServedModel) -> ToolPlan:
-    for i, tool in enumerate(request.tools or ()):
-        if tool.type not in (None, "custom"):
-            raise RequestError(f"tools[{i}] is of the type {tool.type!r:.100}; this server has none of Anthropic's own tools")
-    functions = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema or {"type": "object", "properties": {}}}
-                 for t in request.tools or ()]
+def _plan(exchange: Exchange, request: CountTokensRequest, model: ServedModel) -> ToolPlan:
+    functions, left_out = [], []
+    for tool in request.tools or ():
+        if tool.type in (None, "custom"):
+            functions.append({"name": tool.name, "description": tool.description or "",
+                              "parameters": tool.input_schema or {"type": "object", "properties": {}}})
+        else:    # one of Anthropic's own, such as web search: its clients send them with everything
+            left_out.append(tool.name)
+            warn_left_out(exchange, tool.type)
     choice, parallel = request.tool_choice, None
     wanted: str | dict[str, Any] | None = None
     if choice is not None:
@@ -251,7 +259,8 @@ def _plan(request: CountTokensRequest, model: ServedModel) -> ToolPlan:
         wanted = "required" if choice.type == "any" else choice.type
         if choice.type == "tool":
             wanted = {"type": "function", "function": {"name": choice.name}}
-    return plan_tools([{"type": "function", "function": f} for f in functions], wanted, parallel, model.tool_call_parser)
+    return plan_tools([{"type": "function", "function": f} for f in functions], wanted, parallel,
+                      model.tool_call_parser, left_out)
 
 
 def _structured(request: CountTokensRequest) -> StructuredOutputsParams | None:

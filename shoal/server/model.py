@@ -6,22 +6,25 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shoal.api import Control, Engine, SleepState, Stats, sampling_defaults
+from shoal.api import Control, Engine, ModelSummary, SleepState, Stats, sampling_defaults
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.server.admission import Admission
 from shoal.server.errors import ApiError
-from shoal.tokenizer import Tokenizer
+from shoal.server.text_threads import TextThreads
+from shoal.tokenizer import LONG_TEXT, Tokenizer
 
 T = TypeVar("T")
 
-LONG_TEXT = 4096      # characters: from here on text is tokenized in a thread (about 1 ms), so that a burst never holds up the streams
-TEXT_THREADS = 2
-TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"})
+HUGE_TEXT = 1 << 20        # characters: such texts are tokenized one at a time, as each may take 200 bytes of memory a character
+HEAD_CHARACTERS = 8        # for each token that fits: so much of a long text is tokenized first, to see whether the rest is worth it
+HEAD_SLACK = 64            # tokens that the cut through a word may add
+TEMPLATE_SECONDS = 10.0    # that a chat template may take
+TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt",
+                            "continue_final_message", "tokenize", "tool_call_parser"})
 
 
 class ServedEngine(Engine, Control, Protocol):
@@ -52,38 +55,64 @@ class ServedModel:
     tool_call_parser: str = "none"           # "hermes" | "llama3_json" | "none"
     reasoning_parser: str = "none"           # "qwen3" | "none"
     trust_request_chat_template: bool = False
+    cache_config: dict[str, str] = field(default_factory=dict)         # for vllm:cache_config_info
+    on_gpu: bool = False
+    summary: ModelSummary = field(default_factory=ModelSummary)
+    max_logprobs: int = 20                   # most that a request may ask for; -1: no limit
+    closes_objects: bool = True              # of a JSON schema, where nothing says otherwise
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
         self.admission = Admission(self.max_num_seqs, self.max_queued_requests)
-        self.metrics = ModelMetrics(self.name, self.max_model_len)
+        self.metrics = ModelMetrics(self.name, self.max_model_len, self.cache_config)
         self.numbers = itertools.count()
         self.seeds = random.Random(self.seed)
         self.default_params = sampling_defaults(self.generation_config)
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         self.last_stats = Stats()
         self.last_sleep_state = SleepState()
-        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self._threads = TextThreads()
+        self._one_huge_text = asyncio.Semaphore(1)
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(f"the model {self.name} is served without a tokenizer (skip_tokenizer_init): send token ids")
         return self.tokenizer
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        tokenizer = self.need_tokenizer()
-        return await self.for_text(text_size(texts), lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True, *, must_fit: bool = True) -> list[list[int]]:
+        """The token ids of each text. must_fit: a text that the model's context cannot hold is refused, before it is tokenized as a whole
+        where that shows itself. Raises RequestError."""
+        self.need_tokenizer()
+        size = text_size(texts, enough=HUGE_TEXT)
+        return await self.for_text(size, lambda: [self._encode(text, add_special_tokens, must_fit) for text in texts])
+
+    def _encode(self, text: str, add_special_tokens: bool, must_fit: bool) -> list[int]:
+        """In a thread, if it is long."""
+        tokenizer, most = self.need_tokenizer(), self.max_model_len
+        if must_fit and len(text) > most:
+            if len(text) > most * tokenizer.longest_token:
+                raise RequestError(f"the prompt has {len(text)} characters, more than the {most} tokens of the model's maximum context length "
+                                   f"can hold, of {tokenizer.longest_token} characters at most; send a shorter prompt")
+            head = text[:HEAD_CHARACTERS * most]
+            if len(head) < len(text) and (count := len(tokenizer.encode(head, add_special_tokens))) > most + HEAD_SLACK:
+                raise RequestError(f"the prompt has more than {count - HEAD_SLACK} tokens, and the model's maximum context length is {most}, "
+                                   "at least one token of output included; send a shorter prompt")
+        return tokenizer.encode(text, add_special_tokens)
 
     async def chat_prompt(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
                           chat_template: str | None = None, add_generation_prompt: bool | None = None,
                           continue_final_message: bool | None = None,
                           add_special_tokens: bool | None = None, documents: list[dict[str, Any]] | None = None,
-                          variables: dict[str, Any] | None = None) -> Prompt:
-        """A conversation through the model's chat template. Raises RequestError with the template's own words where it refuses."""
+                          variables: dict[str, Any] | None = None, must_fit: bool = True) -> Prompt:
+        """A conversation through the model's chat template; must_fit as in `encode`. Raises RequestError with the template's own words
+        where it refuses."""
         tokenizer = self.need_tokenizer()
         if chat_template is not None and not self.trust_request_chat_template and chat_template not in tokenizer.chat_templates:
             raise ApiError(400, "chat_template: this server takes no templates from requests; start it with --trust-request-chat-template, "
                                 "as a template may run for ever", param="chat_template")
+        if len(messages) > self.max_model_len:
+            raise ApiError(400, f"messages: {len(messages)} are more than the {self.max_model_len} tokens of the model's maximum context "
+                                "length can hold; send fewer", param="messages")
         variables = dict(variables or {})
         if taken := TEMPLATE_NAMES & variables.keys():
             raise ApiError(400, f"chat_template_kwargs: {sorted(taken)} cannot be set here; use the request's own fields",
@@ -92,28 +121,39 @@ class ServedModel:
             variables["documents"] = documents
         generates = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
-        def render() -> Prompt:
+        def render() -> str:
             text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=chat_template, add_generation_prompt=generates,
-                                                 continue_final_message=bool(continue_final_message), tokenize=False, **variables)
-            return Prompt(tokenizer.encode(text, bool(add_special_tokens)), text)
+                                                 continue_final_message=bool(continue_final_message),
+                                                 tokenize=False, tool_call_parser=self.tool_call_parser,
+                                                 **variables)
+            return text
 
-        return await self.for_text(text_size([messages, variables]) + (LONG_TEXT if tools else 0), render)
+        # Always beside the loop and for a limited time: a template is a program, and may not end.
+        text = await self._threads.run_bounded(render, TEMPLATE_SECONDS, "messages: the chat template")
+        [ids] = await self.encode([text], bool(add_special_tokens), must_fit=must_fit)
+        return Prompt(ids, text)
 
     async def for_text(self, size: int, work: Callable[[], T]) -> T:
-        """`work()`, in a thread if it handles as much text as `size` says. Threads are few: a burst queues here, not on the cores."""
-        return work() if size < LONG_TEXT else await self.in_thread(work)
+        """`work()`, in a thread if it handles as much text as `size` says."""
+        if size < LONG_TEXT:
+            return work()
+        if size < HUGE_TEXT:
+            return await self.in_thread(work)
+        async with self._one_huge_text:
+            return await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._threads.run(work)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
 
-def text_size(value: Any) -> int:
-    """Characters of the texts in some JSON, and a few for whatever else there is: all of it takes time."""
-    if isinstance(value, str):
-        return 8 + len(value)
-    if isinstance(value, dict):
-        return 8 + sum(map(text_size, value.values()))
-    return 8 + (sum(map(text_size, value)) if isinstance(value, (list, tuple)) else 0)
+def text_size(values: Sequence[str], enough: int) -> int:
+    """Characters of the texts, and a few for each; counted until there are `enough`."""
+    size = 0
+    for value in values:
+        size += 8 + len(value)
+        if size >= enough:
+            break
+    return size

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.server.http import Exchange
-from shoal.server.messages import error_body
-from shoal.server.shapes import AnthropicErrorResponse, ErrorResponse
 from shoal.version import __version__
 
 if TYPE_CHECKING:
@@ -35,7 +33,8 @@ def _encoded(routes: tuple[Route, ...]) -> bytes:
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    types = [t for route in routes for t in (route.request, route.response) if t is not None] + [ErrorResponse, AnthropicErrorResponse]
+    types = [t for route in routes for t in (route.request, route.response, route.dialect.error)
+             if t is not None]
     found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(types, found))
     paths: dict[str, dict[str, Any]] = {}
@@ -43,7 +42,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Shoal", "version": __version__, "description": "OpenAI's and Anthropic's APIs, and some of vLLM's."},
+        "info": {"title": "Shoal", "version": __version__,
+                 "description": "OpenAI's, Anthropic's and Ollama's APIs, and some of vLLM's."},
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"},
                                                                   "key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}},
@@ -56,10 +56,14 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     if route.response is not None:
         content = {"application/json": {"schema": schemas[route.response]}}
     if route.request is not None and "stream" in route.request.__struct_fields__:    # type: ignore[attr-defined]
-        content["text/event-stream"] = {"schema": EVENT}
-    operation: dict[str, Any] = {"summary": route.summary, "operationId": f"{route.method.lower()}{route.path}",
+        kind = route.dialect.stream_type.partition(";")[0]
+        content[kind] = {"schema": EVENT if kind == "text/event-stream" else {}}
+    is_foreign = route.path.startswith(("/v1/", "/api/"))
+    operation: dict[str, Any] = {"summary": route.summary,
+                                 "tags": [route.dialect.name if is_foreign else "This server"],
+                                 "operationId": f"{route.method.lower()}{route.path}",
                                  "responses": {"200": {"description": "OK", "content": content}}}
-    error = schemas[AnthropicErrorResponse if route.error_body is error_body else ErrorResponse]
+    error = schemas[route.dialect.error]
     for status, text in ERRORS.items():
         if (route.request is not None or status in OF_A_GET) and (status != 401 or not route.public):
             operation["responses"][str(status)] = {"description": text, "content": {"application/json": {"schema": error}}}

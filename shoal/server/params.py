@@ -19,23 +19,43 @@ def text_params(model: ServedModel, request: TextFields, *, max_tokens: int | No
     more: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs, "detokenize": model.tokenizer is not None}
     if prompt_logprobs is not None:
         more["prompt_logprobs"] = prompt_logprobs
-    if (wanted := from_response_format(request.response_format)) is not None:
-        if request.structured_outputs is not None:
-            raise ApiError(400, "response_format and structured_outputs both say what the text must be; give one of them",
-                           param="response_format")
-        more["structured_outputs"] = wanted
+    formats = {"response_format": from_response_format(request.response_format,
+                                                       request.guided_whitespace_pattern),
+               "structured_outputs": request.structured_outputs, **_from_guided(request)}
+    names = [name for name, wanted in formats.items() if wanted is not None]
+    if len(names) > 1:
+        raise ApiError(400, f"{' and '.join(names)} each say what the text must be; give one of them",
+                       param=names[0])
+    if names:
+        more["structured_outputs"] = formats[names[0]]
     return request.sampling_params(model.default_params, **more)
 
 
-def from_response_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
+def _from_guided(request: TextFields) -> dict[str, StructuredOutputsParams]:
+    """vLLM's older fields, by name."""
+    pattern = request.guided_whitespace_pattern
+    found: dict[str, StructuredOutputsParams] = {}
+    if request.guided_json is not None:
+        found["guided_json"] = StructuredOutputsParams(json=request.guided_json, whitespace_pattern=pattern)
+    if request.guided_regex is not None:
+        found["guided_regex"] = StructuredOutputsParams(regex=request.guided_regex)
+    if request.guided_choice is not None:
+        found["guided_choice"] = StructuredOutputsParams(choice=request.guided_choice)
+    if request.guided_grammar is not None:
+        found["guided_grammar"] = StructuredOutputsParams(grammar=request.guided_grammar)
+    return found
+
+
+def from_response_format(wanted: ResponseFormat | None,
+                         whitespace_pattern: str | None) -> StructuredOutputsParams | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json_object=True, whitespace_pattern=whitespace_pattern)
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         raise ApiError(400, "response_format.json_schema.schema is missing; give the schema, or the type json_object for any object",
                        param="response_format.json_schema")
-    return StructuredOutputsParams(json=wanted.json_schema.schema)
+    return StructuredOutputsParams(json=wanted.json_schema.schema, whitespace_pattern=whitespace_pattern)
 
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:
@@ -59,7 +79,7 @@ async def read_prompts(model: ServedModel, given: Prompts, *, field: str, add_sp
     else:
         raise ApiError(400, f"{field} mixes texts and token ids; give a text, a list of texts, ids, or a list of lists of ids", param=field)
     if isinstance(texts[0], str):
-        prompts = [Prompt(ids, text) for ids, text in zip(await model.encode(texts, add_special_tokens), texts)]
+        prompts = [Prompt(ids, text) for ids, text in zip(await model.encode(texts, add_special_tokens, must_fit=keep is None), texts)]
     else:
         prompts = [Prompt(ids) for ids in texts]
     return [shortened(prompt, keep) for prompt in prompts]

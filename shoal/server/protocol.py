@@ -1,4 +1,5 @@
-"""What clients send: one Struct a request body, with OpenAI's and vLLM's field names. Unknown fields are ignored, as theirs are.
+"""What clients send: one Struct a request body, with OpenAI's and vLLM's field names. Unknown fields are
+ignored, as theirs are, but `unknown_fields` finds them.
 
 Types are checked here, and ranges of integers (they must fit the wire); what a value means is checked where it is used (SamplingParams,
 the engine). The OpenAPI document is made from these Structs.
@@ -6,6 +7,9 @@ the engine). The OpenAPI document is made from these Structs.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import typing
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,6 +20,13 @@ from shoal.server.errors import ApiError
 
 T = TypeVar("T")
 MISSING = "Object missing required field "
+
+# Fields of OpenAI's and Anthropic's APIs that are no part of a Struct, and whose sender misses nothing here:
+# what they order is another company's storage, price or filter, or a hint to its cache. `verbosity` is a hint
+# to models that were trained on it.
+HARMLESS = frozenset({"store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+                      "safety_identifier", "verbosity", "client_metadata",
+                      "cache_control", "inference_geo", "container"})
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -43,6 +54,8 @@ class ResponseFormat(Struct, kw_only=True):
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None             # a last chunk with the usage of the whole answer
     continuous_usage_stats: bool | None = None    # the usage so far in every chunk
+    # OpenAI pads events against listeners unless told not to; nothing is padded here
+    include_obfuscation: bool | None = None
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -103,6 +116,13 @@ class TextFields(GenerationFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: MinusOneOrMore | None = None    # keep the last so many; -1: as many as fit
+    # vLLM's older names of structured_outputs' fields.
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None    # there is one
 
 
 class ChatCompletionRequest(TextFields, kw_only=True):
@@ -113,6 +133,10 @@ class ChatCompletionRequest(TextFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None           # OpenAI's older names: functions.py
+    function_call: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None           # text alone
+    audio: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
@@ -209,3 +233,25 @@ def decode(kind: type[T], body: bytes) -> T:
         raise ApiError(400, "the body is nested too deeply") from None
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
+
+
+def unknown_fields(kind: type, body: bytes) -> list[str]:
+    """What `body`, which `decode` took, has beside the fields of `kind`, and in its options beside theirs:
+    "stream_options.usage"."""
+    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    options = _options_by_field(kind)
+    found = [name for name in given if name not in options and name not in HARMLESS]
+    for name, option in options.items():
+        if option is not None and name in given and (raw := bytes(given[name])).startswith(b"{"):
+            found += [f"{name}.{field}" for field in unknown_fields(option, raw)]
+    return found
+
+
+@functools.cache
+def _options_by_field(kind: type) -> dict[str, type | None]:
+    """Every field, with the type of its options where it has some."""
+    found: dict[str, type | None] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        types = [t for t in (hint, *typing.get_args(hint)) if isinstance(t, type)]
+        found[name] = next((t for t in types if issubclass(t, Struct) or dataclasses.is_dataclass(t)), None)
+    return found

@@ -17,7 +17,14 @@ from shoal.server.http import Exchange
 from shoal.server.model import ServedModel
 from shoal.server.protocol import GenerationFields, MinusOneOrMore, Positive
 from shoal.server.tool_parsers import CallDelta, Part
-from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, template_variables
+from shoal.server.tools import (
+    AnswerFormat,
+    ToolPlan,
+    check_finish,
+    plan_tools,
+    template_variables,
+    warn_left_out,
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -156,8 +163,8 @@ async def create_response(exchange: Exchange) -> None:
     model = exchange.server.find(request.model)
     _refuse(request)
     params = _params(request, model)
-    plan = plan_tools(_chat_tools(request.tools), _chat_choice(request.tool_choice), request.parallel_tool_calls, model.tool_call_parser)
-    plan.constrain(params)
+    plan = _plan(exchange, request, model)
+    plan.constrain(params, model.tool_call_parser)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = template_variables(None, effort, params, model.reasoning_parser)
     prompt = await model.chat_prompt(to_chat(request), tools=plan.tools, variables=variables)
@@ -165,7 +172,9 @@ async def create_response(exchange: Exchange) -> None:
     writer = _Writer(_response(request, model, params, plan))
     exchange.error_event = writer.failed
     async with Generation(model, [prompt], params, request_id=request.request_id or exchange.request_id, priority=request.priority,
-                          cache_salt=request.cache_salt, timeout=request.timeout) as answers:
+                          cache_salt=request.cache_salt, timeout=request.timeout,
+                          cuts_max_tokens=True) as answers:
+        exchange.generation = answers
         if not request.stream:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
@@ -311,7 +320,7 @@ def _add_to_answer(message: dict[str, Any], i: int, item: dict[str, Any], kind: 
         thoughts = _content(i, item.get("content") or item.get("summary") or "")
         message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
     elif kind == "function_call":
-        function = {"name": _text(i, item, "name"), "arguments": _text(i, item, "arguments")}
+        function = {"name": _text(i, item, "name"), "arguments": _arguments(i, _text(i, item, "arguments"))}
         message.setdefault("tool_calls", []).append({"id": _text(i, item, "call_id"), "type": "function", "function": function})
     elif kind == "message":
         raise RequestError(f"input[{i}] has the role {item.get('role')!r:.100}; there are user, assistant, system and developer")
@@ -326,6 +335,13 @@ def _text(i: int, item: dict[str, Any], name: str) -> str:
     return value
 
 
+def _arguments(i: int, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise RequestError(f"input[{i}].arguments {text!r:.80} are not JSON: {error}") from None
+
+
 def _content(i: int, content: Any) -> str:
     if isinstance(content, str):
         return content
@@ -338,16 +354,40 @@ def _content(i: int, content: Any) -> str:
     return "\n".join(texts)
 
 
-def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+def _plan(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> ToolPlan:
+    """Tools that OpenAI's own servers run, and those without a JSON schema, are left out: Codex and others
+    send them with everything."""
+    functions: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for tool in request.tools or ():
+        if tool.get("type") == "function":
+            functions.append(_chat_tool(tool))
+        else:
+            left_out.append(_name_of(tool))
+            warn_left_out(exchange, tool.get("type"))
+    return plan_tools(functions, _chat_choice(request.tool_choice), request.parallel_tool_calls,
+                      model.tool_call_parser, left_out)
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Functions have their fields a level higher here than in the chat API."""
-    for i, tool in enumerate(tools or ()):
-        if tool.get("type") != "function":
-            raise RequestError(f"tools[{i}] is of the type {tool.get('type')!r:.100}; this server has functions only")
-    return [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}} for tool in tools or ()]
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
+
+
+def _name_of(tool: dict[str, Any]) -> str:
+    return str(tool.get("name") or tool.get("type"))
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    return {"type": choice.get("type"), "function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        tools = tools if isinstance(tools, list) else []
+        named = [_chat_tool({"name": _name_of(tool)}) for tool in tools if isinstance(tool, dict)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    name = choice.get("name") if choice.get("type") == "function" else _name_of(choice)
+    return {"type": "function", "function": {"name": name}}
 
 
 def _refuse(request: ResponsesRequest) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from shoal.server import messages, protocol, responses, shapes, system, tokens
+from shoal.server import messages, ollama, protocol, responses, shapes, system, tokens
 from shoal.server.app import Route
 from shoal.server.chat import create_chat_completion
 from shoal.server.completions import create_completion
+from shoal.server.docs_page import docs
+from shoal.server.messages import ANTHROPIC
+from shoal.server.ollama import OLLAMA
 from shoal.server.openapi import openapi
 
 PUBLIC_ROUTES: tuple[Route, ...] = (
@@ -15,22 +18,40 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/responses", responses.create_response, "The next items of a conversation, in OpenAI's newer API",
           responses.ResponsesRequest, responses.Response),
     Route("POST", "/v1/messages", messages.create_message, "The next message of a conversation, in Anthropic's API",
-          messages.MessagesRequest, messages.Message, error_body=messages.error_body),
+          messages.MessagesRequest, messages.Message, dialect=ANTHROPIC),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, "How many tokens such a conversation has",
-          messages.CountTokensRequest, messages.TokenCount, error_body=messages.error_body),
+          messages.CountTokensRequest, messages.TokenCount, dialect=ANTHROPIC),
     Route("POST", "/v1/embeddings", tokens.create_embeddings, "Pooled hidden states", protocol.EmbeddingRequest, shapes.EmbeddingList),
     Route("GET", "/v1/models", system.list_models, "The models", response=shapes.ModelList),
     Route("GET", "/v1/models/{id}", system.get_model, "One model", response=shapes.ModelCard),
     Route("POST", "/tokenize", tokens.tokenize, "Text or messages to token ids", protocol.TokenizeRequest, shapes.Tokens),
     Route("POST", "/detokenize", tokens.detokenize, "Token ids to text", protocol.DetokenizeRequest, shapes.Detokenized),
+    Route("GET", "/tokenizer_info", tokens.tokenizer_info, "The tokenizer's settings and chat template",
+          response=shapes.TokenizerInfo),
     Route("POST", "/inference/v1/generate", tokens.generate_tokens, "Token ids in, token ids out", protocol.TokenRequest,
           shapes.TokenAnswer),
-    Route("GET", "/load", system.load, "Requests that run or wait", response=shapes.Load),
-    Route("GET", "/health", system.health, "Whether the server works", public=True),
-    Route("GET", "/ping", system.health, "The same", public=True),
-    Route("POST", "/ping", system.health, "The same", public=True),
-    Route("GET", "/version", system.version, "The server's version", response=shapes.Version, public=True),
-    Route("GET", "/metrics", system.metrics, "Metrics for Prometheus", public=True),
+    Route("POST", "/api/chat", ollama.chat, "The next message of a conversation, in Ollama's API",
+          ollama.OllamaChatRequest, ollama.OllamaChatAnswer, dialect=OLLAMA),
+    Route("POST", "/api/generate", ollama.generate, "The answer to a text", ollama.OllamaGenerateRequest,
+          ollama.OllamaGenerateAnswer, dialect=OLLAMA),
+    Route("POST", "/api/embed", ollama.embed_texts, "Pooled hidden states", ollama.OllamaEmbedRequest,
+          ollama.OllamaEmbeddings, dialect=OLLAMA),
+    Route("POST", "/api/embeddings", ollama.embed_text, "The older form of it",
+          ollama.OllamaEmbeddingsRequest, ollama.OllamaEmbedding, dialect=OLLAMA),
+    Route("GET", "/api/tags", ollama.tags, "The models", response=ollama.OllamaModels, dialect=OLLAMA),
+    Route("GET", "/api/ps", ollama.ps, "Those that are awake", response=ollama.OllamaModels, dialect=OLLAMA),
+    Route("POST", "/api/show", ollama.show, "One model", ollama.OllamaShowRequest, ollama.OllamaShown,
+          dialect=OLLAMA),
+    Route("GET", "/api/version", ollama.version, "The release of Ollama whose API this is",
+          response=shapes.Version, public=True, dialect=OLLAMA),
+    Route("GET", "/load", system.load, "Requests that run or wait", response=shapes.Load, quiet=True),
+    Route("GET", "/health", system.health, "Whether the server works", public=True, quiet=True),
+    Route("GET", "/ping", system.health, "The same", public=True, quiet=True),
+    Route("POST", "/ping", system.health, "The same", public=True, quiet=True),
+    Route("GET", "/version", system.version, "The server's version", response=shapes.Version, public=True,
+          quiet=True),
+    Route("GET", "/metrics", system.metrics, "Metrics for Prometheus", public=True, quiet=True),
     Route("GET", "/", system.page, "The chat page", content_type="text/html", public=True),
+    Route("GET", "/docs", docs, "The API, to read", content_type="text/html", public=True),
     Route("GET", "/openapi.json", openapi, "This document", content_type="application/json", public=True),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import logging
 import os
 import resource
@@ -22,6 +23,8 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.server.app import Server
 from shoal.server.connection import Connection, Connections
+from shoal.server.request_log import RefusalLog
+from shoal.server.throughput import report_throughput
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +73,10 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
         except OSError as error:    # two may bind one address; the second to listen has lost
             raise ConfigError(f"port {port.getsockname()[1]} was taken by another server meanwhile: {error}; choose another") from None
     asyncio.get_running_loop().set_exception_handler(_LoopErrors())
-    servers = [_Uvicorn(_settings(one, config, Connections(most))) for one, _ in listeners]
+    servers = [_Uvicorn(_settings(one, config, Connections(most, RefusalLog(config.log_requests))))
+               for one, _ in listeners]
     tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, (_, listener) in zip(servers, listeners)]
+    reports: asyncio.Task[None] | None = None
     try:
         while not all(server.started for server in servers):
             if failed := next((t for t in tasks if t.done()), None):
@@ -80,6 +85,7 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
             await asyncio.sleep(0.01)
         for port in ports:
             port.listen(BACKLOG)    # again: asyncio takes one number for what may wait and what is accepted at once
+        reports = asyncio.create_task(report_throughput(app.models))
         if ready is not None:
             numbers = [0 if port.family == socket.AF_UNIX else port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
@@ -94,6 +100,8 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
                 one.stop("the server ends at once")
             await asyncio.wait(tasks, timeout=FORCED_SECONDS)
     finally:
+        if reports is not None:
+            tasks.append(reports)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -173,10 +181,19 @@ def check_tls(config: ServerConfig) -> None:
                               "a PEM certificate and its key") from None
 
 
-def url_of(config: ServerConfig, port: int) -> str:
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
+    """reachable: an address to open on this machine, where the server listens on all."""
     if config.uds is not None:
         return f"unix:{config.uds}"
-    host = f"[{config.host}]" if ":" in config.host else config.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host) if reachable else config.host
+    host = f"[{host}]" if ":" in host else host
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 

@@ -161,6 +161,23 @@ class Tokens(Struct):
     token_strs: list[str | None] | None
 
 
+class AddedToken(Struct):
+    content: str
+    special: bool
+
+
+class TokenizerInfo(Struct):
+    tokenizer_class: str                          # that of transformers which reads such a tokenizer
+    chat_template: str | None
+    model_max_length: int
+    vocab_size: int                               # with added tokens
+    added_tokens_decoder: dict[str, AddedToken]   # the special ones, by id
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+
+
 class Detokenized(Struct):
     prompt: str
 

@@ -46,7 +46,7 @@ async def health(exchange: Exchange) -> None:
         raise ApiError(503, "the server is shutting down")
     for model in exchange.server.models:
         try:
-            await _stats(model)
+            await stats_of(model)
         except EngineDeadError as error:
             raise ApiError(503, str(error), code="engine_dead") from None
     await exchange.respond(b"", content_type=b"text/plain")
@@ -64,18 +64,20 @@ async def metrics(exchange: Exchange) -> None:
     families: list[Metric] = []
     for model in exchange.server.models:
         families += await _families(model)
+    families += exchange.server.http_metrics.collect()
     await exchange.respond(exposition(families), content_type=METRICS_TYPE)
 
 
 async def _families(model: ServedModel) -> Iterable[Metric]:
     try:
-        stats, state = await _stats(model), await _sleep_state(model)
+        stats, state = await stats_of(model), await sleep_state_of(model)
     except EngineDeadError:    # nothing runs any more; what was counted here stays
         stats, state = Stats(), SleepState()
     return model.metrics.collect(stats, state.level, model.admission.refused)
 
 
-async def _stats(model: ServedModel) -> Stats:
+async def stats_of(model: ServedModel) -> Stats:
+    """Of its engine, now or as they were last known. Raises EngineDeadError."""
     try:
         model.last_stats = await asyncio.wait_for(model.engine.stats(), PATIENCE_SECONDS)
     except TimeoutError:
@@ -83,7 +85,7 @@ async def _stats(model: ServedModel) -> Stats:
     return model.last_stats
 
 
-async def _sleep_state(model: ServedModel) -> SleepState:
+async def sleep_state_of(model: ServedModel) -> SleepState:
     """Whoever falls asleep or wakes up answers afterwards: until then it is as it was."""
     try:
         model.last_sleep_state = await asyncio.wait_for(model.engine.sleep_state(), PATIENCE_SECONDS)

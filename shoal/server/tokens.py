@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from shoal.api import SamplingParams, TokenLogprobs
@@ -12,9 +13,10 @@ from shoal.server.answers import LOWEST, encode
 from shoal.server.errors import ApiError
 from shoal.server.generation import Delta, Generation
 from shoal.server.http import DONE, Exchange
-from shoal.server.model import Prompt
+from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import read_prompts
 from shoal.server.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, TokenRequest, TokenSampling
+from shoal.server.shapes import AddedToken, TokenizerInfo
 
 TOKEN_PROTOCOL = 1    # version of /inference/v1/generate
 
@@ -31,7 +33,7 @@ async def tokenize(exchange: Exchange) -> None:
                                          add_special_tokens=request.add_special_tokens, variables=request.chat_template_kwargs)
         ids = prompt.token_ids
     else:
-        [ids] = await model.encode([request.prompt or ""], request.add_special_tokens is not False)
+        [ids] = await model.encode([request.prompt or ""], request.add_special_tokens is not False, must_fit=False)
     texts = model.need_tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else None
     await exchange.json({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts})
 
@@ -44,24 +46,55 @@ async def detokenize(exchange: Exchange) -> None:
     await exchange.json({"prompt": text})
 
 
+async def tokenizer_info(exchange: Exchange) -> None:
+    """What a tokenizer_config.json would say, for clients that render chat templates themselves. It is that
+    of ?model=NAME, or of the first model."""
+    names = exchange.query().get("model")
+    model = exchange.server.find(names[0] if names else None)
+    tokenizer = model.need_tokenizer()
+    added = {str(i): AddedToken(tokenizer.token_text(i), special=True) for i in tokenizer.all_special_ids}
+    special = tokenizer.special_tokens_map
+    await exchange.json(TokenizerInfo("PreTrainedTokenizerFast", tokenizer.chat_template, model.max_model_len,
+                                      len(tokenizer), added,
+                                      special.get("bos_token"), special.get("eos_token"),
+                                      special.get("unk_token"),
+                                      special.get("pad_token")))
+
+
 async def create_embeddings(exchange: Exchange) -> None:
     request = exchange.decode(EmbeddingRequest)
     model = exchange.server.find(request.model)
     keep = model.max_model_len if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
     prompts = await read_prompts(model, request.input, field="input", keep=keep, add_special_tokens=request.add_special_tokens is not False)
-    generation = Generation(model, prompts, SamplingParams(max_tokens=1), request_id=f"embd-{request.request_id or exchange.request_id}",
-                            priority=request.priority, cache_salt=request.cache_salt, timeout=request.timeout, embed=True)
+    vectors = await embed(exchange, model, prompts, dimensions=request.dimensions,
+                          request_id=request.request_id,
+                          priority=request.priority, cache_salt=request.cache_salt, timeout=request.timeout)
+    data = [{"object": "embedding", "index": i, "embedding": _packed(vector) if request.encoding_format
+             == "base64" else vector}
+            for i, vector in enumerate(vectors)]
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    await exchange.json({"object": "list", "data": data, "model": model.name,
+                         "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+
+
+async def embed(exchange: Exchange, model: ServedModel, prompts: Sequence[Prompt], *, dimensions: int
+                | None = None,
+                request_id: str | None = None, priority: int = 0, cache_salt: str | None = None,
+                timeout: float | None = None) -> list[list[float]]:
+    """A vector of unit length for each prompt: [len(prompts), dimensions, or the model's hidden size]. Raises
+    ApiError and RequestError."""
+    generation = Generation(model, prompts, SamplingParams(max_tokens=1),
+                            request_id=f"embd-{request_id or exchange.request_id}",
+                            priority=priority, cache_salt=cache_salt, timeout=timeout, embed=True)
+    exchange.generation = generation
     found: dict[int, list[float]] = {}
     async with generation:
         async for deltas in generation:
             for delta in deltas:
                 if delta.embedding is None:    # the engine put it aside, to sleep
                     raise ApiError(503, "the engine ended this request before it was computed; send it again")
-                found[delta.index] = _scaled(delta.embedding, request.dimensions)
-    data = [{"object": "embedding", "index": i, "embedding": _packed(found[i]) if request.encoding_format == "base64" else found[i]}
-            for i in range(len(prompts))]
-    tokens = generation.usage.prompt_tokens
-    await exchange.json({"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+                found[delta.index] = _scaled(delta.embedding, dimensions)
+    return [found[i] for i in range(len(prompts))]
 
 
 def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
@@ -96,6 +129,7 @@ async def generate_tokens(exchange: Exchange) -> None:
     request_id = request.request_id or exchange.request_id
     generation = Generation(model, [Prompt(request.token_ids)], params, request_id=request_id, priority=request.priority,
                             cache_salt=request.cache_salt, timeout=request.timeout)
+    exchange.generation = generation
     head = {"version": TOKEN_PROTOCOL, "request_id": request_id}
     if request.stream:
         async with generation:

@@ -216,8 +216,9 @@ class _CallReader:
 
     # Calls
 
-    def _call(self, names: Collection[str] | None = None) -> Steps:
-        """{"name": ..., "arguments": {...}}. names: nothing else is a call than a call of these, in an object without other keys.
+    def _call(self, names: Collection[str] | None = None, is_strict: bool = False) -> Steps:
+        """{"name": ..., "arguments": {...}}. names: nothing else is a call than a call of these. is_strict:
+        with no other keys.
 
         Raises _Malformed, `_begun` says whether before or after the call was known as one.
         """
@@ -238,7 +239,7 @@ class _CallReader:
             elif key in ("arguments", "parameters") and not has_arguments:
                 yield from self._call_arguments(name)
                 has_arguments = True
-            elif names is None or key in ("type", "id"):
+            elif not is_strict or key in ("type", "id"):
                 yield from self._value()
             else:
                 raise _Malformed
@@ -281,16 +282,18 @@ class TaggedCalls(_CallReader):
     from an answer in JSON, it has to name one of the tools.
     """
 
-    def __init__(self, opening: str, closing: str | None = None, bare_names: Collection[str] | None = None) -> None:
-        """bare_names: calls of these need no tag at the start of the answer, and no others are calls."""
+    def __init__(self, opening: str, closing: str | None = None, names: Collection[str] | None = None,
+                 may_be_bare: bool = False) -> None:
+        """names: no others are calls. may_be_bare: at the start of the answer calls need no tag."""
         self._opening = opening
         self._closing = closing
-        self._bare_names = bare_names
+        self._names = names
+        self._may_be_bare = may_be_bare
         self._unclosed = False               # the closing tag of a call is still to come
         super().__init__()
 
     def _run(self) -> Steps:
-        if self._bare_names is not None:
+        if self._may_be_bare:
             length = 1
             while (seen := (yield from self._ahead(length))).isspace() and len(seen) == length:
                 length += 1
@@ -330,7 +333,7 @@ class TaggedCalls(_CallReader):
         """Calls one behind the other. markup: what was skipped before the first."""
         while True:
             try:
-                yield from self._call(self._bare_names)
+                yield from self._call(self._names, self._may_be_bare)
             except _Malformed as error:
                 if not self._begun:
                     self._give_content(markup + "".join(self._raw))

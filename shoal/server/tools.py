@@ -5,17 +5,25 @@ What `tool_choice` means, as in OpenAI's API and vLLM:
   "none"      no calls: the tools are left out of the prompt, so that nothing invites one
   "required"  the answer is a list of one or more calls, by a JSON schema
   a function  the answer is this function's arguments, by its schema; the finish reason stays "stop", where the others say "tool_calls"
+  allowed_tools   "auto" or "required" of some of the tools: all are in the prompt, and a call of another one
+              is text like any other
+
+Where the request has a format too (response_format and the like): with "none" the answer is in this format,
+with "auto" it is that or a call, with the others it is the call. A format that is no JSON (a regex, a choice,
+a grammar) leaves "auto" no calls.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
 from shoal.server.errors import ApiError
+from shoal.server.http import Exchange
 from shoal.server.reasoning import ThinkParser, opens_thinking
 from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser, Part, TaggedCalls, TextDelta
 
@@ -48,30 +56,56 @@ class ToolPlan:
     tools: list[dict[str, Any]] | None = None    # for the prompt
     name: str = ""                       # of the tool, if "named"
     parallel: bool = True                # more calls than one may be made
+    # The arguments' schemas of those that may be called, by name.
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    is_limited: bool = False             # a call of another is no call
     structured: StructuredOutputsParams | None = None    # what enforces "required" and "named"
 
-    def constrain(self, params: SamplingParams) -> None:
-        """Raises RequestError if the request has a format of its own."""
+    def constrain(self, params: SamplingParams, parser: str) -> None:
+        """Makes the request's grammar that of the plan, together with the format that it has already. parser:
+        the model's."""
+        form = params.structured_outputs
         if self.mode == "auto":
             params.skip_special_tokens = False    # some models mark the tags of calls as special
-        if self.structured is None:
-            return
-        if params.structured_outputs is not None:
-            raise RequestError("tool_choice asks for a call, and response_format or structured_outputs for another; drop one of them")
-        params.structured_outputs = self.structured
+            if self.schemas and form is not None and (form.json is not None or form.json_object):
+                params.structured_outputs = self._call_or(form, parser)
+        elif self.structured is not None:
+            closes = form.disable_additional_properties if form is not None else None
+            params.structured_outputs = replace(self.structured, disable_additional_properties=closes)
+
+    def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
+        """Calls in the parser's format, or the JSON of `form`."""
+        arguments, begin, end, separator = ("arguments", "<tool_call>\n", "\n</tool_call>", "\n")
+        if parser == "llama3_json":
+            arguments, begin, end, separator = ("parameters", "", "", "; ")
+        call = _json_part(_call_schema(self.schemas, arguments))
+        calls = {"type": "tags_with_separator",
+                 "tags": [{"type": "tag", "begin": begin, "content": call, "end": end}],
+                 "separator": separator, "at_least_one": True, "stop_after_first": not self.parallel}
+        either = {"type": "or",
+                  "elements": [calls, _json_part({"type": "object"} if form.json_object else form.json)]}
+        return replace(form, json=None, json_object=None,
+                       structural_tag={"type": "structural_tag", "format": either})
 
 
 def plan_tools(tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None, parallel: bool | None,
-               parser: str) -> ToolPlan:
-    """tools and tool_choice as in OpenAI's chat API. parser: the model's. Raises RequestError."""
-    schemas = _check_tools(tools)
+               parser: str, left_out: Sequence[str] = ()) -> ToolPlan:
+    """tools and tool_choice as in OpenAI's chat API. parser: the model's. left_out: tools that the request
+    has beside them and this server has not, by name or type. Raises RequestError."""
+    schemas, is_limited = _check_tools(tools), False
     choice = tool_choice if tool_choice is not None else ("auto" if schemas else "none")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, names = _allowed(choice, schemas, left_out)
+        schemas = {name: schemas[name] for name in names}
+        is_limited = True
     if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
+        name = _function_name(choice)
         if choice.get("type") != "function" or not isinstance(name, str):
             raise RequestError(f"tool_choice {choice!r:.100} names no function; give "
                                '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"')
+        if name in left_out:
+            raise RequestError(f"tool_choice names {name!r:.100}, a tool that this server does not have; "
+                               f"choose another, or 'auto'")
         if name not in schemas:
             raise RequestError(f"tool_choice names {name!r:.100}, which is not among the tools: {', '.join(schemas) or 'there are none'}")
         return ToolPlan("named", tools, name, structured=StructuredOutputsParams(json=schemas[name]))
@@ -79,17 +113,49 @@ def plan_tools(tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, 
         raise RequestError(f"tool_choice {choice!r:.100} is none of {', '.join(CHOICES)} and no function")
     if choice == "none":
         return ToolPlan()
-    if not schemas:
-        if choice == "required":
-            raise RequestError("tool_choice 'required' needs tools; send some")
+    if not schemas and choice == "required":
+        why = "there are none; send some"
+        if left_out:
+            why = f"this server has none of those sent ({', '.join(left_out):.200}); send functions"
+        raise RequestError(f"tool_choice 'required' needs tools, and {why}")
+    if not tools:
         return ToolPlan()
     many = parallel is not False
     if choice == "required":
-        return ToolPlan("required", tools, parallel=many, structured=StructuredOutputsParams(json=_calls_schema(schemas, many)))
+        return ToolPlan("required", tools, parallel=many, schemas=schemas,
+                        structured=StructuredOutputsParams(json=_calls_schema(schemas, many)))
     if parser == "none":
         raise RequestError("tool_choice 'auto' needs a parser of calls, and this server runs with --tool-call-parser none; "
                            "choose a function, 'required' or 'none'")
-    return ToolPlan("auto", tools, parallel=many)
+    return ToolPlan("auto", tools, parallel=many, schemas=schemas, is_limited=is_limited)
+
+
+def _allowed(choice: dict[str, Any], schemas: dict[str, Any],
+             left_out: Sequence[str]) -> tuple[str, list[str]]:
+    """(mode, names) of a tool_choice of the type allowed_tools. Tools that were left out are allowed in
+    vain."""
+    given = choice.get("allowed_tools")
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
+        raise RequestError(f"tool_choice {choice!r:.200} allows no functions; give it the mode 'auto' or "
+                           f"'required' and a list of tools, "
+                           '{"type": "function", "function": {"name": ...}}')
+    if unknown := [str(name) for name in names if name not in schemas and name not in left_out]:
+        raise RequestError(f"tool_choice allows {', '.join(unknown):.200}, not among the tools: "
+                           f"{', '.join(schemas) or 'there are none'}")
+    return mode, [str(name) for name in dict.fromkeys(names) if name in schemas]
+
+
+def _function_name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def warn_left_out(exchange: Exchange, kind: Any) -> None:
+    """In the log, once a client: a tool of a type that only other servers have."""
+    exchange.warn(f"tool {kind!r:.60}", f"this server has no tools of the type {kind!r:.60}: they are left "
+                                        f"out of {exchange.path}")
 
 
 def template_variables(given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:
@@ -133,8 +199,8 @@ class AnswerFormat:
         if plan.mode == "none":
             return None
         if self._tool_call_parser == "llama3_json":
-            return TaggedCalls("<|python_tag|>", bare_names={tool["function"]["name"] for tool in plan.tools or ()})
-        return TaggedCalls("<tool_call>", "</tool_call>")
+            return TaggedCalls("<|python_tag|>", names=plan.schemas, may_be_bare=True)
+        return TaggedCalls("<tool_call>", "</tool_call>", names=plan.schemas if plan.is_limited else None)
 
 
 class AnswerParser:
@@ -223,11 +289,25 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]
 
 
 def _calls_schema(schemas: dict[str, dict[str, Any]], many: bool) -> dict[str, Any]:
-    """A list of calls. Each tool's schema becomes a definition, and what it refers to within itself is looked for there."""
-    calls = [{"type": "object", "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
-              "required": ["name", "parameters"], "additionalProperties": False} for name in schemas]
-    return {"type": "array", "minItems": 1, **({} if many else {"maxItems": 1}), "items": {"anyOf": calls},
+    """A list of calls."""
+    call = _call_schema(schemas, "parameters")
+    return {"type": "array", "minItems": 1, **({} if many else {"maxItems": 1}),
+            "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
+
+
+def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str, Any]:
+    """One call, its arguments under this key. Each tool's schema becomes a definition, and what it refers to
+    within itself is looked for there."""
+    calls = [{"type": "object",
+              "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{name}"}},
+              "required": ["name", arguments], "additionalProperties": False} for name in schemas]
+    return {"anyOf": calls,
             "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in schemas.items()}}
+
+
+def _json_part(schema: Any) -> dict[str, Any]:
+    """Of a structural tag."""
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -39,6 +39,14 @@ class CheckpointFiles:
         """What errors name."""
         return self.file or self.folder
 
+    def check(self) -> CheckpointFiles:
+        """Itself; raises CheckpointError for a folder that is no model, before anything of it is read."""
+        if self.file is None and not (self.folder / "config.json").exists():
+            gguf = sorted(self.folder.glob("*.gguf"))
+            way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
+            raise CheckpointError(f"{self.folder} holds no config.json, so it is no Hugging Face model; {way_out}")
+        return self
+
     @cached_property
     def header(self) -> GGUFHeader:
         """Only of a GGUF file."""

@@ -7,6 +7,7 @@ import transformers
 
 from shoal.errors import RequestError
 from shoal.tokenizer import Tokenizer
+from shoal.tool_prompt import describe
 from tests import texts
 
 CHATML = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -168,7 +169,7 @@ def test_without_a_template_the_error_says_how_to_give_one(tmp_path):
     ([], "no list of messages"), ("hi", "no list of messages"), ({"role": "user"}, "no list of messages"), ([["x"]], "role"),
     ([{"content": "x"}], "role"), ([{"role": 5, "content": "x"}], "role"), ([{"role": "user", "content": 5}], "content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
-    ([{"role": "user", "content": object()}], "message 0"),
+    ([{"role": "user", "content": object()}], r"messages\[0\]"),
     ([USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
 ])
 def test_malformed_messages_are_refused(messages, said, tmp_path):
@@ -185,6 +186,57 @@ def test_malformed_messages_are_refused(messages, said, tmp_path):
 def test_a_template_that_fails_is_the_requests_error(template, said, tmp_path):
     with pytest.raises(RequestError, match=said):
         render(tmp_path, template, [USER])
+
+
+CALLS = [{"id": str(i), "type": "function", "function": {"name": "f", "arguments": {"x": i}}}
+         for i in range(2)]
+TOLD = [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, {"role": "tool", "content": "one"},
+        {"role": "tool", "content": [{"type": "text", "text": "two"}]}]
+SAID = [{"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"x": 0}}\n</tool_call>\n'
+                                         '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'},
+        {"role": "user",
+         "content": "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"}]
+NO_SYSTEM = ("{{ bos_token + '' }}{% for m in messages %}"
+             "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+             "{{ raise_exception('roles must alternate') }}{% endif %}"
+             "<{{ m.role }}>{{ m.content }}{% endfor %}")
+IGNORES_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def test_tools_without_a_place_in_the_template_come_in_its_system_message(tmp_path):
+    tokenizer = write(tmp_path, CHATML)
+
+    def text(messages, **options):
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+    described = describe(TOOLS, "hermes")
+    assert json.dumps(TOOLS[0], ensure_ascii=False) in described
+    assert text(TOLD, tools=TOOLS) == text([{"role": "system", "content": described}, USER, *SAID])
+    merged = [{"role": "system", "content": f"Be brief.\n\n{described}"}, USER]
+    assert text([{"role": "system", "content": "Be brief."}, USER], tools=TOOLS) == text(merged)
+    assert text(TOLD) == text([USER, *SAID])
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, IGNORES_SYSTEM])
+def test_tools_come_before_the_users_words_where_the_template_writes_no_system_message(template, tmp_path):
+    text = write(tmp_path, template).apply_chat_template([*TOLD, USER], tools=TOOLS, tokenize=False)
+    described, said = describe(TOOLS, "hermes"), USER["content"]
+    calls, results = [message["content"] for message in SAID]
+    expected = f"<user>{described}\n\n{said}<assistant>{calls}<user>{results}\n\n{said}"
+    assert text.removeprefix("<s>") == expected
+
+
+def test_a_template_that_reads_tools_gets_them_and_no_description(tmp_path):
+    for template in (LLAMA3, QWEN3):
+        text = write(tmp_path, template).apply_chat_template([USER], tools=TOOLS, tokenize=False)
+        assert "<tool_call>\n{" not in text
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path):
+    messages = [{"role": "developer", "content": "Be brief."}, USER]
+    assert "<|im_start|>system\nBe brief." in render(tmp_path, CHATML, messages)
+    assert render(tmp_path, "{% for m in messages %}{% if m.role == 'developer' %}dev{% endif %}{% endfor %}",
+                  messages) == "dev"
 
 
 def test_what_cannot_be_continued_is_refused(tmp_path):

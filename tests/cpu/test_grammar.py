@@ -12,10 +12,11 @@ from tokenizers import pre_tokenizers
 
 from shoal import SamplingParams, StructuredOutputsParams
 from shoal.api import FinishReason, Request
+from shoal.config import EngineConfig
 from shoal.engine import grammar
 from shoal.engine.batch import GrammarRow
 from shoal.engine.grammar import Grammars
-from shoal.errors import RequestError
+from shoal.errors import ConfigError, RequestError
 from shoal.kernels.reference import keep_bits
 
 PERSON = {"type": "object",
@@ -322,3 +323,26 @@ def run(core):
         if not core.has_work:
             return outputs
     raise AssertionError("no end")
+
+
+def test_an_engine_and_a_request_say_whether_objects_are_closed(build):
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    favoured = {token("}"): 50.0, token('"'): 75.0, token("z"): 100.0}
+
+    def keys(engine, **given):
+        params = structured(1, dict(json=schema, whitespace_pattern="", **given), logit_bias=favoured,
+                            max_tokens=60)
+        return engine.generate([PROMPTS[0]], params)[0].outputs[0].text
+
+    closed, opened = build(), build(structured_outputs_config='{"disable_additional_properties": false}')
+    assert "z" not in keys(closed) and "z" in keys(closed, disable_additional_properties=False)
+    assert "z" in keys(opened) and "z" not in keys(opened, disable_additional_properties=True)
+
+
+@pytest.mark.parametrize("given, said", [
+    ("{", "JSON"), ({"disable_additional_property": True}, "did you mean 'disable_additional_properties'"),
+    ({"disable_additional_properties": 1}, "neither true nor false"),
+])
+def test_a_wrong_structured_outputs_config_is_named(given, said):
+    with pytest.raises(ConfigError, match=f"structured_outputs_config.*{said}"):
+        EngineConfig.from_options(structured_outputs_config=given)

@@ -113,6 +113,26 @@ def test_tool_choices(served, client):
     assert served.last_request().params.structured_outputs.json == schema
 
 
+OWN = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+
+
+def test_anthropics_own_tools_are_left_out_and_told_once(served, client, caplog):
+    served.say(CALL)
+    for _ in range(2):
+        message = ask(client, tools=[OWN, TOOL, {"type": "bash_20250124", "name": "bash"}])
+        assert message.content[-1].name == "weather" and "bash" not in served.last_prompt()
+    assert [("web_search_20250305" in m, "bash_20250124" in m)
+            for m in caplog.messages if "left out" in m] == [(True, False), (False, True)]
+
+
+def test_more_tokens_than_fit_are_as_many_as_fit(served, client):
+    served.say("Hello")
+    # Claude Code's number, whatever the model
+    assert ask(client, max_tokens=32_000, timeout=60).content[0].text == "Hello"
+    request = served.last_request()
+    assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
+
+
 def test_tokens_are_counted(served, client):
     served.say("x")
     asked = {"messages": [{"role": "user", "content": "hello"}], "tools": [TOOL], "system": "Be brief."}
@@ -126,10 +146,11 @@ def test_tokens_are_counted(served, client):
     ({"messages": [{"role": "robot", "content": "x"}]}, anthropic.BadRequestError),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, anthropic.BadRequestError),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, anthropic.BadRequestError),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError),
+    ({"tools": [OWN], "tool_choice": {"type": "tool", "name": "web_search"}}, anthropic.BadRequestError),
+    ({"tools": [OWN], "tool_choice": {"type": "any"}}, anthropic.BadRequestError),
     ({"tool_choice": {"type": "tool", "name": "x"}}, anthropic.BadRequestError),
     ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
-    ({"max_tokens": 99999}, anthropic.BadRequestError),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, anthropic.BadRequestError),
 ])
 def test_errors_have_anthropics_shape(client, options, error):
     with pytest.raises(error) as caught:

@@ -19,14 +19,18 @@ def test_text_is_answered_with_usage(served, client):
     answer = ask(client, instructions="Be brief.", metadata={"a": "b"}, temperature=0.5)
     assert answer.output_text == "Hello there" and answer.status == "completed" and answer.error is None
     assert answer.usage.output_tokens == 12 and answer.usage.total_tokens == answer.usage.input_tokens + 12
-    assert served.last_prompt() == "<system>Be brief.<user>hello<assistant>" and answer.metadata == {"a": "b"} and not answer.store
+    assert served.last_prompt() == "<system>Be brief.<user>hello<assistant>"
+    assert answer.metadata == {"a": "b"}
+    assert not answer.store
     assert served.last_request().params.temperature == 0.5 and answer.temperature == 0.5
 
 
 def test_an_answer_cut_short_is_incomplete(served, client):
     served.say("Hello there")
     answer = ask(client, max_output_tokens=5)
-    assert answer.output_text == "Hello" and answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output_text == "Hello"
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
     assert answer.output[0].status == "incomplete"
 
 
@@ -36,7 +40,10 @@ def test_reasoning_text_and_calls_are_items(served, client):
     reasoning, message, call = answer.output
     assert reasoning.type == "reasoning" and reasoning.content[0].text == "Let me see."
     assert message.content[0].text == "I ask." == answer.output_text
-    assert call.type == "function_call" and call.name == "weather" and json.loads(call.arguments) == {"city": "Paris"} and call.call_id
+    assert call.type == "function_call"
+    assert call.name == "weather"
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    assert call.call_id
     assert '"weather"' in served.last_prompt()
 
 
@@ -79,13 +86,56 @@ def test_a_conversation_comes_back_as_items(served, client):
 def test_a_named_tool_and_a_schema_become_grammars(served, client):
     served.say('{"city": "Rome"}')
     answer = ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
-    assert answer.output[0].type == "function_call" and answer.output[0].arguments == '{"city": "Rome"}' and answer.output_text == ""
-    assert served.last_request().params.structured_outputs.json == TOOL["parameters"] and "<think>\n\n</think>" in served.last_prompt()
+    assert answer.output[0].type == "function_call"
+    assert answer.output[0].arguments == '{"city": "Rome"}'
+    assert answer.output_text == ""
+    assert served.last_request().params.structured_outputs.json == TOOL["parameters"]
+    assert "<think>\n\n</think>" in served.last_prompt()
     schema = TOOL["parameters"]
     answer = ask(client, text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}})
-    assert answer.output_text == '{"city": "Rome"}' and served.last_request().params.structured_outputs.json == schema
+    assert answer.output_text == '{"city": "Rome"}'
+    assert served.last_request().params.structured_outputs.json == schema
     ask(client, reasoning={"effort": "none"})
     assert "<think>\n\n</think>" in served.last_prompt()
+
+
+HOSTED = [{"type": "web_search", "external_web_access": True},
+          {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
+          {"type": "mcp", "server_label": "x", "server_url": "https://example.org"},
+          {"type": "namespace", "name": "n", "tools": [TOOL]}]
+
+
+def test_tools_of_other_servers_are_left_out_and_told_once_in_the_log(served, client, caplog):
+    served.say(CALL)
+    for _ in range(2):
+        answer = ask(client, tools=[*HOSTED, TOOL])
+        assert answer.output[-1].name == "weather" and "apply_patch" not in served.last_prompt()
+    told = [record.message for record in caplog.records if "left out" in record.message]
+    assert len(told) == len(HOSTED) and "web_search" in told[0] and "openai" in told[0].lower()
+    served.say("Hello")
+    assert ask(client, tools=HOSTED).output_text == "Hello"
+    allowed = {"type": "allowed_tools", "mode": "required",
+               "tools": [{"type": "function", "name": "weather"}, {"type": "web_search"}]}
+    served.say('[{"name": "weather", "parameters": {"city": "Rome"}}]')
+    answer = ask(client, tools=[*HOSTED, TOOL], tool_choice=allowed)
+    assert answer.output[0].arguments == '{"city": "Rome"}' and answer.tool_choice.type == "allowed_tools"
+
+
+def test_a_format_and_tools_go_together(served, client):
+    served.say('{"city": "Rome"}')
+    form = {"format": {"type": "json_object"}}
+    answer = ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, text=form)
+    assert answer.output[0].type == "function_call" and answer.text.format.type == "json_object"
+    answer = ask(client, tools=[TOOL], text=form)
+    assert answer.output_text == '{"city": "Rome"}'
+    assert served.last_request().params.structured_outputs.structural_tag
+
+
+def test_more_tokens_than_fit_are_as_many_as_fit(served, client):
+    served.say("Hello")
+    assert ask(client, max_output_tokens=32_000).output_text == "Hello"
+    request = served.last_request()
+    assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
 
 
 @pytest.mark.parametrize("options, param", [
@@ -93,7 +143,15 @@ def test_a_named_tool_and_a_schema_become_grammars(served, client):
     ({"conversation": "conv_1"}, "conversation"), ({"truncation": "auto"}, "truncation"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, None),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
-    ({"tools": [{"type": "web_search"}]}, None), ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": HOSTED, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ({"tools": HOSTED, "tool_choice": {"type": "custom", "name": "apply_patch"}}, "tool_choice"),
+    ({"tools": [TOOL],
+      "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}},
+     "tool_choice"),
+    ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}]},
+     "input[0].arguments"),
     ({"extra_body": {"max_tokens": 5}}, "max_tokens"), ({"extra_body": {"n": 2}}, "n"),
 ])
 def test_what_cannot_be_had_is_refused_with_the_fields_name(client, options, param):

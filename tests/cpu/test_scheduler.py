@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.api import FinishReason, Request, SamplingParams
+from shoal.api import STEP_TOKENS, FinishReason, Request, SamplingParams
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import RequestError
 
@@ -83,6 +83,24 @@ def test_a_long_prompt_is_cut_to_the_budget_and_samples_once_at_its_end():
     plans = [s.schedule() for _ in range(3)]
     assert [summary(p) for p in plans] == [[("a", 0, 10)], [("a", 10, 10)], [("a", 20, 5)]]
     assert [num_samples(p) for p in plans] == [0, 0, 1]
+
+
+def test_steps_are_counted_by_their_tokens():
+    s = make(max_num_batched_tokens=10)
+    s.add(request("a", 25, max_tokens=4))
+    run(s)    # 10, 10, 5, then three of one token
+    stats = s.stats()
+    by_tokens = dict(zip(STEP_TOKENS, stats.steps_by_tokens))
+    assert stats.step_tokens == 28 and by_tokens == {**dict.fromkeys(STEP_TOKENS, 0), 1: 3, 8: 1, 16: 2}
+
+
+def test_those_who_wait_for_more_than_room_are_told_apart():
+    s = make(max_num_seqs=1)
+    for name in ("a", "b", "c"):
+        s.add(request(name, 4))
+    step(s)
+    s.waiting[0].held = True    # its grammar is being compiled
+    assert (s.stats().num_waiting, s.stats().num_deferred) == (2, 1)
 
 
 def test_decodes_come_first_and_prompts_share_what_is_left():

@@ -9,7 +9,7 @@ import time
 import openai
 import pytest
 
-from shoal.api import SleepState
+from shoal.api import SleepState, Stats
 from shoal.fake import FakeEngine
 from tests.fake_server import NAME, FakeServer, eventually, ids_of, post, read_until
 
@@ -233,7 +233,9 @@ def test_metrics_count_what_happened():
                             ("e2e_request_latency_seconds_count", 3), ("request_prompt_tokens_sum", 12),
                             ("request_generation_tokens_count", 3), ("num_requests_running", 0), ("num_requests_waiting", 0),
                             ("kv_cache_usage_perc", 0), ("prefix_cache_queries_total", 0), ("prefix_cache_hits_total", 0),
-                            ("num_preemptions_total", 0)):
+                            ("num_preemptions_total", 0), ("num_requests_waiting_by_reason", 0),
+                            ("request_max_num_generation_tokens_count", 2),
+                            ("iteration_tokens_total_count", 0)):
             assert server.metric("vllm:" + name) == value, name
         text = server.request("/metrics")[2]
         assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0' in text
@@ -249,6 +251,48 @@ def test_metrics_count_what_happened():
         server.engine.error_after = None
         usage = server.json(COMPLETE, {"prompt": "four", "max_tokens": 1})[1]["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_dashboards_find_the_caches_settings_and_the_engines_steps():
+    class Stepping(FakeEngine):
+        async def stats(self):
+            steps = [2, 1] + [0] * 12    # two of one token, one of up to eight
+            return Stats(num_waiting=5, num_deferred=2, step_tokens=7, steps_by_tokens=steps)
+
+    cache = {"block_size": "16", "num_gpu_blocks": "99"}
+    with FakeServer(Stepping(300, reply=ids_of("hello")), model={"cache_config": cache}) as server:
+        server.json(COMPLETE, {"prompt": "a", "max_tokens": 50, "stop": "lo", "n": 2})
+        text = server.request("/metrics")[2]
+        names = 'engine="0",model_name="tiny"'
+        for line in (f'cache_config_info{{block_size="16",{names},num_gpu_blocks="99"}} 1.0',
+                     f'num_requests_waiting_by_reason{{{names},reason="capacity"}} 3.0',
+                     f'num_requests_waiting_by_reason{{{names},reason="deferred"}} 2.0',
+                     'iteration_tokens_total_bucket{engine="0",le="1.0",model_name="tiny"} 2.0',
+                     'iteration_tokens_total_bucket{engine="0",le="8.0",model_name="tiny"} 3.0',
+                     'iteration_tokens_total_bucket{engine="0",le="+Inf",model_name="tiny"} 3.0',
+                     f"iteration_tokens_total_sum{{{names}}} 7.0",
+                     f"request_max_num_generation_tokens_sum{{{names}}} 5.0"):
+            assert f"\nvllm:{line}\n" in text, line
+
+
+def test_requests_are_counted_by_route_and_not_by_what_clients_make_up():
+    with FakeServer() as server:
+        server.json(COMPLETE, {"prompt": "a", "max_tokens": 2})
+        server.request(COMPLETE, {"prompt": "a", "model": "nobody"})
+        server.request(COMPLETE, method="PROPFIND")
+        server.request("/v1/models/tiny")
+        for i in range(50):
+            server.request(f"/made-up-{i}")
+        server.request("/health")
+        lines = server.request("/metrics")[2].splitlines()
+        assert {line for line in lines if line.startswith("http_requests_total{")} == {
+            'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.0',
+            'http_requests_total{handler="/v1/completions",method="POST",status="4xx"} 1.0',
+            'http_requests_total{handler="/v1/completions",method="none",status="4xx"} 1.0',
+            'http_requests_total{handler="/v1/models/{id}",method="GET",status="2xx"} 1.0',
+            'http_requests_total{handler="none",method="GET",status="4xx"} 50.0'}
+        assert server.metric("http_request_duration_seconds_count") == 54
+        assert server.metric("http_request_duration_highr_seconds_count") == 54
 
 
 # The admin port

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from shoal.fake import FakeEngine
+from shoal.server.notices import MAX_TOLD, Notices
 from tests.fake_server import NAME, FakeServer, ids_of
 
 TEXT = "hello world, how are you? "
@@ -246,7 +247,7 @@ def test_tools_and_reasoning_are_parsed_in_streams_and_whole_answers():
     said = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "pick", "arguments": {"n": 1}}\n</tool_call>'
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
-    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "max_model_len": 1024}
     with FakeServer(FakeEngine(300, reply=ids_of(said), ends=True), model=parsers) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         answer = chat(client, tools=[tool], max_tokens=200).choices[0]
@@ -260,6 +261,60 @@ def test_tools_and_reasoning_are_parsed_in_streams_and_whole_answers():
         assert (call.function.name, json.loads(call.function.arguments), whole.finish_reason) == ("pick", {"n": 1}, "tool_calls")
         plain = chat(client, max_tokens=200, extra_body={"include_reasoning": False}).choices[0].message
         assert not hasattr(plain, "reasoning_content") and plain.content.startswith("<tool_call>")
+
+
+def test_more_tokens_than_fit_are_as_many_as_fit_in_chats(client, served):
+    for options in ({"max_tokens": 8192},
+                    {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": 32_000, "stream": True}):
+        answer = chat(client, **options)
+        if "stream" in options:
+            assert "".join(part.choices[0].delta.content or "" for part in answer).startswith(TEXT)
+        request = served.last_request()
+        assert request.params.max_tokens == 256 - len(request.prompt_token_ids)
+    prompt = chat(client, max_tokens=8192, messages=[{"role": "user", "content": "a" * 300}],
+                  extra_body={"truncate_prompt_tokens": -1})
+    assert prompt.usage.prompt_tokens == 255 and prompt.usage.completion_tokens == 1
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256"):
+        chat(client, max_tokens=8192, messages=[{"role": "user", "content": "a" * 300}])
+
+
+@pytest.mark.parametrize("given, kind, value", [
+    ({"guided_json": {"type": "object"}, "guided_whitespace_pattern": " ?"}, "json", {"type": "object"}),
+    ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, "regex", "a+"),
+    ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+    ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+])
+def test_vllms_older_names_of_structured_outputs_mean_the_same(server, client, given, kind, value):
+    for ask in (chat, complete):
+        ask(client, extra_body=given)
+        wanted = server.last_request().params.structured_outputs
+        assert getattr(wanted,
+                       kind) == value and wanted.whitespace_pattern == given.get("guided_whitespace_pattern")
+
+
+def test_fields_that_nobody_takes_are_told_once_a_client(server, client, caplog):
+    body = {"temprature": 0.5, "store": True, "metadata": {"a": "b"}, "service_tier": "auto",
+            "prompt_cache_key": "x", "prediction": {}}
+    for _ in range(2):
+        chat(client, stream=True,
+             stream_options={"include_usage": True, "include_obfuscation": False, "usage": True},
+             extra_body=body).close()
+        complete(client, extra_body={"structured_outputs": {"regex": "a+", "whitespace": " "}})
+    told = [m.split(": it is ignored")[0] for m in caplog.messages if "it is ignored" in m]
+    assert sorted(told) == ["/v1/chat/completions takes no field 'prediction'",
+                            "/v1/chat/completions takes no field 'stream_options.usage'",
+                            "/v1/chat/completions takes no field 'temprature'",
+                            "/v1/completions takes no field 'structured_outputs.whitespace'"]
+    assert all("OpenAI/Python" in m for m in caplog.messages if "it is ignored" in m)
+    server.json("/v1/completions", {"prompt": "a", "temprature": 1}, headers={"User-Agent": "another"})
+    assert "another" in caplog.messages[-1] and "'temprature'" in caplog.messages[-1]
+
+
+def test_warnings_have_an_end(caplog):
+    notices = Notices()
+    for i in range(MAX_TOLD + 50):
+        notices.tell(f"client {i}", "what", f"message {i}")
+    assert len(caplog.messages) == MAX_TOLD + 1 and not notices.is_new("one", "more")
 
 
 def test_the_token_level_endpoint(server):

@@ -16,6 +16,10 @@ def nested(depth):
     return schema
 
 
+def tag(**form):
+    return {"type": "structural_tag", "format": form}
+
+
 @pytest.mark.parametrize("given", [
     dict(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
     dict(json='{"type": "string", "format": "date-time"}'),
@@ -30,6 +34,13 @@ def nested(depth):
     dict(grammar='start: "a" B+\nB: /[0-9]/\n%ignore " "'),
     dict(grammar='root ::= item ("," item)* # items\nitem ::= [a-z]+ | "\\"" [^"\\\\]{0,5} "\\"" '
          '| "\\u00e9\\U0001F600" [\\u0041-\\u005A] | "\\\\u"'),
+    dict(structural_tag=tag(type="json_schema", json_schema=True)),
+    dict(structural_tag=tag(type="or", elements=[
+        {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": {"type": "object"}},
+         "end": "</a>"},
+        {"type": "sequence",
+         "elements": [{"type": "const_string", "value": 'é "\n'}, {"type": "const_string", "value": "b"}]}]),
+        whitespace_pattern=" ?"),
     dict(grammar='?start: rule\nrule: "a" | rule "b"'),
 ], ids=lambda given: str(given)[:60])
 def test_what_is_sound_is_taken(given):
@@ -59,6 +70,16 @@ def test_what_is_sound_is_taken(given):
     (dict(json={"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}), "multipleOf"),
     (dict(json={"type": "integer", "maximum": 10**300}), "digits"),
     (dict(json={"type": "string"}, whitespace_pattern="("), "json"),
+    (dict(structural_tag="{"), "no JSON"), (dict(structural_tag={"type": "json"}), "structural_tag"),
+    (dict(structural_tag=tag(type="triggered_tags")), "triggered_tags"),
+    (dict(structural_tag=tag(type="or", elements=[])), "at least one"),
+    (dict(structural_tag=tag(type="const_string", value=5)), "no text"),
+    (dict(structural_tag=tag(type="json_schema", json_schema=5)), "no JSON schema"),
+    (dict(structural_tag=tag(type="json_schema", json_schema={"not": {}})), '"not"'),
+    (dict(structural_tag=tag(type="json_schema", json_schema=nested(MAX_NESTING))), str(MAX_NESTING)),
+    (dict(structural_tag=tag(type="sequence", elements=[{"type": "const_string", "value": "a"}] * 1001)),
+     "1000"),
+    (dict(structural_tag=tag(type="const_string", value="x" * MAX_BYTES)), str(MAX_BYTES)),
     (dict(regex="(["), "regex"),
     (dict(regex="("), "regex"),
     (dict(regex="(" * 5000 + "a" + ")" * 5000), "regex"),

@@ -4,12 +4,13 @@ import json
 
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
-from shoal.api import SamplingParams
+from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser, plan_tools
-from shoal.structured import check
-from tests.fake_server import tool_server
+from shoal.structured import check, grammar_of
+from tests.fake_server import byte_tokenizer, tool_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"], "additionalProperties": False,
           "$defs": {"City": {"enum": ["Paris", "Rome"]}}}
@@ -17,6 +18,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "tell
 OTHER = {"type": "function", "function": {"name": "now"}}
 CALLS = ('I ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
          '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+BYTES = LLTokenizer("byte")
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -51,7 +53,9 @@ def test_calls_are_found_whole_and_streamed(served, client):
     served.say(CALLS)
     choice = ask(client, tools=[TOOL, OTHER]).choices[0]
     expected = [("weather", '{"city": "Paris"}'), ("now", "{}")]
-    assert choice.message.content == "I ask." and shape(choice.message.tool_calls) == expected and choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I ask."
+    assert shape(choice.message.tool_calls) == expected
+    assert choice.finish_reason == "tool_calls"
     assert not served.last_request().params.skip_special_tokens
     assert streamed(client, tools=[TOOL, OTHER]) == ("I ask.", "", expected, "tool_calls")
     assert shape(ask(client, tools=[TOOL, OTHER], parallel_tool_calls=False).choices[0].message.tool_calls) == expected[:1]
@@ -68,19 +72,23 @@ def test_no_tools_or_none_chosen_leaves_the_text_alone(served, client):
     served.say(CALLS)
     for options in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         choice = ask(client, **options).choices[0]
-        assert choice.message.content == CALLS and choice.finish_reason == "stop" and "weather" not in served.last_prompt()
+        assert choice.message.content == CALLS
+        assert choice.finish_reason == "stop"
+        assert "weather" not in served.last_prompt()
 
 
 def test_an_answer_cut_within_a_call_says_length(served, client):
     served.say(CALLS)
     choice = ask(client, tools=[TOOL], max_tokens=63).choices[0]
-    assert choice.finish_reason == "length" and shape(choice.message.tool_calls) == [("weather", '{"city": "P')]
+    assert choice.finish_reason == "length"
+    assert shape(choice.message.tool_calls) == [("weather", '{"city": "P')]
 
 
 def test_a_named_tool_is_enforced_and_its_text_is_the_arguments(served, client):
     served.say('{"city": "Rome"}')
     choice = ask(client, tools=[TOOL], tool_choice=NAMED).choices[0]
-    assert shape(choice.message.tool_calls) == [("weather", '{"city": "Rome"}')] and choice.finish_reason == "stop"
+    assert shape(choice.message.tool_calls) == [("weather", '{"city": "Rome"}')]
+    assert choice.finish_reason == "stop"
     assert choice.message.content is None
     assert served.last_request().params.structured_outputs.json == SCHEMA
     assert streamed(client, tools=[TOOL], tool_choice=NAMED) == ("", "", [("weather", '{"city": "Rome"}')], "stop")
@@ -99,7 +107,9 @@ def test_required_calls_are_a_list_by_schema(served, client):
 def test_thoughts_come_first_and_calls_after(served, client):
     served.say("<think>\nHm.\n</think>\n\n" + CALLS)
     message = ask(client, tools=[TOOL]).choices[0].message
-    assert message.reasoning_content == "Hm." == message.reasoning and message.content == "I ask." and len(message.tool_calls) == 2
+    assert message.reasoning_content == "Hm." == message.reasoning
+    assert message.content == "I ask."
+    assert len(message.tool_calls) == 2
     content, reasoning, calls, reason = streamed(client, tools=[TOOL])
     assert (content, reasoning, len(calls), reason) == ("I ask.", "Hm.", 2, "tool_calls")
     message = ask(client, tools=[TOOL], extra_body={"include_reasoning": False}).choices[0].message
@@ -116,7 +126,8 @@ def test_a_prompt_that_opens_the_thoughts_is_known(served, client):
 def test_effort_none_and_template_variables_switch_thoughts_off(served, client):
     served.say("Yes.")
     for options in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):
-        assert ask(client, **options).choices[0].message.content == "Yes." and served.last_prompt().endswith("<think>\n\n</think>\n\n")
+        assert ask(client, **options).choices[0].message.content == "Yes."
+        assert served.last_prompt().endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_conversation_with_calls_and_thoughts_comes_back(served, client):
@@ -129,6 +140,11 @@ def test_a_conversation_with_calls_and_thoughts_comes_back(served, client):
                                         '<tool>sunny<assistant>')
 
 
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def function(**fields):
     return [{"type": "function", "function": {"name": "f", **fields}}]
 
@@ -137,7 +153,10 @@ def function(**fields):
     ([{"type": "web_search"}], None), ([{"type": "function"}], None), (function(name="a b"), None), (function(name=None), None),
     (function(name=""), None), (function() * 2, None), (function(parameters=[]), None), (function(parameters={"type": "string"}), None),
     (function(description=3), None), (function(), "sometimes"), (function(), {"type": "function", "function": {"name": "g"}}),
-    (function(), {"type": "tool"}), (None, "required"), ([], {"type": "function", "function": {"name": "f"}}),
+    (function(), {"type": "tool"}), (None, "required"), (function(), allowed("required", "g")),
+    (function(), allowed("sometimes", "f")),
+    (function(), allowed("auto")), (function(), {"type": "allowed_tools", "allowed_tools": 5}),
+    ([], {"type": "function", "function": {"name": "f"}}),
 ])
 def test_bad_tools_are_refused(tools, choice):
     with pytest.raises(RequestError, match="tool"):
@@ -147,8 +166,7 @@ def test_bad_tools_are_refused(tools, choice):
 def test_bad_tools_are_a_400_of_the_right_field(client):
     broken = function(parameters={"type": "object", "properties": {"a": {"type": "nothing"}}})
     for options in ({"tools": function(name="a b")}, {"tools": function(), "tool_choice": "x"},
-                    {"tools": broken, "tool_choice": "required"},
-                    {"tools": function(), "tool_choice": "required", "response_format": {"type": "json_object"}}):
+                    {"tools": broken, "tool_choice": "required"}):
         with pytest.raises(openai.BadRequestError):
             ask(client, **options)
 
@@ -163,12 +181,11 @@ def test_a_model_without_a_parser_refuses_auto_alone():
 def test_schemas_of_required_calls_keep_their_references():
     plan = plan_tools([TOOL, OTHER], "required", False, "none")
     schema = plan.structured.json
-    assert schema["maxItems"] == 1 and schema["$defs"]["weather"]["properties"]["city"] == {"$ref": "#/$defs/weather/$defs/City"}
+    assert schema["maxItems"] == 1
+    assert schema["$defs"]["weather"]["properties"]["city"] == {"$ref": "#/$defs/weather/$defs/City"}
     params = SamplingParams()
-    plan.constrain(params)
+    plan.constrain(params, "none")
     check(params.structured_outputs)
-    with pytest.raises(RequestError, match="tool_choice"):
-        plan.constrain(params)
 
 
 @pytest.mark.parametrize("template, tools, reasoning", [
@@ -176,8 +193,164 @@ def test_schemas_of_required_calls_keep_their_references():
     ("role == 'ipython'", "llama3_json", "none"), ("plain", "hermes", "none"), (None, "hermes", "none"),
 ])
 def test_parsers_are_chosen_by_the_template(template, tools, reasoning):
-    assert choose_tool_call_parser("auto", template) == tools and choose_reasoning_parser("auto", template) == reasoning
+    assert choose_tool_call_parser("auto", template) == tools
+    assert choose_reasoning_parser("auto", template) == reasoning
     assert choose_tool_call_parser("none", template) == "none" == choose_reasoning_parser("none", template)
+
+
+def can_write(text, params):
+    """Whether the request's grammar takes this answer."""
+    matcher = LLMatcher(BYTES, grammar_of(params.structured_outputs), log_level=0)
+    tokens = BYTES.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+PERSON = {"type": "json_schema",
+          "json_schema": {"name": "p",
+                          "schema": {"type": "object", "properties": {"age": {"type": "integer"}}}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("form", [PERSON, {"type": "json_object"}], ids=["schema", "object"])
+def test_beside_a_format_an_answer_is_a_call_or_in_the_format(served, client, form):
+    served.say(CALL)
+    choice = ask(client, tools=[TOOL, OTHER], response_format=form).choices[0]
+    assert shape(choice.message.tool_calls) == [("weather", '{"city": "Rome"}')]
+    assert choice.finish_reason == "tool_calls"
+    params = served.last_request().params
+    for text in (CALL, NOW, f"{CALL}\n{NOW}", '{"age": 3}', "{}"):
+        assert can_write(text, params), text
+    for text in ("Hello", CALL.replace("Rome", "Oslo"), CALL.replace('"}}', '", "z": 1}}'), CALL + "{}",
+                 CALL.replace("weather", "other")):
+        assert not can_write(text, params), text
+    served.say('{"age": 3}')
+    choice = ask(client, tools=[TOOL], response_format=form, parallel_tool_calls=False).choices[0]
+    assert choice.message.content == '{"age": 3}'
+    assert not choice.message.tool_calls
+    assert choice.finish_reason == "stop"
+    assert can_write(CALL, served.last_request().params)
+    assert not can_write(f"{CALL}\n{CALL}", served.last_request().params)
+
+
+def test_beside_a_format_a_choice_of_calls_wins_and_none_leaves_the_format(served, client):
+    served.say('{"city": "Rome"}')
+    assert ask(client, tools=[TOOL], tool_choice=NAMED, response_format=PERSON).choices[0].message.tool_calls
+    assert can_write('{"city": "Rome"}', served.last_request().params)
+    ask(client, tools=[TOOL], tool_choice="required", response_format=PERSON)
+    assert can_write('[{"name": "weather", "parameters": {"city": "Rome"}}]', served.last_request().params)
+    ask(client, tools=[TOOL], tool_choice="none", response_format=PERSON)
+    assert can_write('{"age": 3}', served.last_request().params)
+    assert not can_write(CALL, served.last_request().params)
+    ask(client, tools=[TOOL], extra_body={"structured_outputs": {"regex": "[ab]+"}})
+    assert can_write("abba", served.last_request().params)
+    assert not can_write(CALL, served.last_request().params)
+
+
+def test_beside_a_format_llamas_calls_may_be_written():
+    text = json.dumps(PERSON["json_schema"]["schema"])
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=text))
+    plan_tools([TOOL, OTHER], None, None, "llama3_json").constrain(params, "llama3_json")
+    call = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    assert can_write(call, params)
+    assert can_write(f"{call}; {call}", params)
+    assert can_write('{"age": 3}', params)
+    assert not can_write(CALL, params) and not can_write(f"{call}{call}", params)
+
+
+def test_arguments_are_closed_unless_their_schema_says_otherwise(served, client):
+    served.say('{"a": 1}')
+    for parameters, may_grow in (({"type": "object", "properties": {"a": {"type": "integer"}}}, False),
+                                 ({"type": "object"}, True),
+                                 ({"type": "object", "properties": {"a": {"type": "integer"}},
+                                   "additionalProperties": True}, True)):
+        for choice, wrapped in (("required", '[{"name": "f", "parameters": %s}]'),
+                                ({"type": "function", "function": {"name": "f"}}, "%s")):
+            ask(client, tools=function(parameters=parameters), tool_choice=choice)
+            params = served.last_request().params
+            assert can_write(wrapped % '{"a": 1}', params)
+            assert can_write(wrapped % '{"a": 1, "z": 2}', params) == may_grow
+
+
+def test_allowed_tools_are_all_shown_and_only_some_may_be_called(served, client):
+    served.say('[{"name": "now", "parameters": {}}]')
+    choice = ask(client, tools=[TOOL, OTHER], tool_choice=allowed("required", "now")).choices[0]
+    assert shape(choice.message.tool_calls) == [("now", "{}")] and '"weather"' in served.last_prompt()
+    assert not can_write('[{"name": "weather", "parameters": {"city": "Rome"}}]',
+                         served.last_request().params)
+    served.say(f"{CALL}\n{NOW}")
+    message = ask(client, tools=[TOOL, OTHER], tool_choice=allowed("auto", "now")).choices[0].message
+    assert message.content == CALL
+    assert shape(message.tool_calls) == [("now", "{}")]
+    assert '"weather"' in served.last_prompt()
+    content, _, calls, _ = streamed(client, tools=[TOOL, OTHER], tool_choice=allowed("auto", "now"))
+    assert content == CALL and calls == [("now", "{}")]
+    ask(client, tools=[TOOL, OTHER], tool_choice=allowed("auto", "now"), response_format=PERSON)
+    assert can_write(NOW, served.last_request().params) and not can_write(CALL, served.last_request().params)
+    with pytest.raises(openai.BadRequestError, match="elsewhere"):
+        ask(client, tools=[TOOL, OTHER], tool_choice=allowed("auto", "now", "elsewhere"))
+
+
+def test_older_functions_are_tools_and_their_call_is_in_the_older_shape(served, client):
+    served.say("I ask." + CALL)
+    functions = [TOOL["function"], OTHER["function"]]
+    choice = ask(client, functions=functions).choices[0]
+    found = choice.message.function_call
+    assert (found.name, found.arguments) == ("weather", '{"city": "Rome"}')
+    assert choice.finish_reason == "function_call"
+    assert choice.message.tool_calls is None
+    assert choice.message.content == "I ask."
+    chunks = [chunk.choices[0] for chunk in ask(client, functions=functions, stream=True)]
+    calls = [c.delta.function_call for c in chunks if c.delta.function_call]
+    assert calls[0].name == "weather" and "".join(c.arguments for c in calls) == '{"city": "Rome"}'
+    assert chunks[-1].finish_reason == "function_call"
+    served.say('{"city": "Rome"}')
+    assert ask(client, functions=functions,
+               function_call={"name": "weather"}).choices[0].message.function_call.name == "weather"
+    assert ask(client, functions=functions,
+               function_call="none").choices[0].message.content == '{"city": "Rome"}'
+    ask(client, messages=[{"role": "user", "content": "hello"},
+                          {"role": "assistant", "content": None,
+                           "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+                          {"role": "function", "name": "weather", "content": "sunny"}])
+    assert served.last_prompt().startswith('<user>hello<assistant><tool_call>weather{"city": '
+                                           '"Rome"}</tool_call><tool>sunny<assistant>')
+    with pytest.raises(openai.BadRequestError, match="functions"):
+        ask(client, functions=functions, tools=[TOOL])
+
+
+@pytest.mark.parametrize("parser, call, response", [
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+     "<tool_response>\nsunny\n</tool_response>"),
+    ("llama3_json", '{"name": "weather", "parameters": {"city": "Rome"}}',
+     "<tool_response>\nsunny\n</tool_response>"),
+])
+def test_a_template_without_a_place_for_tools_has_them_in_the_parsers_format(parser, call, response, caplog):
+    byte_tokenizer.cache_clear()                  # the warning comes once a tokenizer
+    with tool_server(model={"tool_call_parser": parser, "reasoning_parser": "none",
+                            "tokenizer": byte_tokenizer()}) as served:
+        client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)
+        served.say(call)
+        for _ in range(2):
+            found = shape(ask(client, tools=[TOOL]).choices[0].message.tool_calls)
+            assert found == [("weather", '{"city": "Rome"}')]
+        prompt = served.last_prompt()
+        assert prompt.startswith("<system>")
+        assert json.dumps(TOOL) in prompt
+        assert prompt.endswith("<user>hello<assistant>")
+        assert sum("no place for tools" in record.message for record in caplog.records) == 1
+        asked = {"id": "1", "type": "function",
+                 "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+        ask(client, tools=[TOOL], messages=[
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "I ask.", "tool_calls": [asked, asked]},
+            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+            {"role": "tool", "tool_call_id": "1", "content": "sunny"}, {"role": "user", "content": "So?"}])
+        prompt = served.last_prompt()
+        assert prompt.startswith("<system>Be brief.\n\n") and json.dumps(TOOL) in prompt
+        assert prompt.endswith(f"<user>hello<assistant>I "
+                               f"ask.\n{call}\n{call}<user>{response}\n{response}\n\nSo?<assistant>")
+    byte_tokenizer.cache_clear()
 
 
 def test_llamas_format_is_read_too():

@@ -17,7 +17,7 @@ def hermes():
 
 
 def llama():
-    return TaggedCalls("<|python_tag|>", bare_names={"f", "get_weather"})
+    return TaggedCalls("<|python_tag|>", names={"f", "get_weather"}, may_be_bare=True)
 
 
 def parse(parser, pieces):

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import zipfile
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors.numpy import save_file
 
 from shoal.errors import CheckpointError
 from shoal.weights import default_model
 from shoal.weights.source import resolve
+from shoal.weights.summary import summarize
 
 CONFIG = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
               num_attention_heads=4, eos_token_id=3)
@@ -177,3 +181,28 @@ def test_the_cache_folder_follows_the_environment(variables, expected, monkeypat
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert default_model.cache_folder() == Path(expected)
+
+
+def test_headers_say_how_large_a_model_is(folder):
+    before = summarize(resolve(str(folder)))
+    save_file({"a": np.ones((3, 5), np.float16), "b": np.ones(7, np.float32)}, folder / "model-1.safetensors")
+    save_file({"c": np.ones((2, 2), np.float16)}, folder / "model-2.safetensors", metadata={"format": "pt"})
+    found = summarize(resolve(str(folder)))
+    assert (found.architecture, found.format) == ("llama", "safetensors")
+    assert (found.num_parameters, found.quantization) == (26, "F16")
+    assert found.num_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert found.sizes["embedding_length"] == 64 and re.fullmatch("[0-9a-f]{64}", found.digest)
+    assert found == summarize(resolve(str(folder))) and found.digest != before.digest
+
+
+def test_a_folder_without_weights_has_no_parameters(folder):
+    found = summarize(resolve(str(folder)))
+    assert (found.num_parameters, found.num_bytes, found.quantization) == (0, 0, "")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]",
+                                     b"\x0b" + bytes(7) + b'{"a": true}'])
+def test_a_damaged_header_is_named(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"header of .*model\.safetensors"):
+        summarize(resolve(str(folder)))

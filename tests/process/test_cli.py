@@ -3,12 +3,15 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-SHOAL = [sys.executable, "-m", "shoal.cli"]
+from tests.terminal import CTRL_C, Terminal
+
+SHOAL = [sys.executable, "-m", "shoal"]
 
 
 def run(*arguments, stdin=None):
@@ -59,7 +62,40 @@ def test_a_mistake_is_one_line_on_stderr(arguments, hint):
     assert done.returncode == 1 and hint in done.stderr and "Traceback" not in done.stderr, done
 
 
-def test_help_explains_every_command():
-    for command in ((), ("generate",), ("chat",), ("bench",), ("bench", "latency"), ("profile",)):
-        done = run(*command, "--help")
-        assert done.returncode == 0 and "usage: shoal" in done.stdout
+def started(*arguments):
+    return subprocess.Popen([*SHOAL, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def test_a_reader_that_has_enough_ends_the_command_in_silence():
+    with started("generate", "Once upon a time", "--max-tokens", "200", "--max-model-len", "256") as command:
+        assert command.stdout.read(1) == "O"
+        command.stdout.close()
+        assert command.stderr.read() == "" and command.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_ctrl_c_while_a_model_is_loaded_ends_the_command_in_silence():
+    with started("generate", "Once upon a time", "--verbose", "--max-tokens", "200", "--max-model-len",
+                 "256") as command:
+        assert "INFO" in command.stderr.readline()
+        command.send_signal(signal.SIGINT)
+        assert "Traceback" not in command.stderr.read() and command.wait(60) == 130
+
+
+def test_ctrl_c_in_a_chat_stops_the_answer_and_the_model_goes_on(tmp_path):
+    with Terminal("chat", "--max-model-len", "512", "--temperature", "0",
+                  XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.expect("smollm2 on this machine (cpu) · context 512 tokens")
+        terminal.expect(">>> ")
+        terminal.enter("Tell me a very long story.")
+        terminal.expect("story.")
+        terminal.expect(" the ")
+        terminal.press(CTRL_C)
+        terminal.expect("what was said stays")
+        terminal.enter("What is the capital of France? One word.")
+        terminal.expect("Paris")
+        terminal.expect("tokens/s")
+        terminal.enter("/show")
+        terminal.expect("of 512 tokens, 4 messages")
+        terminal.enter("/bye")
+        assert terminal.end() == 0

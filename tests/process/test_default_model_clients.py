@@ -106,7 +106,8 @@ def test_tools_are_called(choice, chat):
 
 def test_mistakes_are_explained(chat):
     broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
-    for options, words in (({"temperature": -1}, "temperature"), ({"max_tokens": 5000}, "max_tokens"), ({"model": "other"}, "other"),
+    for options, words in (({"temperature": -1}, "temperature"), ({"model": "other"}, "other"),
+                           ({"logprobs": True, "top_logprobs": 30}, "top_logprobs"),
                            ({"response_format": broken}, "nonsense")):
         with pytest.raises(openai.APIStatusError) as error:
             chat(**options)
@@ -138,7 +139,7 @@ def test_anthropics_client(url, name):
     with client.messages.stream(**asked) as stream:
         assert "".join(stream.text_stream) == answer.content[0].text
     with pytest.raises(anthropic.BadRequestError):
-        client.messages.create(**{**asked, "max_tokens": 5000})
+        client.messages.create(**{**asked, "max_tokens": 0})
     tool = {"name": "get_weather", "description": "The weather in a city", "input_schema": PICK["function"]["parameters"]}
     answer = client.messages.create(**{**asked, "max_tokens": 120}, tools=[tool], tool_choice={"type": "tool", "name": "get_weather"})
     assert next(b for b in answer.content if b.type == "tool_use").name == "get_weather"

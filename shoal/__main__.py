@@ -1,0 +1,8 @@
+"""`python -m shoal`: the command, for where its script is not on the path."""
+
+import sys
+
+from shoal.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

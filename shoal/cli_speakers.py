@@ -1,0 +1,203 @@
+"""Who answers in `shoal chat`: a model in this process, or any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from shoal.errors import ConfigError, RequestError, UnavailableError
+
+MAX_TOKENS = 1024         # of an answer of a local model, unless told otherwise; a server has its own default
+TIMEOUT_SECONDS = 600     # until the next byte comes: a long prompt is computed meanwhile
+REFUSALS = (400, 413, 422)
+
+Message = dict[str, str]
+Settings = dict[str, Any]
+
+
+class ContextFullError(RequestError):
+    """The conversation does not fit into the model's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What an answer grew by. The last one has a finish_reason, and num_tokens where it is known."""
+
+    text: str = ""
+    thought: str = ""
+    num_tokens: int | None = None
+    finish_reason: str | None = None
+
+
+class Speaker(Protocol):
+    """A model to talk with. `context_len` is None where nobody tells it."""
+
+    name: str
+    place: str
+    context_len: int | None
+
+    def count(self, messages: Sequence[Message]) -> int | None:
+        """The tokens of a conversation, or a good guess; None before there is one."""
+
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
+        """Closing the generator ends the request, as does a KeyboardInterrupt out of it.
+
+        Raises ContextFullError, and ShoalError for whatever else goes wrong.
+        """
+
+
+class LocalSpeaker:
+    """A model in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.name, self.place = llm.config.model, f"on this machine ({llm.config.device})"
+        self.context_len: int | None = min(llm.config.max_model_len,
+                                           llm.stats().num_blocks * llm.config.block_size)
+
+    def count(self, messages: Sequence[Message]) -> int | None:
+        return len(self._llm.chat_prompt(messages)["prompt_token_ids"])
+
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
+        params = self._llm.get_default_sampling_params()
+        params = dataclasses.replace(params, **{"max_tokens": MAX_TOKENS, **settings})
+        shown = 0
+        with _polite_interrupts() as interrupted:
+            stream = self._llm.stream(self._llm.chat_prompt(messages), params)
+            for output in stream:
+                answer = output.outputs[0]
+                yield Piece(answer.text[shown:], "", len(answer.token_ids), answer.finish_reason)
+                shown = len(answer.text)
+                if interrupted:
+                    stream.close()
+                    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _polite_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C adds to the list that is yielded: no step is torn in two. A second one interrupts at once."""
+    came: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class RemoteSpeaker:
+    """An OpenAI-compatible server.
+
+    url: with or without /v1. model: by default the first that the server lists.
+    Raises ConfigError for an impossible URL, UnavailableError if the server cannot be reached or refuses us.
+    """
+
+    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(f"--url {url!r} is no address of a server; http://127.0.0.1:8000 is one")
+        self._base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        listed = self._listed_models(is_needed=model is None)
+        entry = next((m for m in listed if model in (None, m.get("id"))), {})
+        self.name = model or entry["id"]
+        self.place = f"at {self._base}"
+        self.context_len: int | None = entry.get("max_model_len") or entry.get("context_length")
+        self._tokens_per_char: float | None = None
+
+    def _listed_models(self, is_needed: bool) -> list[dict[str, Any]]:
+        try:
+            with self._open("/models") as response:
+                listed = json.loads(response.read())["data"]
+            if listed or not is_needed:
+                return listed
+        except (ValueError, LookupError, TypeError):    # RequestError too: a server without such a list
+            if not is_needed:
+                return []
+        raise UnavailableError(f"{self._base}/models names no model; is this the address of an "
+                               "OpenAI-compatible server? If so, name the model with --model")
+
+    def count(self, messages: Sequence[Message]) -> int | None:
+        return None if self._tokens_per_char is None else round(self._tokens_per_char * _num_chars(messages))
+
+    def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
+        body = {"model": self.name, "messages": messages, **settings, "stream": True,
+                "stream_options": {"include_usage": True}}
+        reason, usage = None, None
+        try:
+            with self._open("/chat/completions", body) as response:
+                for line in response:
+                    if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
+                        continue
+                    chunk = json.loads(data)
+                    if error := chunk.get("error"):
+                        raise UnavailableError(f"the server broke off: {_message(error)}")
+                    usage = chunk.get("usage") or usage
+                    for choice in chunk.get("choices") or ():
+                        delta = choice.get("delta") or {}
+                        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                        yield Piece(delta.get("content") or "", thought)
+                        reason = choice.get("finish_reason") or reason
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if isinstance(error, RequestError):
+                raise
+            why = f"{type(error).__name__}: {error}"
+            raise UnavailableError(f"the answer of {self._base} broke off: {why}") from None
+        if reason is None:
+            raise UnavailableError(f"the answer of {self._base} ended in the middle; its log may say why")
+        if usage is not None:
+            self._tokens_per_char = usage["prompt_tokens"] / _num_chars(messages)
+        yield Piece(num_tokens=None if usage is None else usage["completion_tokens"], finish_reason=reason)
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+        except urllib.error.HTTPError as error:
+            raise self._refusal(error) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise UnavailableError(f"no server answers at {self._base} ({reason}); is it up? "
+                                   "`shoal serve` starts one") from None
+
+    def _refusal(self, error: urllib.error.HTTPError) -> Exception:
+        """What an answer that is an error means for us."""
+        text = error.read(1 << 16).decode(errors="replace")
+        with contextlib.suppress(ValueError, AttributeError):
+            content = json.loads(text)
+            text = _message(content.get("error", content))
+        if error.code in (401, 403):
+            return UnavailableError(f"the server wants a key ({error.code}: {text:.300}); give --api-key, or "
+                                    "set SHOAL_API_KEY or OPENAI_API_KEY")
+        if error.code in REFUSALS and "context" in text.lower():
+            return ContextFullError(text[:300])
+        if error.code < 500 and error.code != 429:
+            return RequestError(f"the server refused ({error.code}): {text:.300}")
+        return UnavailableError(f"the server cannot answer now ({error.code}): {text:.300}")
+
+
+def _message(error: Any) -> str:
+    """The words of an error object, whatever its shape."""
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    """About what the template adds to each message is counted, too."""
+    return sum(len(m["content"]) + 16 for m in messages)

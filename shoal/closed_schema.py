@@ -1,0 +1,201 @@
+"""A JSON schema with its objects closed: they have the keys that it names and no others, unless it says so
+itself.
+
+Schemas as pydantic and most people write them leave objects open by saying nothing, and a small model then
+invents keys until its tokens are used up. This is `unevaluatedProperties: false` for every object that names
+its keys, said in keywords that llguidance knows: what `allOf`, `$ref` and the branches of an `anyOf` name
+together is allowed together.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import RequestError
+
+MAX_STEPS = 200_000    # parts looked at and keys repeated: what compositions of compositions may cost
+
+# Keywords with schemas of other places in the document: by name, or one or a list.
+OF_KEYS = ("properties", "patternProperties")
+OF_ITEMS = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")
+DEFINITIONS = ("$defs", "definitions")
+IDENTITY = ("$schema", "$id")    # of the document: said once, at its root
+ANNOTATIONS = frozenset({*DEFINITIONS, *IDENTITY, "$ref", "$comment", "title", "description", "default",
+                         "examples", "deprecated", "readOnly", "writeOnly", "x-guidance"})
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy, its definitions under names of their own. With references that are no pointers into it, the
+    schema as it is.
+
+    The nesting must be bounded. Raises RequestError if compositions make it too large.
+    """
+    try:
+        return _Closing(schema).run()
+    except LookupError:
+        return schema    # whoever compiles it knows more of references, or says which one leads nowhere
+
+
+@dataclass(slots=True)
+class _Keys:
+    """What the parts of a composition say of an object's keys."""
+
+    names: dict[str, None] = field(default_factory=dict)       # in their order
+    patterns: dict[str, None] = field(default_factory=dict)
+    are_named: bool = False              # some part has a list of its keys
+    are_told: bool = False               # some part says what becomes of other keys
+    groups: list[list[Any]] = field(default_factory=list)      # branches of each anyOf and oneOf
+
+
+class _Closing:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._steps = 0
+        self._new_names: dict[tuple[str, bool], str] = {}      # of definitions: (pointer, whether closed)
+        self._todo: list[tuple[str, bool]] = []
+
+    def run(self) -> dict[str, Any]:
+        """Raises LookupError for a reference that can't be followed."""
+        result = self._place(self._root, _Keys())
+        definitions: dict[str, Any] = {}
+        while self._todo:
+            pointer, is_closed = self._todo.pop()
+            target = self._target(pointer)
+            new = self._place(target, _Keys()) if is_closed else self._part(target)
+            definitions[self._new_names[pointer, is_closed]] = new
+        result |= {name: self._root[name] for name in IDENTITY if name in self._root}
+        return {**result, "$defs": definitions} if definitions else result
+
+    def _place(self, schema: Any, outer: _Keys) -> Any:
+        """What is to be said of one place in the document. outer: the keys that what stands around `schema`
+        names for the same place."""
+        if schema is True and outer.are_named:
+            schema = {}
+        if not isinstance(schema, dict):
+            return schema
+        self._check_id(schema)
+        if not outer.are_named and "$ref" in schema and schema.keys() <= ANNOTATIONS:
+            return self._with_new_ref(schema, is_closed=True)
+        keys = self._keys([schema], outer)
+        groups = [name for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
+        if keys.are_told:
+            return self._part(schema)
+        if len(groups) == len(keys.groups) == 1:
+            branches = [self._place(branch, keys) for branch in schema[groups[0]]]
+            rest = {name: value for name, value in schema.items() if name not in (groups[0], *IDENTITY)}
+            return {**self._part(rest), groups[0]: branches}
+        if keys.groups:
+            # A branch cannot know which of another group it meets: each may have the keys of all.
+            branches = [branch for group in keys.groups for branch in group]
+            keys = self._keys(branches, keys, into_groups=True)
+            if keys.are_told:
+                return self._part(schema)
+        result = self._part(schema)
+        if not keys.are_named or not isinstance(schema.get("allOf", []), list):
+            return result
+        self._count(len(keys.names) + len(keys.patterns))
+        of_others = "$ref" in schema or "allOf" in schema
+        own = {} if of_others else result
+        bound: dict[str, Any] = {"additionalProperties": False}
+        for name, wanted in zip(OF_KEYS, (keys.names, keys.patterns)):
+            if wanted and isinstance(own.get(name, {}), dict):
+                bound[name] = {**dict.fromkeys(wanted, True), **own.get(name, {})}
+        return {**result, "allOf": [*result.get("allOf", []), bound]} if of_others else {**result, **bound}
+
+    def _part(self, schema: Any) -> Any:
+        """A part of a composition, itself left open: only the places within it are closed."""
+        if not isinstance(schema, dict):
+            return schema
+        self._check_id(schema)
+        if "$ref" in schema:
+            schema = self._with_new_ref(schema, is_closed=False)
+        result: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name in OF_KEYS and isinstance(value, dict):
+                result[name] = {key: self._place(v, _Keys()) for key, v in value.items()}
+            elif name in OF_ITEMS and isinstance(value, list):
+                result[name] = [self._place(v, _Keys()) for v in value]
+            elif name in OF_ITEMS:
+                result[name] = self._place(value, _Keys())
+            elif name in ("allOf", "anyOf", "oneOf") and isinstance(value, list):
+                result[name] = [self._part(v) for v in value]
+            elif name == "unevaluatedProperties" and isinstance(value, bool):
+                continue                     # said in other words, or nothing
+            elif name not in (*DEFINITIONS, *IDENTITY):
+                result[name] = value
+        return result
+
+    def _keys(self, parts: list[Any], known: _Keys, into_groups: bool = False) -> _Keys:
+        """What `parts` and what they refer to say, beside what is `known`."""
+        found = _Keys(dict(known.names), dict(known.patterns), known.are_named)
+        todo, seen = list(reversed(parts)), set()
+        while todo:
+            part = todo.pop()
+            self._count(1)
+            if not isinstance(part, dict):
+                continue
+            is_told = part.get("unevaluatedProperties", False) is not False
+            found.are_told |= is_told or "additionalProperties" in part
+            for name, into in (("properties", found.names), ("patternProperties", found.patterns)):
+                if isinstance(named := part.get(name), dict):
+                    found.are_named = True
+                    into.update(dict.fromkeys(named))
+                    self._count(len(named))
+            if isinstance(required := part.get("required"), list):    # what must be there may be there
+                found.names.update(dict.fromkeys(key for key in required if isinstance(key, str)))
+            for name in ("anyOf", "oneOf"):
+                if isinstance(group := part.get(name), list):
+                    found.groups.append(group)
+                    todo += reversed(group) if into_groups else ()
+            if isinstance(together := part.get("allOf"), list):
+                todo += reversed(together)
+            if "$ref" in part:
+                target = self._target(part["$ref"])
+                if part["$ref"] not in seen:
+                    seen.add(part["$ref"])
+                    todo.append(target)
+        return found
+
+    # References
+
+    def _with_new_ref(self, schema: dict[str, Any], *, is_closed: bool) -> dict[str, Any]:
+        pointer = schema["$ref"]
+        self._target(pointer)
+        if (pointer, is_closed) not in self._new_names:
+            name = pointer.rpartition("/")[2] if isinstance(pointer, str) else ""
+            plain = "".join(c for c in name if c.isascii() and (c.isalnum() or c in "_-"))[:40]
+            self._new_names[pointer, is_closed] = f"{plain}.{len(self._new_names)}"
+            self._todo.append((pointer, is_closed))
+        kept = {k: v for k, v in schema.items() if k not in (*DEFINITIONS, *IDENTITY)}
+        return {**kept, "$ref": f"#/$defs/{self._new_names[pointer, is_closed]}"}
+
+    def _check_id(self, schema: dict[str, Any]) -> None:
+        """References within a schema that has an identity of its own start from there: they can't be
+        followed."""
+        if "$id" in schema and schema is not self._root:
+            raise LookupError
+
+    def _target(self, pointer: Any) -> Any:
+        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+            raise LookupError
+        value: Any = self._root
+        for step in urllib.parse.unquote(pointer).split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, list):
+                if not (key.isascii() and key.isdigit()) or int(key) >= len(value):
+                    raise LookupError
+                value = value[int(key)]
+            elif isinstance(value, dict):
+                value = value[key]
+            else:
+                raise LookupError
+        return value
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > MAX_STEPS:
+            raise RequestError("structured_outputs.json combines too many schemas to close its objects; "
+                               "simplify it, or set "
+                               "structured_outputs.disable_additional_properties to false")

@@ -1,0 +1,70 @@
+"""How the log reads: lines of text for people, or a JSON object a line for machines.
+
+The server and its engine's process use it alike, as they write to the same place.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+STYLES = ("text", "json")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")    # all but tab and line feed
+
+
+class Event:
+    """A message with fields: the text is what people read, and JSON has the fields beside it."""
+
+    def __init__(self, text: str, fields: Mapping[str, Any]) -> None:
+        self.text, self.fields = text, fields
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class TextFormatter(logging.Formatter):
+    """A line begins with its time, and nothing else does: what follows a line feed in a message is indented,
+    so that no text that a client sent looks like a line of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _escaped(super().format(record)).replace("\n", "\n    ")
+
+
+class JsonFormatter(logging.Formatter):
+    """Keys: time (UTC), level, logger, message, those of an Event, and exception where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds"), "level": record.levelname.lower(),
+            "logger": record.name, "message": record.getMessage()}
+        if isinstance(record.msg, Event):
+            line |= record.msg.fields
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up(level: int, style: str) -> None:
+    """Sends what is logged from `level` on to standard error. style: one of STYLES."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def current_style() -> str:
+    """The style of this process's log, for a child that writes to the same place."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return "json" if any(isinstance(formatter, JsonFormatter) for formatter in formatters) else "text"
+
+
+def _escaped(text: str) -> str:
+    """Without control characters, which could steer a terminal."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

@@ -1,0 +1,534 @@
+"""/api/...: Ollama's API, for the many tools that speak nothing else.
+
+Answers are streams unless it is said otherwise: JSON objects, a line each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.server.answers import encode
+from shoal.server.errors import ApiError
+from shoal.server.generation import Generation
+from shoal.server.http import Dialect, Exchange
+from shoal.server.model import Prompt, ServedModel
+from shoal.server.params import read_prompts
+from shoal.server.protocol import MinusOneOrMore, Positive, Seed, TokenId, Word, Words
+from shoal.server.system import sleep_state_of
+from shoal.server.tokens import embed
+from shoal.server.tool_parsers import CallDelta, Part
+from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, template_variables
+
+# The release of Ollama whose API this is: clients compare it with the one that brought what they need.
+API_VERSION = "0.12.6"
+EFFORTS = ("low", "medium", "high")
+NANOSECONDS = 1_000_000_000
+NEVER = "2100-01-01T00:00:00Z"    # models stay
+
+
+# What clients send
+
+class OllamaOptions(Struct, kw_only=True):
+    """How tokens are drawn. Those of Ollama's own runner (num_ctx, num_gpu, num_thread and the like) are
+    taken and mean nothing here: the server was started with its own."""
+
+    num_predict: int | None = None                # not above 0: as many as fit
+    temperature: float | None = None
+    top_k: MinusOneOrMore | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: Word | Words | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    num_ctx: int | None = None
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    low_vram: bool | None = None
+    numa: bool | None = None
+
+
+class OllamaRequest(Struct, kw_only=True):
+    """What requests for text have in common."""
+
+    model: str | None = None                      # None: the first model
+    stream: bool | None = None                    # true unless it is said
+    format: str | dict[str, Any] | None = None    # "json", or a JSON schema
+    options: OllamaOptions | None = None
+    think: bool | str | None = None               # or "low", "medium", "high"
+    keep_alive: float | str | None = None         # taken: models stay
+
+
+class OllamaFunction(Struct, kw_only=True):
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaToolCall(Struct, kw_only=True):
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(Struct, kw_only=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None               # refused: models here read text
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None                  # whose result this is
+    tool_call_id: str | None = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    messages: list[OllamaMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None                       # the prompt as it is, without the chat template
+    context: list[TokenId] | None = None          # that of the answer before
+    images: list[str] | None = None               # refused
+    suffix: str | None = None                     # refused
+    template: str | None = None                   # refused
+
+
+class OllamaShowRequest(Struct, kw_only=True):
+    model: str | None = None
+    name: str | None = None                       # its older name
+    verbose: bool | None = None
+
+
+class OllamaEmbedRequest(Struct, kw_only=True):
+    input: str | list[str]
+    model: str | None = None
+    truncate: bool | None = None                  # true unless it is said: the first tokens that fit
+    dimensions: Positive | None = None
+    options: OllamaOptions | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaEmbeddingsRequest(Struct, kw_only=True):
+    prompt: str
+    model: str | None = None
+    options: OllamaOptions | None = None
+    keep_alive: float | str | None = None
+
+
+# What they get
+
+class OllamaError(Struct):
+    error: str
+
+
+class OllamaAnswer(Struct, kw_only=True, omit_defaults=True):
+    """Durations are nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load"] | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+
+
+class OllamaAnswerMessage(Struct, kw_only=True, omit_defaults=True):
+    role: Literal["assistant"]
+    content: str
+    thinking: str | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+
+
+class OllamaChatAnswer(OllamaAnswer, kw_only=True):
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
+    response: str
+    thinking: str | None = None
+    context: list[int] | None = None
+
+
+class OllamaDetails(Struct):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(Struct, kw_only=True, omit_defaults=True):
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    modified_at: str | None = None
+    expires_at: str | None = None                 # of those that run
+    size_vram: int | None = None
+    context_length: int | None = None
+
+
+class OllamaModels(Struct):
+    models: list[OllamaModel]
+
+
+class OllamaShown(Struct):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaEmbeddings(Struct):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Struct):
+    embedding: list[float]
+
+
+def error_body(error: ApiError) -> bytes:
+    return encode({"error": error.message})
+
+
+def error_line(error: ApiError) -> bytes:
+    return error_body(error) + b"\n"
+
+
+OLLAMA = Dialect("Ollama", OllamaError, error_body, error_line, "application/x-ndjson")
+
+
+# Text
+
+async def chat(exchange: Exchange) -> None:
+    request = exchange.decode(OllamaChatRequest)
+    model = exchange.server.find(request.model)
+    messages = [_to_chat(i, message) for i, message in enumerate(request.messages or ())]
+    writer = _Writer(exchange, request.model or model.name, is_chat=True)
+    if not messages:
+        await exchange.json(writer.loaded())
+        return
+    plan = plan_tools(request.tools, None, None, model.tool_call_parser)
+    params = _params(request, model)
+    plan.constrain(params, model.tool_call_parser)
+    prompt = await _chat_prompt(request, model, messages, plan, params)
+    await _answer(exchange, request, model, prompt, params, plan, writer)
+
+
+async def generate(exchange: Exchange) -> None:
+    request = exchange.decode(OllamaGenerateRequest)
+    model = exchange.server.find(request.model)
+    _refuse_images(request.images, "images")
+    for name, why in (("suffix", "no model here fills in the middle"),
+                      ("template", "the model's own is used; send the prompt as the model reads it (raw)")):
+        if getattr(request, name):
+            raise ApiError(400, f"{name} is given, and {why}; leave it out", param=name)
+    writer = _Writer(exchange, request.model or model.name, is_chat=False)
+    if not request.prompt:
+        await exchange.json(writer.loaded())
+        return
+    params, plan = _params(request, model), ToolPlan()
+    if request.raw:
+        [prompt] = await read_prompts(model, request.prompt, field="prompt")
+    else:
+        messages = [{"role": "system", "content": request.system}] if request.system else []
+        messages.append({"role": "user", "content": request.prompt})
+        prompt = await _chat_prompt(request, model, messages, plan, params)
+    if request.context:
+        prompt = Prompt([*request.context, *prompt.token_ids], prompt.text)
+    writer.gives_context = not request.raw
+    await _answer(exchange, request, model, prompt, params, plan, writer)
+
+
+async def _chat_prompt(request: OllamaRequest, model: ServedModel, messages: list[dict[str, Any]],
+                       plan: ToolPlan,
+                       params: SamplingParams) -> Prompt:
+    think, effort = request.think, None
+    if think and model.reasoning_parser == "none":
+        raise ApiError(400, f"think is given, and the model {model.name} does not think aloud; leave it out",
+                       param="think")
+    if isinstance(think, str):
+        if think not in EFFORTS:
+            raise ApiError(400, f"think {think!r:.40} is neither true, false nor one of {', '.join(EFFORTS)}",
+                           param="think")
+        effort = think
+    elif think is False:
+        effort = "none"
+    variables = template_variables(None, effort, params, model.reasoning_parser)
+    # An answer that the caller began is gone on with.
+    begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    return await model.chat_prompt(messages, tools=plan.tools, continue_final_message=begun,
+                                   variables=variables)
+
+
+async def _answer(exchange: Exchange, request: OllamaRequest, model: ServedModel, prompt: Prompt,
+                  params: SamplingParams,
+                  plan: ToolPlan, writer: _Writer) -> None:
+    wanted = request.options.num_ctx if request.options is not None else None
+    if wanted is not None and wanted > model.max_model_len:
+        exchange.warn("num_ctx", f"options.num_ctx {wanted} is more than the {model.max_model_len} tokens that "
+                                 f"{model.name} was started with (--max-model-len)")
+    parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "",
+                          params).parser()
+    async with Generation(model, [prompt], params, request_id=exchange.request_id,
+                          cuts_max_tokens=True) as generation:
+        exchange.generation = generation
+        if request.stream is False:
+            [answer] = await generation.collect()
+            writer.add(parser.push(answer.text, last=True), answer.token_ids)
+            await exchange.json(writer.last(check_finish(answer.finish_reason), generation))
+            return
+        async for [delta] in generation:
+            is_last = delta.finish_reason is not None
+            writer.add(parser.push(delta.text, last=is_last), delta.token_ids)
+            if line := writer.line(is_last):
+                await exchange.send(line)
+            if is_last:
+                reason = check_finish(delta.finish_reason)
+    await exchange.end(writer.last(reason, generation) + b"\n")
+
+
+class _Writer:
+    """What has come of an answer and is not yet sent. Tool calls are sent when they are whole, as their
+    arguments are an object."""
+
+    def __init__(self, exchange: Exchange, name: str, *, is_chat: bool) -> None:
+        """name: that of the model, as the client wrote it."""
+        self.name, self.is_chat, self.gives_context = name, is_chat, False
+        self._arrival = exchange.arrival
+        self._content: list[str] = []
+        self._thinking: list[str] = []
+        self._calls: list[CallDelta] = []         # the last one may still grow
+        self._token_ids: list[int] = []           # of the whole answer
+
+    def add(self, parts: Sequence[Part], token_ids: Sequence[int]) -> None:
+        if self.gives_context:
+            self._token_ids += token_ids
+        for part in parts:
+            if not isinstance(part, CallDelta):
+                (self._thinking if part.reasoning else self._content).append(part.text)
+            elif part.name is not None:
+                self._calls.append(part)
+            else:
+                self._calls[-1].arguments += part.arguments
+
+    def line(self, is_last: bool) -> bytes:
+        """What is new, if anything is that can be sent."""
+        num_whole = len(self._calls) if is_last else len(self._calls) - 1
+        if not (self._content or self._thinking or num_whole > 0):
+            return b""
+        return encode({**self._head(False), **self._take(max(0, num_whole))}) + b"\n"
+
+    def last(self, reason: str, generation: Generation) -> bytes:
+        """The last object, with all that was not sent and what it took."""
+        prompt, [times] = generation.prompts[0], generation.times
+        # Before it was started it was read and tokenized, it waited, and a model that slept was woken.
+        started = times.arrival + times.queued
+        found = {**self._head(True), **self._take(len(self._calls)), "done_reason": reason}
+        if self.gives_context:
+            found["context"] = [*prompt.token_ids, *self._token_ids]
+        return encode({**found, "total_duration": _nanoseconds(time.perf_counter() - self._arrival),
+                       "load_duration": _nanoseconds(started - self._arrival),
+                       "prompt_eval_count": generation.usage.prompt_tokens,
+                       "prompt_eval_duration": _nanoseconds(times.first - started),
+                       "eval_count": generation.usage.completion_tokens,
+                       "eval_duration": _nanoseconds(times.last - times.first)})
+
+    def loaded(self) -> bytes:
+        """The answer to a request that asks for nothing: Ollama's clients have a model loaded by it."""
+        return encode({**self._head(True), **self._take(0), "done_reason": "load"})
+
+    def _head(self, is_done: bool) -> dict[str, Any]:
+        return {"model": self.name, "created_at": _time(time.time()), "done": is_done}
+
+    def _take(self, num_calls: int) -> dict[str, Any]:
+        content, thinking, calls = "".join(self._content), "".join(self._thinking), self._calls[:num_calls]
+        self._content, self._thinking, self._calls = [], [], self._calls[num_calls:]
+        thought = {"thinking": thinking} if thinking else {}
+        if not self.is_chat:
+            return {"response": content, **thought}
+        made = {"tool_calls": [_tool_call(call) for call in calls]} if calls else {}
+        return {"message": {"role": "assistant", "content": content, **thought, **made}}
+
+
+def _tool_call(call: CallDelta) -> dict[str, Any]:
+    """Arguments that were cut short are none: they have to be an object."""
+    try:
+        arguments = msgspec.json.decode(call.arguments)
+    except msgspec.DecodeError:
+        arguments = {}
+    return {"id": call.id, "function": {"index": call.index, "name": call.name,
+                                        "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _to_chat(i: int, message: OllamaMessage) -> dict[str, Any]:
+    """As a message of OpenAI's chat API."""
+    _refuse_images(message.images, f"messages[{i}].images")
+    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    for name, value in (("reasoning_content", message.thinking), ("name", message.tool_name),
+                        ("tool_call_id", message.tool_call_id)):
+        if value is not None:
+            found[name] = value
+    if message.tool_calls:
+        found["tool_calls"] = [{"id": call.id or f"call_{i}_{k}", "type": "function",
+                                "function": {"name": call.function.name,
+                                             "arguments": call.function.arguments}}
+                               for k, call in enumerate(message.tool_calls)]
+    return found
+
+
+def _refuse_images(images: list[str] | None, param: str) -> None:
+    if images:
+        raise ApiError(400, f"{param} is given, and models here read text alone; leave it out", param=param)
+
+
+def _params(request: OllamaRequest, model: ServedModel) -> SamplingParams:
+    options = request.options or OllamaOptions()
+    given = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p,
+             "min_p": options.min_p, "seed": options.seed, "stop": options.stop or None,
+             "repetition_penalty": options.repeat_penalty, "presence_penalty": options.presence_penalty,
+             "frequency_penalty": options.frequency_penalty}
+    given = {name: value for name, value in given.items() if value is not None}
+    wanted = options.num_predict
+    return SamplingParams(**{**model.default_params, **given}, structured_outputs=_structured(request.format),
+                          max_tokens=wanted if wanted is not None and wanted > 0 else None)
+
+
+def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | None:
+    if form is None or form == "":
+        return None
+    if form == "json":
+        return StructuredOutputsParams(json_object=True)
+    if isinstance(form, str):
+        raise ApiError(400, f"format {form!r:.40} is neither \"json\" nor a JSON schema", param="format")
+    return StructuredOutputsParams(json=form)
+
+
+# Embeddings
+
+async def embed_texts(exchange: Exchange) -> None:
+    request = exchange.decode(OllamaEmbedRequest)
+    model = exchange.server.find(request.model)
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    vectors, num_tokens = [], 0
+    if any(texts):
+        prompts = await _prompts(model, texts, truncates=request.truncate is not False)
+        vectors = await embed(exchange, model, prompts, dimensions=request.dimensions)
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    duration = _nanoseconds(time.perf_counter() - exchange.arrival)
+    await exchange.json(OllamaEmbeddings(request.model or model.name, vectors, duration, 0, num_tokens))
+
+
+async def embed_text(exchange: Exchange) -> None:
+    """The older form: one text."""
+    request = exchange.decode(OllamaEmbeddingsRequest)
+    model = exchange.server.find(request.model)
+    vectors: list[list[float]] = [[]]
+    if request.prompt:
+        prompts = await _prompts(model, [request.prompt], truncates=True)
+        vectors = await embed(exchange, model, prompts)
+    await exchange.json(OllamaEmbedding(vectors[0]))
+
+
+async def _prompts(model: ServedModel, texts: list[str], *, truncates: bool) -> list[Prompt]:
+    """truncates: of what is too long the first tokens that fit."""
+    limit = model.max_model_len if truncates else None
+    return [Prompt(ids[:limit]) for ids in await model.encode(texts)]
+
+
+# Models
+
+async def version(exchange: Exchange) -> None:
+    await exchange.json({"version": API_VERSION})
+
+
+async def tags(exchange: Exchange) -> None:
+    models = exchange.server.models
+    await exchange.json(OllamaModels([_model(model, name, modified_at=_time(model.summary.modified))
+                                      for model in models for name in model.names]))
+
+
+async def ps(exchange: Exchange) -> None:
+    """Those that are awake."""
+    states = [(model, await sleep_state_of(model)) for model in exchange.server.models]
+    await exchange.json(OllamaModels([_model(model, model.name, expires_at=NEVER,
+                                             size_vram=model.summary.num_bytes if model.on_gpu else 0,
+                                             context_length=model.max_model_len)
+                                      for model, state in states if "weights" not in state.asleep]))
+
+
+async def show(exchange: Exchange) -> None:
+    request = exchange.decode(OllamaShowRequest)
+    model = exchange.server.find(request.model or request.name)
+    summary = model.summary
+    template = (model.tokenizer.chat_template if model.tokenizer is not None else None) or ""
+    sizes = {**summary.sizes, "context_length": model.max_model_len}
+    info: dict[str, Any] = {"general.architecture": summary.architecture,
+                            "general.parameter_count": summary.num_parameters}
+    info |= {f"{summary.architecture}.{name}": value for name, value in sizes.items()}
+    capabilities = ["completion"]
+    if template and model.tool_call_parser != "none":
+        capabilities.append("tools")
+    if model.reasoning_parser != "none":
+        capabilities.append("thinking")
+    parameters = "\n".join(f"{'repeat_penalty' if name == 'repetition_penalty' else name} {value}"
+                           for name, value in model.default_params.items())
+    await exchange.json(OllamaShown(f"FROM {model.name}\n", parameters, template, _details(model), info,
+                                    capabilities, _time(summary.modified)))
+
+
+def _model(model: ServedModel, name: str, **more: Any) -> OllamaModel:
+    tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+    return OllamaModel(name=tagged, model=tagged, size=model.summary.num_bytes, digest=model.summary.digest,
+                       details=_details(model), **more)
+
+
+def _details(model: ServedModel) -> OllamaDetails:
+    summary = model.summary
+    return OllamaDetails("", summary.format, summary.architecture, [summary.architecture],
+                         _size(summary.num_parameters), summary.quantization)
+
+
+def _size(count: int) -> str:
+    """As Ollama writes it: 134.52M, 8.2B."""
+    for unit, name, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 2)):
+        if count >= unit:
+            return f"{count / unit:.{digits}f}{name}"
+    return str(count)
+
+
+def _time(seconds: float) -> str:
+    """As RFC 3339 has it, in UTC."""
+    time = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return time.isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * NANOSECONDS))

@@ -1,0 +1,100 @@
+"""The threads in which text becomes prompts, so that neither a long text nor an endless template holds up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from shoal.errors import RequestError
+
+T = TypeVar("T")
+
+NUM_THREADS = 2          # they are few, so that a burst queues here and not on the cores
+GRACE_SECONDS = 0.2      # between two looks at a piece of work that is over its time
+
+
+class TextThreads:
+    """Runs pieces of work one after the other in each of a few threads."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def run_bounded(self, work: Callable[[], T], seconds: float, what: str) -> T:
+        """`work()`, ended after so many seconds: Python code alone can be, at its next line. Raises RequestError then, with `what`."""
+        job = _Job(work)
+        future = asyncio.get_running_loop().run_in_executor(self._pool, job.run)
+        try:
+            while True:
+                done, _ = await asyncio.wait((future,), timeout=job.seconds_left(seconds))
+                if done:
+                    return future.result()
+                if job.seconds_left(seconds) <= GRACE_SECONDS:
+                    job.end()
+        except Overtime:
+            raise RequestError(f"{what} took longer than {seconds:g} s and was ended; simplify it") from None
+        except asyncio.CancelledError:    # the client has left
+            if not future.cancel():
+                job.end()
+            raise
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Overtime(BaseException):
+    """Raised in the middle of a piece of work by another thread. No template can catch it, nor any `except Exception`."""
+
+
+class _Job(Generic[T]):
+    """One piece of work, and which thread it is in.
+
+    The thread is sent Overtime once at most, and `run` returns only when what was sent has come: the thread's next piece of work must
+    not get it.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._thread: int | None = None    # None: not begun, or over
+        self._began: float | None = None
+        self._was_sent = False
+
+    def seconds_left(self, seconds: float) -> float:
+        """Until it has run for so long. While it waits for its thread nothing of its time goes by."""
+        if self._began is None:
+            return seconds
+        return max(GRACE_SECONDS, self._began + seconds - time.monotonic())
+
+    def run(self) -> T:
+        self._thread, self._began = threading.get_ident(), time.monotonic()
+        try:
+            return self._work()
+        finally:
+            self._thread = None
+            with self._lock:    # whoever is about to send has sent
+                pass
+            if self._was_sent:
+                _spend_time()
+
+    def end(self) -> None:
+        """Raises Overtime in its thread, if it is running."""
+        if self._was_sent:
+            return
+        with self._lock:
+            if self._thread is not None:
+                self._was_sent = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(Overtime))
+
+
+def _spend_time() -> None:
+    """What another thread has sent comes at one of the next jumps."""
+    for _ in range(1000):
+        pass

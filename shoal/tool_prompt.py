@@ -1,0 +1,90 @@
+"""Tools, calls and results as text, for chat templates that have no place for them: in the format that the
+model's parser of calls reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+HERMES = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> \
+XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+LLAMA = """You have access to the following functions. To call a function, respond with JSON for a function \
+call. Respond in the format \
+{{"name": function name, "parameters": dictionary of argument name and its value}}. Do not use variables.
+
+{tools}"""
+
+
+def describe(tools: Sequence[dict[str, Any]], parser: str) -> str:
+    """For the system prompt. parser: "hermes" or "llama3_json"; the words are those that the models of that
+    format were trained on."""
+    text = LLAMA if parser == "llama3_json" else HERMES
+    return text.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+
+
+def with_tools(messages: list[dict[str, Any]], text: str, takes_system: bool) -> list[dict[str, Any]]:
+    """The conversation with this text in its system message, which is added where there is none.
+    takes_system: whether the template writes a system message; otherwise the text stands before what the user
+    says first."""
+    roles = [message["role"] for message in messages]
+    if roles[0] == "system":
+        return [{**messages[0], "content": f"{as_text(messages[0]['content'])}\n\n{text}"}, *messages[1:]]
+    if takes_system or "user" not in roles:
+        return [{"role": "system", "content": text}, *messages]
+    first = roles.index("user")
+    said = {**messages[first], "content": f"{text}\n\n{as_text(messages[first]['content'])}"}
+    return [*messages[:first], said, *messages[first + 1:]]
+
+
+def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[dict[str, Any]]:
+    """The conversation with calls in the text of whoever makes them, and their results in a message of the
+    user: templates know that role."""
+    found: list[dict[str, Any]] = []
+    after_results = False
+    for message in messages:
+        content = as_text(message["content"])
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if after_results:
+                found[-1]["content"] += f"\n{result}"
+            else:
+                found.append({"role": "user", "content": result})
+            after_results = True
+            continue
+        if message["role"] == "user" and after_results:    # many templates want the roles to take turns
+            found[-1]["content"] += f"\n\n{content}"
+        elif calls := message.get("tool_calls"):
+            texts = [content] if content else []
+            rest = {key: value for key, value in message.items() if key != "tool_calls"}
+            found.append({**rest, "content": "\n".join([*texts, *(_call(call, parser) for call in calls)])})
+        else:
+            found.append(message)
+        after_results = False
+    return found
+
+
+def as_text(content: Any) -> str:
+    """A message's content, text or a list of text parts."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _call(call: Any, parser: str) -> str:
+    function = call.get("function", {}) if isinstance(call, dict) else {}
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if parser == "llama3_json":
+        return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"

@@ -1,0 +1,160 @@
+"""The command's words: help, messages for mistakes, completion. No model is loaded."""
+
+import argparse
+import dataclasses
+import subprocess
+
+import pytest
+
+from shoal.bench_serve import ServeBench
+from shoal.cli import build_parser, main
+from shoal.config import MAX_NUM_SEQS, EngineConfig, ServerConfig
+
+
+def words(capsys, *arguments):
+    """(exit code, standard output, standard error)"""
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+# Help
+
+def commands(parser, words=()):
+    """Every command with its parser: ("bench", "latency") and so on."""
+    yield words, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from commands(child, (*words, name))
+
+
+COMMANDS = dict(commands(build_parser()))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c) or "shoal")
+def test_every_command_explains_itself_in_lines_that_fit(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = words(capsys, *command, "--help")
+    assert code == 0 and out.startswith(f"usage: {' '.join(('shoal', *command))}")
+    assert len(out.splitlines()) < 60
+    assert max(map(len, out.splitlines())) <= 100
+    assert words(capsys, "help", *command) == (0, out, "")
+
+
+def test_help_shows_what_is_common_and_help_all_every_option(capsys):
+    short, whole = (words(capsys, "serve", flag)[1] for flag in ("--help", "--help-all"))
+    fields = [*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)]
+    flags = ["--" + f.name.replace("_", "-") for f in fields]
+    assert all(flag in whole for flag in flags)
+    shown = [flag for flag in flags if f"  {flag} " in short or f"  {flag}," in short]
+    assert "--port" in shown and "--max-model-len" in shown and 8 <= len(shown) <= 20
+    assert f"{len(flags) - len(shown)} more options" in short.replace("\n", " ")
+    assert "\nKV cache:\n" in whole and "\nTLS:\n" in whole
+    assert "\nengine:\n" in short and "KV cache:" not in short
+
+
+def test_the_word_command_is_missing(capsys):
+    for arguments in ((), ("bench",)):
+        code, out, err = words(capsys, *arguments)
+        assert code == 2 and not out and "usage: shoal" in err
+
+
+def test_the_version_is_told_by_the_module_too(capsys):
+    from shoal import __version__
+    assert words(capsys, "--version")[:2] == (0, f"shoal {__version__}\n")
+    import runpy
+    import sys
+    arguments, sys.argv = sys.argv, ["shoal", "--version"]
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_module("shoal", run_name="__main__")
+    finally:
+        sys.argv = arguments
+    assert capsys.readouterr().out == f"shoal {__version__}\n"
+
+
+# Mistakes
+
+@pytest.mark.parametrize("line, hint", [
+    ("serve --prot 8000 --max-num-seqs many", "no option --prot; did you mean --port?"),
+    ("serve --max-num-seqs many", "--max-num-seqs: 'many' is not an integer"),
+    ("serve --gpu-memory-utilization most", "'most' is not a number"),
+    ("serve --max-num 5", "--max-num"),
+    ("serve --max-model 5", "did you mean --max-model-len?"),
+    ("serve --trust-remote-code", "leave it out"),
+    ("serve --port", "--port: expected one argument"),
+    ("sevre", "did you mean serve?"),
+    ("bench througput", "did you mean throughput?"),
+    ("models rmm x", "did you mean rm?"),
+    ("generate", "PROMPT"),
+    ("generate x y", "unrecognized arguments: y"),
+    ("completion tcsh", "bash"),
+])
+def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
+    code, out, err = words(capsys, *line.split())
+    assert code == 2 and not out and hint in err and len(err.splitlines()) <= 4 and "--help`" in err
+
+
+@pytest.mark.parametrize("line, hint", [
+    (f"serve --max-num-seqs {MAX_NUM_SEQS + 1}", f"> {MAX_NUM_SEQS}"),
+    ("serve --port 80000", "from 0 to 65535"),
+    ("serve /nonexistent", "/nonexistent does not exist"), ("serve --max_num_seqs 0", "max_num_seqs 0"),
+    ("generate x --max-tokens 0", "max_tokens 0"), ("chat --url nowhere", "--url 'nowhere'"),
+    ("chat --url http://127.0.0.1:1 --dtype float32", "dtype"),
+    ("chat --url http://127.0.0.1:1", "no server answers"),
+    ("chat --api-key x", "--url"), ("models rm nothing", "'nothing'"), ("pull /", "already"),
+    ("pull smollm2 --revision x", "leave --revision out"),
+    ("bench latency --output-json /nonexistent/x", "cannot be written"),
+    ("bench serve --save-result --result-filename /nonexistent/x", "cannot be written"),
+])
+def test_an_impossible_value_is_one_line_with_the_way_out(line, hint, capsys, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+    code, out, err = words(capsys, *line.split())
+    assert code == 1 and not out and hint in err and len(err.splitlines()) == 1
+
+
+def test_a_folder_that_holds_no_model_says_what_to_name(tmp_path, capsys):
+    code, _, err = words(capsys, "serve", str(tmp_path))
+    assert code == 1 and "no config.json" in err and len(err.splitlines()) == 1
+    (tmp_path / "m.gguf").touch()
+    assert "m.gguf" in words(capsys, "serve", str(tmp_path))[2]
+
+
+def test_underscores_and_equals_signs_are_understood_and_texts_are_left_alone():
+    given = build_parser().parse_args(["generate", "--max_num_seqs=5", "--top_p", "0.5",
+                                       "- a list --of things"])
+    assert (given.max_num_seqs, given.top_p, given.prompt) == (5, 0.5, "- a list --of things")
+    assert build_parser().parse_args(["generate", "--", "--not-an-option"]).prompt == "--not-an-option"
+    assert build_parser().parse_args(["serve", "--seed", "-1"]).seed == -1
+
+
+# Completion
+
+def complete_in_bash(script, line):
+    code = f"""{script}
+COMP_LINE={line!r}; COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_POINT=${{#COMP_LINE}}
+{"COMP_WORDS+=(''); COMP_CWORD=$((COMP_CWORD + 1))" if line.endswith(" ") else ""}
+$(complete -p shoal | sed 's/.*-F \\([^ ]*\\) .*/\\1/') shoal; printf '%s\\n' "${{COMPREPLY[@]}}" """
+    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60,
+                          check=True).stdout.split()
+
+
+def test_bash_completes_commands_and_options(capsys):
+    code, script, _ = words(capsys, "completion", "bash")
+    assert code == 0
+    assert complete_in_bash(script, "shoal ser") == ["serve"]
+    assert complete_in_bash(script, "shoal bench la") == ["latency"]
+    assert complete_in_bash(script, "shoal serve --por") == ["--port"]
+    assert "--kv-flush-timeout" in complete_in_bash(script, "shoal serve --kv-f")    # the rare ones, too
+    assert set(complete_in_bash(script, "shoal completion ")) >= {"bash", "zsh", "fish"}
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script_with_every_option(shell, capsys):
+    code, script, _ = words(capsys, "completion", shell)
+    assert code == 0
+    assert all(f.name.replace("_", "-") in script for f in dataclasses.fields(ServeBench))

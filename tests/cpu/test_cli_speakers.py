@@ -1,0 +1,129 @@
+"""`shoal chat` with servers that are not ours: a small one that says what a test wants."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from shoal.cli_chat import Chat, Keyboard
+from shoal.cli_speakers import ContextFullError, RemoteSpeaker
+from shoal.errors import RequestError, UnavailableError
+
+
+class Stub(http.server.BaseHTTPRequestHandler):
+    """`models` is what /models answers; `answers` hold chunks to stream, or (status, error)."""
+
+    models = {"data": [{"id": "first"}, {"id": "second", "context_length": 4096}]}
+    answers: list = []
+    seen: list = []
+
+    def do_GET(self):
+        self.reply(200, json.dumps(self.models))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.seen.append(body | {"path": self.path})
+        answer = self.answers.pop(0)
+        if isinstance(answer, tuple):
+            self.reply(answer[0], json.dumps({"error": answer[1]}))
+        else:
+            chunks = (chunk if isinstance(chunk, str) else json.dumps(chunk) for chunk in answer)
+            self.reply(200, "".join(f"data: {chunk}\n\n" for chunk in chunks))
+
+    def reply(self, status, text):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+    Stub.answers, Stub.seen = [], []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def delta(reason=None, **fields):
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": reason}]}
+
+
+WHOLE = [delta(role="assistant", content=""), delta(content="Good "), delta(content="day"), delta("stop"),
+         "[DONE]"]
+FULL = (400, {"message": "This model's maximum context length is 100 tokens."})
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_the_model_is_the_first_listed_or_the_one_named(url):
+    assert RemoteSpeaker(url, None, None).name == "first"
+    named = RemoteSpeaker(url + "/v1/", "second", None)
+    assert (named.name, named.context_len, named.place) == ("second", 4096, f"at {url}/v1")
+    assert RemoteSpeaker(url, "unlisted", None).context_len is None
+
+
+def test_pieces_come_with_the_reason_of_the_end_and_without_usage(url):
+    Stub.answers = [WHOLE]
+    pieces = list(RemoteSpeaker(url, None, None).answer(HELLO, {"temperature": 0.5}))
+    assert "".join(p.text for p in pieces) == "Good day"
+    assert pieces[-1].finish_reason == "stop" and pieces[-1].num_tokens is None
+    [body] = Stub.seen
+    assert body["path"] == "/v1/chat/completions" and body["messages"] == HELLO
+    assert body["temperature"] == 0.5 and body["stream"]
+
+
+@pytest.mark.parametrize("answer, kind, hint", [
+    (FULL, ContextFullError, "100 tokens"),
+    ((404, {"message": "no such model"}), RequestError, "no such model"),
+    ((401, {"message": "who are you"}), UnavailableError, "--api-key"),
+    ((429, "slow down"), UnavailableError, "slow down"),
+    ([delta(content="Go")], UnavailableError, "in the middle"),
+    ([delta(content="Go"), {"error": {"message": "out of memory"}}], UnavailableError, "out of memory"),
+    ([delta(content="Go"), "not JSON"], UnavailableError, "broke off"),
+])
+def test_what_goes_wrong_is_told(url, answer, kind, hint):
+    Stub.answers = [answer]
+    with pytest.raises(kind, match=hint):
+        list(RemoteSpeaker(url, None, None).answer(HELLO, {}))
+
+
+def chat(url):
+    return Chat(RemoteSpeaker(url, None, None), Keyboard(is_terminal=False), "Be kind.", {})
+
+
+def test_turns_are_dropped_until_a_server_that_tells_no_context_takes_the_rest(url, capsys):
+    talk = chat(url)
+    Stub.answers = [WHOLE, WHOLE, FULL, FULL, WHOLE]
+    for text in ("one", "two", "three"):
+        talk.say(text)
+    assert [m["content"] for m in Stub.seen[-1]["messages"]] == ["Be kind.", "three"]
+    assert [m["content"] for m in talk.turns] == ["three", "Good day"]
+    assert capsys.readouterr().err.count("dropped") == 2
+
+
+def test_a_message_that_does_not_fit_alone_is_taken_back(url, capsys):
+    talk = chat(url)
+    Stub.answers = [FULL]
+    talk.say("much")
+    assert talk.turns == [] and talk.num_failures == 1 and "maximum context length" in capsys.readouterr().err
+
+
+def test_what_was_said_before_the_connection_broke_stays(url, capsys):
+    talk = chat(url)
+    Stub.answers = [[delta(content="Good ")]]
+    talk.say("hello")
+    assert talk.turns[-1] == {"role": "assistant", "content": "Good "}
+    assert "in the middle" in capsys.readouterr().err
+
+
+def test_thoughts_are_shown_aside_and_not_kept(url, capsys):
+    talk = chat(url)
+    Stub.answers = [[delta(reasoning_content="Let me see."), delta(content="Yes."), delta("stop"), "[DONE]"]]
+    talk.say("hello")
+    said = capsys.readouterr()
+    assert said.out == "Yes.\n" and "Let me see." in said.err and talk.turns[-1]["content"] == "Yes."

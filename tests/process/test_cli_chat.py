@@ -1,0 +1,210 @@
+"""`shoal chat` at a terminal and from a pipe, with the real server in front of an engine without a model."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from tests.fake_server import NAME, FakeServer, eventually
+from tests.terminal import CTRL_C, CTRL_D, UP, Terminal
+
+
+@pytest.fixture(scope="module")
+def server():
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def terminal(server, tmp_path):
+    server.engine.ends = True
+    server.say("I see.")
+    with Terminal("chat", "--url", server.url, XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.expect("leaves\n")
+        terminal.expect(">>> ")
+        yield terminal
+
+
+def ask(terminal, line):
+    terminal.enter(line)
+    terminal.expect(line)    # as it is echoed
+    answer = terminal.expect("[")
+    terminal.expect(">>> ")
+    return answer.strip()
+
+
+def test_the_banner_says_who_answers_and_how_to_leave(terminal, server):
+    banner = terminal.screen
+    assert NAME in banner and server.url in banner and "256 tokens" in banner and "Ctrl-D" in banner
+    terminal.press(CTRL_D)
+    assert terminal.end() == 0
+
+
+def test_a_conversation_is_remembered_until_it_is_cleared(terminal, server):
+    assert ask(terminal, "one") == "I see."
+    assert ask(terminal, "two") == "I see."
+    assert all(text in server.last_prompt() for text in ("one", "I see.", "two"))
+    terminal.enter("/clear")
+    terminal.expect(">>> ")
+    ask(terminal, "three")
+    assert "three" in server.last_prompt() and "one" not in server.last_prompt()
+    terminal.enter("/bye")
+    assert terminal.end() == 0
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(terminal, server):
+    server.say("word " * 30, token_seconds=0.05)
+    terminal.enter("talk")
+    terminal.expect("word word")
+    terminal.press(CTRL_C)
+    terminal.expect("what was said stays")
+    eventually(lambda: not server.engine._running)
+    terminal.expect(">>> ")
+    server.say("Go on.")
+    ask(terminal, "more")
+    assert "word word" in server.last_prompt() and "more" in server.last_prompt()
+
+
+def test_ctrl_c_before_the_first_word_takes_the_message_back(terminal, server):
+    server.engine.prefill_seconds = 30.0
+    try:
+        terminal.enter("mistake")
+        eventually(lambda: server.engine._running)
+        terminal.press(CTRL_C)
+        terminal.expect("taken back")
+        terminal.expect(">>> ")
+    finally:
+        server.engine.prefill_seconds = 0.0
+    ask(terminal, "another")
+    assert "mistake" not in server.last_prompt()
+
+
+def test_ctrl_c_at_the_prompt_drops_the_line_and_says_how_to_leave(terminal, server):
+    terminal.press("half a li")
+    terminal.expect("half a li")
+    terminal.press(CTRL_C)
+    terminal.expect("/bye leaves")
+    terminal.expect(">>> ")
+    ask(terminal, "whole")
+    assert "half" not in server.last_prompt()
+
+
+def test_what_was_typed_comes_back_in_the_next_conversation_and_is_nobody_elses(terminal, server, tmp_path):
+    ask(terminal, "remember me")
+    terminal.press(CTRL_D)
+    assert terminal.end() == 0
+    [history] = tmp_path.rglob("chat_history")
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    num_before = len(server.engine.seen)
+    with Terminal("chat", "--url", server.url, XDG_STATE_HOME=str(tmp_path)) as again:
+        again.expect(">>> ")
+        again.press(UP)
+        again.expect("remember me")
+        again.press("\r")
+        again.expect("I see.")
+    assert len(server.engine.seen) == num_before + 1 and "remember me" in server.last_prompt()
+
+
+def test_old_turns_are_dropped_when_the_context_is_full_and_that_is_said(terminal, server):
+    for i in range(4):
+        terminal.enter(f"{i}-" + "x" * 50)
+        terminal.expect(">>> ")
+    assert "turn was dropped" in terminal.screen
+    prompt = server.last_prompt()
+    assert "3-xxx" in prompt and "2-xxx" in prompt and "0-xxx" not in prompt
+    terminal.enter("y" * 400)
+    terminal.expect("shorten it")
+    terminal.expect(">>> ")
+    ask(terminal, "short")
+    assert "short" in server.last_prompt() and "yyy" not in server.last_prompt()
+
+
+def test_a_message_may_have_several_lines(terminal, server):
+    for lines in (('"""first', "second", 'third"""'), ("first\\", "second\\", "third")):
+        for line in lines:
+            terminal.enter(line)
+        terminal.expect("[")
+        assert "first\nsecond\nthird" in server.last_prompt()
+
+
+def test_an_unknown_command_is_not_sent_and_its_neighbour_is_named(terminal, server):
+    num_before = len(server.engine.seen)
+    terminal.enter("/hepl")
+    terminal.expect("did you mean /help?")
+    terminal.expect(">>> ")
+    terminal.enter("/help")
+    terminal.expect("/save FILE")
+    assert len(server.engine.seen) == num_before
+    terminal.expect(">>> ")
+    terminal.enter(" /etc/passwd is a path")
+    terminal.expect("I see.")
+    assert "/etc/passwd" in server.last_prompt()
+
+
+def test_settings_reach_the_server_and_impossible_ones_are_refused(terminal, server):
+    for line, hint in (("/set temperature hot", "'hot' is not a number"), ("/set top_p 7", "top_p 7"),
+                       ("/set temprature 1", "did you mean temperature?"),
+                       ("/set temperature 0.25", "temperature: 0.25"),
+                       ("/set max_tokens 2", "max_tokens: 2"), ("/system Be brief.", "Be brief.")):
+        terminal.enter(line)
+        terminal.expect(line)
+        terminal.expect(hint)
+        terminal.expect(">>> ")
+    terminal.enter("hello")
+    terminal.expect("cut off at max_tokens")
+    params = server.last_request().params
+    assert (params.temperature, params.max_tokens) == (0.25, 2) and "Be brief." in server.last_prompt()
+
+
+def test_a_saved_conversation_is_a_request_body_and_can_be_gone_on_with(terminal, server, tmp_path):
+    path = tmp_path / "talk.json"
+    ask(terminal, "keep this")
+    terminal.enter("/set seed 7")
+    terminal.enter(f"/save {path}")
+    terminal.expect("2 messages written")
+    status, answer = server.json("/v1/chat/completions", json.loads(path.read_text()))
+    assert status == 200 and answer["choices"][0]["message"]["content"] == "I see."
+    terminal.enter("/clear")
+    terminal.enter(f"/load {path}")
+    terminal.expect("2 messages read")
+    terminal.expect(">>> ")
+    ask(terminal, "and now")
+    assert "keep this" in server.last_prompt() and server.last_request().params.seed == 7
+    other = tmp_path / "other.json"
+    other.write_text("precious")
+    terminal.enter(f"/save {other}")
+    terminal.expect("exists")
+    assert other.read_text() == "precious"
+
+
+def piped(server, text, *arguments):
+    command = [sys.executable, "-m", "shoal", "chat", "--url", server.url, *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"NO_PROXY": "*"})
+
+
+def test_from_a_pipe_only_the_answers_are_on_standard_output(server):
+    server.engine.ends = True
+    server.say("Yes.")
+    done = piped(server, "one\n\ntwo")
+    assert done.returncode == 0 and done.stdout == "Yes.\nYes.\n" and ">>>" not in done.stderr, done
+    assert "one" in server.last_prompt()
+    assert piped(server, "").stdout == ""
+
+
+def test_from_a_pipe_a_refused_message_is_an_exit_code(server):
+    done = piped(server, "z" * 500)
+    assert done.returncode == 1, done
+    assert "maximum context length" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_server_that_wants_a_key_says_so():
+    with FakeServer(api_key=["secret"]) as server:
+        done = piped(server, "hello")
+        assert done.returncode == 1, done
+        assert "--api-key" in done.stderr and len(done.stderr.splitlines()) == 1
+        server.engine.ends = True
+        assert piped(server, "hello", "--api-key", "secret").returncode == 0
