@@ -11,7 +11,7 @@ import pytest
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
-from shoal.server.connection import MAX_HEADER_BYTES
+from shoal.server.connection import MAX_HEADER_BYTES, Connection
 from shoal.server.run import max_connections, open_ports
 from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
 
@@ -213,3 +213,37 @@ def test_the_socket_of_a_killed_server_is_replaced_and_no_other_file(tmp_path):
     for bad in (str(tmp_path / ("x" * 200)), str(tmp_path / "none" / "sock"), "a\0b"):
         with pytest.raises(ConfigError, match="cannot be opened"):
             open_ports(ServerConfig(uds=bad))
+
+
+@pytest.mark.parametrize("target", [b"version", b"http://other.example", b"http://other.example:443", b"?a=b", b"http://[::1/version"])
+def test_a_target_without_a_path_is_a_mistake_of_the_client(target, server, caplog):
+    assert b" 400 " in read_until(server.raw(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % target))
+    assert "Traceback" not in caplog.text and not server.app.exchanges
+
+
+def test_an_offer_of_another_protocol_with_a_wrong_coding_is_a_mistake_of_the_client(server, caplog):
+    head = b"POST /ping HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked, gzip\r\n\r\n"
+    answer = read_until(server.raw(head + b"0\r\n\r\n"))
+    assert b" 400 " in answer and b"Traceback" not in answer
+    assert "Traceback" not in caplog.text
+    eventually(lambda: not server.app.exchanges)
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"\\ud800", b"\\udc00\\ud800"])
+def test_a_field_whose_name_is_no_text_is_a_mistake_of_the_client(name, server):
+    status, _, text = server.request(COMPLETE, b'{"prompt":"a","max_tokens":2,"x%b":1}' % name)
+    assert status == 400 and "internal" not in text
+
+
+def test_what_is_written_is_sent_at_once(server, monkeypatch):
+    """With Nagle's algorithm the second part of an answer waits for the client's acknowledgement of the first, up to 40 ms."""
+    found = []
+    made = Connection.connection_made
+
+    def look(self, transport):
+        found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", look)
+    server.json("/version")
+    assert found == [1]
