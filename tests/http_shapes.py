@@ -1,4 +1,4 @@
-"""Requests that no proper client sends, made from a random generator: raw HTTP, JSON bodies, and clients that leave."""
+"""Requests that no proper client sends, made from a random generator: raw HTTP and JSON bodies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object",
                                                         "properties": {"a": {"enum": [1, 2]}}}}
-# A body that is right for each POST route of the public port, and one for each of the admin port that takes a body.
+# For each route that takes a body one that is right.
 BODIES = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 3, "temperature": 0.5, "stop": ["x"],
                              "logit_bias": {"5": 1.0},
@@ -29,6 +29,12 @@ BODIES = {
     "/detokenize": {"tokens": [72, 105]},
     "/inference/v1/generate": {"token_ids": [72, 105], "sampling_params": {"max_tokens": 2, "logprobs": 1},
                                "version": 1},
+    "/api/chat": {"messages": MESSAGES, "stream": False, "format": "json", "options": {"num_predict": 2, "stop": ["x"]},
+                  "tools": [{"type": "function", "function": TOOL}], "keep_alive": "5m"},
+    "/api/generate": {"prompt": "Hi", "system": "s", "options": {"num_predict": 2, "temperature": 0.5}, "context": [72]},
+    "/api/embed": {"input": ["Hi", "you"], "dimensions": 4, "truncate": True},
+    "/api/embeddings": {"prompt": "Hi", "options": {"num_ctx": 9}},
+    "/api/show": {"model": "tiny", "verbose": True},
     "/update_weights": {"path": "/there/is/none"},
 }
 ADMIN_PATHS = {"/update_weights"}
@@ -187,22 +193,24 @@ def _chunks(rng: random.Random) -> bytes:
     return b"".join(parts) + last
 
 
-# Each of these would be read in two ways by two programs, and so smuggle the second request past a proxy: none may be taken.
+# Two programs could read each of these in two ways, and so one lets pass what the other then obeys: none may be taken.
 SECOND = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+START = b"POST /ping HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = START + b"Transfer-Encoding: chunked\r\n"
 SMUGGLING = {
-    "length and chunks": b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-                         % (5 + len(SECOND)) + SECOND,
-    "chunks and length": b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n" + SECOND,
-    "two lengths": b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nContent-Length: %d\r\n\r\n" % len(SECOND) + SECOND,
-    "a list of lengths": b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: 0, %d\r\n\r\n" % len(SECOND) + SECOND,
-    "chunked not last": b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n" + SECOND,
-    "another coding": b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + SECOND,
-    "a space before the colon": b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length : %d\r\n\r\n" % len(SECOND) + SECOND,
-    "a bare CR in a field": b"POST /ping HTTP/1.1\r\nHost: x\r\nX: a\rContent-Length: %d\r\n\r\n" % len(SECOND) + SECOND,
-    "NUL in a name": b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length\x00: %d\r\n\r\n" % len(SECOND) + SECOND,
-    "a signed length": b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: +0\r\n\r\n" + SECOND,
-    "a chunk size that overflows": b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n10000000000000000\r\n" + SECOND,
-    "a chunk that is longer than it says": b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n" + SECOND,
-    "a chunk size behind 0x": b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0x0\r\n\r\n" + SECOND,
-    "folded": b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding:\r\n chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n" + SECOND,
+    "length and chunks": START + b"Content-Length: %d\r\n" % (5 + len(SECOND)) + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and length": CHUNKED + b"Content-Length: 4\r\n\r\n0\r\n\r\n",
+    "two lengths": START + b"Content-Length: 0\r\nContent-Length: %d\r\n\r\n" % len(SECOND),
+    "a list of lengths": START + b"Content-Length: 0, %d\r\n\r\n" % len(SECOND),
+    "chunked is not the last coding": START + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "another coding": START + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "a space before the colon": START + b"Content-Length : %d\r\n\r\n" % len(SECOND),
+    "a bare CR in a field": START + b"X: a\rContent-Length: %d\r\n\r\n" % len(SECOND),
+    "a bare LF behind a field": START + b"X: a\nContent-Length: %d\r\n\r\n" % len(SECOND),
+    "NUL in a name": START + b"Content-Length\x00: %d\r\n\r\n" % len(SECOND),
+    "a signed length": START + b"Content-Length: +0\r\n\r\n",
+    "a chunk size that overflows": CHUNKED + b"\r\n10000000000000000\r\n",
+    "a chunk that is longer than it says": CHUNKED + b"\r\n1\r\nab\r\n0\r\n\r\n",
+    "a chunk size behind 0x": CHUNKED + b"\r\n0x0\r\n\r\n",
+    "folded": START + b"Transfer-Encoding:\r\n chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n",
 }

@@ -52,6 +52,10 @@ class _TooLarge(Exception):
     """A callback of the parser raises this to stop it in the middle of what it was given."""
 
 
+class _BadTarget(Exception):
+    """Likewise, for a request whose target is no URL."""
+
+
 class Connection(HttpToolsProtocol):
     """Built by uvicorn, one a client."""
 
@@ -101,15 +105,14 @@ class Connection(HttpToolsProtocol):
         rest = memoryview(data)
         while rest:
             try:
-                self.parser.feed_data(rest)
-                rest = rest[len(rest):]
-            except httptools.HttpParserUpgrade as offer:
-                rest = rest[offer.args[0]:]
-                self._decline()
+                rest = self._parse(rest)
             except httptools.HttpParserCallbackError as error:
-                if not isinstance(error.__context__, _TooLarge):
+                if isinstance(error.__context__, _TooLarge):
+                    self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
+                elif isinstance(error.__context__, _BadTarget):
+                    self._refuse(ApiError(400, "the request's target is neither a path nor a URL with a path"))
+                else:
                     raise
-                self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
             except httptools.HttpParserError:
                 self._refuse(ApiError(400, "what came is no HTTP"))
             if self.transport.is_closing():
@@ -122,6 +125,16 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(431, f"one field of the request's head, or what its chunks say beside their content, has more than "
                                        f"{MAX_HEADER_BYTES} bytes"))
 
+    def _parse(self, data: memoryview) -> memoryview:
+        """What is left of `data` when the parser stopped."""
+        try:
+            self.parser.feed_data(data)
+            return data[len(data):]
+        except httptools.HttpParserUpgrade as offer:
+            rest = data[offer.args[0]:]
+        self._decline()
+        return rest
+
     def _decline(self) -> None:
         """The client offers another protocol (HTTP/2, as Java's does each time), and the parser ends the request with its head. Nobody
         need take the offer: another parser is told of the body that follows."""
@@ -129,8 +142,10 @@ class Connection(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.cycle.more_body = True
         self._is_told_again = True
-        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
-        self._is_told_again = False
+        try:
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        finally:
+            self._is_told_again = False
 
     # What the parser makes of it
 
@@ -166,6 +181,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_told_again:
             return
+        self._check_target()
         self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -176,6 +192,15 @@ class Connection(HttpToolsProtocol):
             self._running = self.cycle
         elif self._hangup_timer is None:    # uvicorn reads no more, and so would not see that the client leaves
             self._hangup_timer = self.loop.call_later(HANGUP_POLL_S, self._look_for_hangup)
+
+    def _check_target(self) -> None:
+        """uvicorn believes that each target has a path, of ASCII."""
+        try:
+            path = httptools.parse_url(self.url).path
+        except httptools.HttpParserInvalidURLError:
+            path = None
+        if path is None or not path.isascii():
+            raise _BadTarget
 
     def on_chunk_header(self) -> None:
         self._known_bytes += CHUNK_BYTES
