@@ -54,7 +54,8 @@ def _check_memory(given: EngineConfig, config: EngineConfig, model: ModelConfig)
     itemsize = getattr(torch, config.dtype).itemsize
     num_seqs, max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
     blocks = -(-max_model_len // config.block_size)
-    block_bytes = model.num_layers * 2 * model.kv_heads_per_rank(config.tensor_parallel_size) * config.block_size * model.head_dim * itemsize
+    kv_heads = model.kv_heads_per_rank(config.tensor_parallel_size)
+    block_bytes = model.num_layers * 2 * kv_heads * config.block_size * model.head_dim * itemsize
     num_tokens = min(config.max_num_batched_tokens or 0, num_seqs * max_model_len)
     state = torch.int32.itemsize * StateLayout(num_seqs, blocks).row_stride + PENALTY_BYTES * model.vocab_size
     needs = [("max_num_seqs", num_seqs, state, "for each sequence's state"),

@@ -1,9 +1,15 @@
 """Connections that do what no ordinary client does: nobody else may notice, and memory stays bounded."""
 
+import contextlib
+import random
 import resource
 import socket
+import ssl
 import stat
+import struct
+import subprocess
 import threading
+import time
 
 import psutil
 import pytest
@@ -247,3 +253,62 @@ def test_what_is_written_is_sent_at_once(server, monkeypatch):
     monkeypatch.setattr(Connection, "connection_made", look)
     server.json("/version")
     assert found == [1]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    key, path = str(folder / "key.pem"), str(folder / "certificate.pem")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+                    "-subj", "/CN=localhost", "-keyout", key, "-out", path], check=True, capture_output=True)
+    return {"ssl_keyfile": key, "ssl_certfile": path}
+
+
+def client_hello():
+    """The first message of a TLS handshake."""
+    context = ssl.create_default_context()
+    outgoing = ssl.MemoryBIO()
+    tls = context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+def secure_version(server):
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw, context.wrap_socket(raw) as connection:
+        connection.sendall(GET.replace(b"Host: x", b"Connection: close"))
+        return read_until(connection)
+
+
+def test_handshakes_that_are_none_or_break_off_leave_nothing_behind(certificate, caplog):
+    hello = client_hello()
+    rng = random.Random(7)
+    firsts = [GET, b"\x00" * 500, rng.randbytes(2000), b"\x16\x03\x01\xff\xff" + b"a" * 100, hello[:20], hello[:-1], hello,
+              hello[:50] + rng.randbytes(len(hello) - 50), b"\x16\x03\x01\x00\x00", b"\x80\x2e\x01\x03\x01", b""]
+    with FakeServer(**certificate) as server:
+        assert b" 200 OK" in secure_version(server)
+        before = psutil.Process().num_fds()
+        for _ in range(10):
+            held = [server.raw(first) for first in firsts]
+            for one, ends_by_reset in zip(held, [True, False] * len(held)):
+                if ends_by_reset:
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                one.close()
+        assert b" 200 OK" in secure_version(server)
+        eventually(lambda: psutil.Process().num_fds() <= before)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_handshake_that_never_ends_is_ended_by_the_server(certificate):
+    with FakeServer(**certificate) as server:
+        held = [server.raw(client_hello()[:20]) for _ in range(50)]
+        assert b" 200 OK" in secure_version(server)
+        start = time.monotonic()
+        for one in held:
+            one.settimeout(100)
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1) == b""
+        assert 10 < time.monotonic() - start < 100
