@@ -16,17 +16,22 @@ HAS_GPU := test -e /dev/nvidia0 || command -v nvidia-smi >/dev/null
 ANSWERS := $(PYTHON) -c "import signal, urllib.request; signal.alarm(3); urllib.request.urlopen('$(CPU_INDEX)/torch/')"
 TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/dev/null)
 
+# The tests run in that many processes, those of a file in one of them. A GPU has room for one.
+JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 2)
+PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
+
 .PHONY: demo test test-slow check test-gpu bench bench-gpu clean
 
 demo: .venv/ready
 	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
 
 test: .venv/ready-test
-	$(BIN)/python -m pytest tests
+	$(PYTEST)
 
-# What is slow or rare: a quarter of an hour more.
-test-slow: .venv/ready-test
-	$(BIN)/python -m pytest tests -m slow
+# What is slow or rare. Other people's clients run in an environment of their own, against a server of .venv.
+test-slow: .venv/ready-test .venv-clients/ready
+	$(PYTEST) -m slow
+	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow
 
 check: .venv/ready-test
 	$(BIN)/ruff check shoal tests benchmarks examples
@@ -56,5 +61,10 @@ bench-gpu:
 	$(BIN)/python -m pip install --quiet --editable ".[test,check]"
 	touch $@
 
+.venv-clients/ready: tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache

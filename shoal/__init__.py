@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shoal.api import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSearchSequence,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -13,13 +16,16 @@ from shoal.api import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from shoal.engine_args import EngineArgs
+from shoal.inputs import TextPrompt, TokensPrompt
 from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput", "SamplingParams",
-           "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput",
+           "EmbeddingOutput", "EmbeddingRequestOutput", "EngineArgs", "Logprob", "RequestOutput", "SamplingParams",
+           "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

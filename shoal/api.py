@@ -161,6 +161,28 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
+@dataclass(slots=True)
+class BeamSearchParams:
+    """How `LLM.beam_search` looks for likely texts. Raises RequestError for impossible values.
+
+    A finished beam's score is the sum of its log-probabilities, divided by its number of generated tokens
+    (its end-of-text id too) to the power of `length_penalty`. `temperature` changes nothing, as in vLLM:
+    beams are scored by the model's own log-probabilities.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_integer("beam_width", self.beam_width, 1)
+        _check_integer("max_tokens", self.max_tokens, 1)
+        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("length_penalty", self.length_penalty, -math.inf, math.inf)
+
+
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """What a model's generation_config.json says of SamplingParams' fields."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -409,6 +431,26 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam: `tokens` are the prompt's ids and the generated ones; `text` is both as text, None without a
+    tokenizer."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]           # one a generated token
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None        # "stop" at an end-of-text id, "length" at a limit of tokens
+    stop_reason: int | str | None = None    # the end-of-text id
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The `beam_width` best beams of one prompt, the best first, as `LLM.beam_search` returns them."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)

@@ -49,8 +49,8 @@ class Parser(argparse.ArgumentParser):
         if "--help-all" not in self._option_string_actions:
             self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
         if config is EngineConfig:
-            self.foreign = dict.fromkeys(map(_flag, IGNORED_OPTIONS), "it means nothing here; leave it out")
-            self.foreign |= dict.fromkeys(map(_flag, UNSUPPORTED_OPTIONS),
+            self.foreign = dict.fromkeys(map(flag_of, IGNORED_OPTIONS), "it means nothing here; leave it out")
+            self.foreign |= dict.fromkeys(map(flag_of, UNSUPPORTED_OPTIONS),
                                           "Shoal does not do that; leave it out")
         group = self.add_argument_group(title)
         hints = typing.get_type_hints(config)
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
                 self.short_titles[group] = title
             if field.name in but:
                 continue
-            action = group.add_argument(_flag(field.name), **_options_of(field, hints[field.name]))
+            action = group.add_argument(flag_of(field.name), **argument_of(field, hints[field.name]))
             if not field.metadata["common"]:
                 self.rare.add(action)
 
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         for name, (kind, meaning) in SAMPLING.items():
             if name != "seed":
                 read, metavar = KINDS[kind]
-                action = group.add_argument(_flag(name), type=read, metavar=metavar,
+                action = group.add_argument(flag_of(name), type=read, metavar=metavar,
                                             default=argparse.SUPPRESS, help=meaning)
                 if name not in COMMON_SAMPLING:
                     self.rare.add(action)
@@ -186,11 +186,12 @@ def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The command line's name of an option."""
     return "--" + name.replace("_", "-")
 
 
-def _options_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """What add_argument is to know of a field."""
     union = isinstance(hint, types.UnionType)
     [kind, *_] = [t for t in typing.get_args(hint) if t is not types.NoneType] if union else [hint]

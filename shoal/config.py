@@ -34,8 +34,8 @@ IGNORED_OPTIONS = frozenset({
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "enable_expert_parallel": (False,), "quantization": (None,),
     "kv_cache_dtype": ("auto",), "cpu_offload_gb": (0,), "enable_lora": (False,), "speculative_config": (None,), "hf_overrides": (None, {}),
-    "override_generation_config": (None, {}), "task": (None, "auto", "generate"),
-    "runner": (None, "auto", "generate"),
+    "override_generation_config": (None, {}), "task": (None, "auto", "generate", "embed"),
+    "runner": (None, "auto", "generate", "pooling"),    # any model generates, and embeds
 }
 
 
@@ -53,12 +53,16 @@ class KVEventsConfig:
 
     enable_kv_cache_events: bool = False
     publisher: str = "zmq"                 # or "null": for this process only (LLM.drain_kv_events)
-    endpoint: str = "tcp://*:5557"         # bound if it has a * or ::, or is ipc or inproc; otherwise connected to
+    # bound if it has a *, a :: or a network interface, or is ipc or inproc; else connected to
+    endpoint: str = "tcp://lo:5557"
     replay_endpoint: str | None = None     # bound: where a listener asks for what it missed
     buffer_steps: int = 10_000             # batches kept for replay; who has missed more gets a snapshot
     hwm: int = 100_000                     # batches that wait for one slow listener; it misses those beyond
     max_queue_size: int = 100_000          # batches that wait to be published; then steps wait too
     topic: str = ""
+    # ZMQ CURVE: the engine's keys, as zmq.auth.create_certificates writes them
+    curve_secret_key_file: str | None = None
+    curve_client_keys_dir: str | None = None    # and the public keys of who may listen, *.key
 
     @classmethod
     def of(cls, value: KVEventsConfig | dict[str, Any] | str | None) -> KVEventsConfig | None:
@@ -81,7 +85,15 @@ class KVEventsConfig:
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if not (value is None and name == "replay_endpoint") and not _is_endpoint(value):
-                raise ConfigError(f"kv_events_config.{name} {value!r} is no endpoint of ZMQ; tcp://*:5557 and ipc:///tmp/kv-events are")
+                raise ConfigError(f"kv_events_config.{name} {value!r} is no endpoint of ZMQ; tcp://lo:5557 "
+                                  "and ipc:///tmp/kv-events are")
+        for name in ("curve_secret_key_file", "curve_client_keys_dir"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"kv_events_config.{name} {value!r} is no path")
+        if (self.curve_secret_key_file is None) != (self.curve_client_keys_dir is None):
+            raise ConfigError("kv_events_config.curve_secret_key_file and curve_client_keys_dir belong "
+                              "together; give both or neither")
         if self.endpoint == self.replay_endpoint:
             raise ConfigError(f"kv_events_config.replay_endpoint {self.replay_endpoint!r} is the endpoint too; give each its own")
 
@@ -142,6 +154,8 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     download_dir: str | None = option(None, "where files from the hub are kept; default: the hub library's cache")
     load_format: str = option("auto", '"auto" | "safetensors" | "dummy": random weights')
+    check_weights: bool = option(False, "before loading, read every weight: all are finite and none "
+                                        "absurd, and files of the hub's cache have their checksums")
     dtype: str = option(
         "auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it',
         common=True)
@@ -159,7 +173,8 @@ class EngineConfig:
     enable_prefix_caching: bool = option(
         True, "requests share the KV blocks of equal beginnings", section="KV cache")
     kv_events_config: KVEventsConfig | None = option(None, "tell routers which KV blocks are cached, as vLLM does: its fields in JSON, "
-                                                           'such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}')
+                                                           'such as {"enable_kv_cache_events": true, '
+                                                           '"endpoint": "tcp://lo:5557"}')
     kv_host_bytes: int = option(0, "host memory, of all ranks together, that keeps KV blocks which leave the device")
     kv_disk_path: str | None = option(None, "folder that keeps KV blocks over a restart")
     kv_disk_bytes: int | None = option(None, "most bytes of the files there")
@@ -195,6 +210,12 @@ class EngineConfig:
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """Builds a config from user options: unknown names raise, meaningless ones of vLLM warn."""
+        return cls(**cls.known_options(options))
+
+    @classmethod
+    def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Those of them that are fields. Raises ConfigError for unknown names; meaningless ones of vLLM are
+        dropped with a warning."""
         names = [f.name for f in dataclasses.fields(cls)]
         for name in list(options):
             if name in names:
@@ -210,7 +231,7 @@ class EngineConfig:
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else "`shoal generate --help-all` lists them"
             raise ConfigError(f"unknown option {name!r}={options[name]!r}; {hint}")
-        return cls(**options)
+        return options
 
     def __post_init__(self) -> None:
         for name, low in (("max_model_len", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
@@ -285,6 +306,7 @@ class ServerConfig:
     uds: str | None = option(None, "serve on a Unix socket at this path, of mode 0600, in place of host and port")
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
     admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
+    profile_dir: str = option("shoal-traces", "the folder below which /start_profile writes traces")
     served_model_name: list[str] | None = option(
         None, "names clients use; the first is the one answered with; default: the model as given",
         common=True)

@@ -10,6 +10,8 @@ ShoalError
     NoFreeBlocksError               a pool of KV blocks has too few that are free; nothing was taken
 """
 
+MAX_MESSAGE = 2000    # characters of a CheckpointError
+
 
 class ShoalError(Exception):
     """Base of everything Shoal raises on purpose."""
@@ -28,7 +30,16 @@ class RequestError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged, or of an architecture that is not supported."""
+    """A checkpoint is missing, damaged, or of an architecture that is not supported.
+
+    What it says may quote a stranger's file, so it is made fit for a terminal, a log and UTF-8: what cannot
+    be printed is escaped, and the middle of a long message left out.
+    """
+
+    def __init__(self, message: str) -> None:
+        shown = "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in message])
+        half = MAX_MESSAGE // 2 - 3
+        super().__init__(shown if len(shown) <= MAX_MESSAGE else f"{shown[:half]} ... {shown[-half:]}")
 
 
 class UnavailableError(ShoalError, RuntimeError):

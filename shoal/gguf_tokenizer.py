@@ -7,6 +7,7 @@ of these names do. Reading the file is left to weights/gguf.py, what is done wit
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +21,9 @@ from shoal.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+# Of a SentencePiece vocabulary, every cut of every token is looked at. Published ones have 2 million
+# characters, and 64 in a token.
+MAX_CHARACTERS, MAX_TOKEN_LEN = 16 << 20, 512
 WAY_OUT = "convert the model again, or give another tokenizer with the option `tokenizer`"
 
 
@@ -82,19 +86,26 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 def build_backend(metadata: Mapping[str, Any]) -> Backend:
     """Raises CheckpointError for a tokenizer or pre-tokenizer that it does not know, or metadata that is missing or at odds."""
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = _list(metadata, "tokens")
-    types = _list(metadata, "token_type") if "tokenizer.ggml.token_type" in metadata else [TokenType.NORMAL] * len(tokens)
+    tokens = _list(metadata, "tokens", str)
+    types: list[int] = [TokenType.NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _list(metadata, "token_type", int)
     if len(types) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; {WAY_OUT}")
     if kind == "gpt2":
         pre = _pre_tokenizer(metadata)
-        backend = _byte_level(tokens, types, _list(metadata, "merges"), pre)
+        backend = _byte_level(tokens, types, _list(metadata, "merges", str), pre)
         add_bos = pre.add_bos
     elif kind == "llama":
-        backend = _sentencepiece(tokens, types, _list(metadata, "scores"), bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
+        scores = _list(metadata, "scores", float, int)
+        if len(scores) != len(tokens):
+            raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} "
+                                  f"tokens; {WAY_OUT}")
+        backend = _sentencepiece(tokens, types, scores,
+                                 bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
         add_bos = True
     else:
-        raise CheckpointError(f"tokenizer.ggml.model {kind!r} is not one of 'gpt2', 'llama'; {WAY_OUT}")
+        raise CheckpointError(f"tokenizer.ggml.model {kind!r:.80} is not one of 'gpt2', 'llama'; {WAY_OUT}")
     added = {token: TokenType(of) for token, of in zip(tokens, types) if of in ADDED_TYPES}
     backend.add_special_tokens([AddedToken(t, normalized=False) for t, of in added.items() if of is not TokenType.USER_DEFINED])
     backend.add_tokens([AddedToken(t, normalized=False) for t, of in added.items() if of is TokenType.USER_DEFINED])
@@ -106,24 +117,35 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     """{"bos_token": text, ...}, as far as the file names them."""
-    tokens = _list(metadata, "tokens")
-    default_ids = _DEFAULT_IDS.get(metadata.get("tokenizer.ggml.model", ""), {})
-    ids = {role: metadata.get(f"tokenizer.ggml.{key}_token_id", default_ids.get(key)) for role, key in _ROLES.items()}
+    tokens = _list(metadata, "tokens", str)
+    default_ids = _DEFAULT_IDS["llama"] if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    ids = {role: _id(metadata, key, default_ids.get(key)) for role, key in _ROLES.items()}
     return {role: tokens[i] for role, i in ids.items() if i is not None and 0 <= i < len(tokens)}
 
 
 def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
     """Every id that ends an answer: those that the file names, then special tokens of known spelling."""
-    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    named = [_id(metadata, key) for key in ("eos", "eot", "eom")]
     known = [i for i, token in sorted(backend.get_added_tokens_decoder().items()) if token.special and token.content in END_TOKENS]
-    return list(dict.fromkeys(int(i) for i in (*named, *known) if i is not None))
+    return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
 
-def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
+    """Its values are all of one of these types."""
     values = metadata.get(f"tokenizer.ggml.{name}")
     if values is None:
         raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{name}; {WAY_OUT}")
-    return values if isinstance(values, list) else values.tolist()
+    if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
+        raise CheckpointError(f"tokenizer.ggml.{name} {values!r:.80} is no list of {kinds[0].__name__}; "
+                              f"{WAY_OUT}")
+    return values
+
+
+def _id(metadata: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"tokenizer.ggml.{name}_token_id {value!r:.80} is no token id; {WAY_OUT}")
+    return value
 
 
 def _set_ends(backend: Backend, bos: str | None, eos: str | None) -> None:
@@ -138,8 +160,9 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
     if name is None:
         logger.warning("the GGUF file names no pre-tokenizer (tokenizer.ggml.pre): 'default' is used, as in llama.cpp; better: %s", WAY_OUT)
         name = "default"
-    if name not in PRE_TOKENIZERS:
-        raise CheckpointError(f"tokenizer.ggml.pre {name!r} is not one of {', '.join(PRE_TOKENIZERS)}; {WAY_OUT}")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise CheckpointError(f"tokenizer.ggml.pre {name!r:.80} is not one of {', '.join(PRE_TOKENIZERS)}; "
+                              f"{WAY_OUT}")
     return PRE_TOKENIZERS[name]
 
 
@@ -151,7 +174,13 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -
 
 
 def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: PreTokenizer) -> Backend:
-    backend = _bpe(_vocabulary(tokens, types), [tuple(m.split(" ", 1)) for m in merges], ignore_merges=pre.ignore_merges)    # type: ignore[misc]
+    pairs: list[tuple[str, str]] = []
+    for merge in merges:
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise CheckpointError(f"tokenizer.ggml.merges holds {merge!r:.80}, which is no pair; {WAY_OUT}")
+        pairs.append((left, right))
+    backend = _bpe(_vocabulary(tokens, types), pairs, ignore_merges=pre.ignore_merges)
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
@@ -162,10 +191,16 @@ def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: Pre
 
 def _sentencepiece(tokens: list[str], types: list[int], scores: list[float], add_space_prefix: bool) -> Backend:
     """SentencePiece joins the neighbours whose joint piece has the best score: BPE, each split of a piece being a merge, best first."""
+    if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens), default=0) > MAX_TOKEN_LEN:
+        raise CheckpointError(f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to "
+                              f"{max(map(len, tokens))} a token, more than the {MAX_CHARACTERS} and "
+                              f"{MAX_TOKEN_LEN} that are taken; {WAY_OUT}")
     mergeable = {TokenType.NORMAL, TokenType.USER_DEFINED}
     ordinary = {t: s for t, kind, s in zip(tokens, types, scores) if kind in mergeable}
     ranked = [(-score, piece[:cut], piece[cut:]) for piece, score in ordinary.items() for cut in range(1, len(piece))
               if piece[:cut] in ordinary and piece[cut:] in ordinary]
+    if not all(map(math.isfinite, scores)):
+        raise CheckpointError(f"tokenizer.ggml.scores holds what is no finite number; {WAY_OUT}")
     ranked.sort(key=lambda merge: merge[0])
     unknown = next((t for t, kind in zip(tokens, types) if kind == TokenType.UNKNOWN), None)
     backend = _bpe(_vocabulary(tokens, types), [(left, right) for _, left, right in ranked],

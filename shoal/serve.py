@@ -16,9 +16,9 @@ from shoal.engine.async_llm import AsyncLLM
 from shoal.engine.swap import Swapper
 from shoal.errors import ConfigError, ShoalError
 from shoal.server.app import create_admin_app, create_app
-from shoal.server.keys import read_keys
+from shoal.server.keys import check_admin_port, is_loopback, read_keys
 from shoal.server.model import ServedEngine, ServedModel
-from shoal.server.run import check_tls, is_loopback, open_ports, url_of
+from shoal.server.run import check_tls, open_ports, url_of
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
@@ -51,7 +51,7 @@ def serve(model: str | None, models: Sequence[str], options: dict[str, Any], con
 
 def plan(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> list[Planned]:
     """What to serve. A mistake is told here, before an engine is started, which may take minutes. Raises ShoalError."""
-    read_keys(config)
+    check_admin_port(config)
     check_tls(config)
     pairs = [_named(entry) for entry in models]
     if model is not None and pairs:
@@ -103,7 +103,7 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
                         time.monotonic() - started)
             url = url_of(config, port, reachable=True)
             logger.info("chat page %s/  API %s/v1  description of the API %s/docs", url, url, url)
-            warn_of_open_ports(config, port, admin_port)
+            warn_of_open_port(config, port)
 
         drained = await serve_http(app, admin, config, ports, ready=ready)
         if not drained:    # a second signal: at once
@@ -112,15 +112,11 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
         return 0 if drained else 1
 
 
-def warn_of_open_ports(config: ServerConfig, port: int, admin_port: int | None) -> None:
+def warn_of_open_port(config: ServerConfig, port: int) -> None:
     """Says so if others than this machine's users may use the server without a key."""
-    if read_keys(config):
-        return
-    for host, number, option in ((config.host, port, "--host"),
-                                 (config.admin_host, admin_port, "--admin-host")):
-        if number is not None and not is_loopback(host):
-            logger.warning("whoever reaches port %d on %s may use this server, as it has no key; set one "
-                           "with --api-key or SHOAL_API_KEY, or leave %s at 127.0.0.1", number, host, option)
+    if not is_loopback(config.host) and not read_keys(config):
+        logger.warning("whoever reaches port %d on %s may use this server, as it has no key; set one with "
+                       "--api-key or SHOAL_API_KEY, or leave --host at 127.0.0.1", port, config.host)
 
 
 async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:

@@ -11,7 +11,8 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,12 +21,15 @@ from tokenizers import Tokenizer as Backend
 
 from shoal import gguf_tokenizer
 from shoal.errors import CheckpointError, RequestError
+from shoal.json_file import read_bounded, read_object
 
 if TYPE_CHECKING:
     from shoal.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
+MAX_TOKENIZER_BYTES = 256 << 20    # the largest published tokenizer.json has 33 MB
+MAX_TEMPLATE_BYTES = 1 << 20
 LONG_TEXT = 4096    # characters: some milliseconds of work
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -35,6 +39,9 @@ class TokenizerFiles(Protocol):
 
     @property
     def kind(self) -> str: ...    # "gguf", or something else for a folder
+
+    @property
+    def path(self) -> Path: ...    # what errors name
 
     @property
     def folder(self) -> Path: ...
@@ -52,7 +59,10 @@ def load_tokenizer(files: TokenizerFiles, tokenizer: str | None = None, chat_tem
         path = Path(tokenizer)
         loaded = Tokenizer.from_folder(path.parent if path.is_file() else path)
     elif files.kind == "gguf":
-        loaded = Tokenizer.from_gguf(files.metadata)
+        try:
+            loaded = Tokenizer.from_gguf(files.metadata)
+        except CheckpointError as error:
+            raise CheckpointError(f"{files.path}: {error}") from None
     else:
         loaded = Tokenizer.from_folder(files.folder)
     if chat_template is not None:
@@ -100,27 +110,43 @@ class Tokenizer:
         if not file.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json; save one there with transformers' AutoTokenizer.save_pretrained, "
                                   "or name a folder that has one with the option `tokenizer`")
-        try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:    # noqa: BLE001 - the library raises nothing narrower
-            raise CheckpointError(f"{file} is no tokenizer: {error}") from None
-        settings = _read_json(folder / "tokenizer_config.json")
-        names = {**_read_json(folder / "special_tokens_map.json"), **settings}
-        special = {role: text for role in ROLES if (text := _token_text(names.get(role)))}
-        config, generation = _read_json(folder / "config.json"), _read_json(folder / "generation_config.json")
-        ends = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
-        for role, ids in (("bos_token", _ids(config.get("bos_token_id"))), ("eos_token", ends)):
+        content = read_bounded(file, MAX_TOKENIZER_BYTES)
+        with refusing(f"{file} is no tokenizer"):
+            backend = Backend.from_buffer(content)
+        settings = read_object(folder / "tokenizer_config.json")
+        named = read_object(folder / "special_tokens_map.json")
+        special = {}
+        for role in ROLES:
+            source = "tokenizer_config.json" if role in settings else "special_tokens_map.json"
+            if text := _token_text({**named, **settings}.get(role), f"{folder / source}: {role}"):
+                special[role] = text
+        config = read_object(folder / "config.json")
+        generation = read_object(folder / "generation_config.json")
+        ends = (_ids(generation.get("eos_token_id"), f"{folder / 'generation_config.json'}: eos_token_id")
+                or _ids(config.get("eos_token_id"), f"{folder / 'config.json'}: eos_token_id"))
+        begins = _ids(config.get("bos_token_id"), f"{folder / 'config.json'}: bos_token_id")
+        for role, ids in (("bos_token", begins), ("eos_token", ends)):
             if role not in special and ids and (text := backend.id_to_token(ids[0])) is not None:
                 special[role] = text
-        return cls(backend, special, ends, _chat_templates(folder, settings))
+        templates = _chat_templates(folder, settings)
+        with refusing(f"{file} is no tokenizer"):
+            try:
+                return cls(backend, special, ends, templates)
+            except CheckpointError as error:
+                raise CheckpointError(f"{file}: {error}") from None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """Raises CheckpointError as gguf_tokenizer.build_backend does."""
         template = metadata.get("tokenizer.chat_template")
-        backend = gguf_tokenizer.build_backend(metadata)
-        return cls(backend, gguf_tokenizer.special_tokens(metadata), gguf_tokenizer.end_token_ids(metadata, backend),
-                   {"default": template} if template else None)
+        if template is not None and not isinstance(template, str):
+            raise CheckpointError(f"tokenizer.chat_template {template!r:.80} of the GGUF file is no text; "
+                                  f"{gguf_tokenizer.WAY_OUT}")
+        with refusing("the tokenizer in the GGUF file is damaged"):
+            backend = gguf_tokenizer.build_backend(metadata)
+            return cls(backend, gguf_tokenizer.special_tokens(metadata),
+                       gguf_tokenizer.end_token_ids(metadata, backend),
+                       {"default": template} if template else None)
 
     # Text and ids
 
@@ -132,6 +158,12 @@ class Tokenizer:
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise RequestError(f"the prompt {text!r:.80} is no text of whole characters; give a str without lone surrogates") from None
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            # A pattern of the checkpoint's pre-tokenizer that needs too many tries.
+            raise RequestError(f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; "
+                               "shorten it, or give another tokenizer with the option `tokenizer`") from None
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -258,7 +290,8 @@ class TokenBytes(dict[int, bytes]):
         self._byte_level = "ByteLevel" in steps
         self._byte_fallback = "ByteFallback" in steps
         if not steps or not steps.keys() <= ({"ByteLevel", "Fuse"} if self._byte_level else SENTENCEPIECE_STEPS):
-            raise CheckpointError(f"tokenizer.json has the decoder {list(steps)}; only byte-level and SentencePiece ones are supported")
+            raise CheckpointError(f"the decoder {list(steps)} is not supported; only byte-level and "
+                                  "SentencePiece ones are")
         self.strips_first_space = "Strip" in steps or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
         # SentencePiece shows every byte that is no text as one U+FFFD, byte-level tokenizers every broken character.
         self.errors = "replace" if self._byte_level else "shoal.every-byte"
@@ -303,11 +336,25 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """By name. A file of its own wins over tokenizer_config.json, the order in which transformers has come to store them."""
     if (file := folder / "chat_template.jinja").is_file():
-        return {"default": file.read_text("utf-8")}
-    stored = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or {}
-    if isinstance(stored, list):
-        return {entry["name"]: entry["template"] for entry in stored}
-    return {"default": stored} if isinstance(stored, str) else dict(stored)
+        try:
+            return {"default": read_bounded(file, MAX_TEMPLATE_BYTES).decode()}
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is no text in UTF-8: {error}") from None
+    stored, where = read_object(folder / "chat_template.json").get("chat_template"), "chat_template.json"
+    if not stored:
+        stored, where = settings.get("chat_template") or {}, "tokenizer_config.json"
+    if isinstance(stored, str):
+        return {"default": stored}
+    named: list[tuple[Any, Any]] = [(None, stored)]
+    if isinstance(stored, dict):
+        named = list(stored.items())
+    elif isinstance(stored, list):
+        named = [(entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, entry)
+                 for entry in stored]
+    if not all(isinstance(name, str) and isinstance(template, str) for name, template in named):
+        raise CheckpointError(f"{folder / where}: chat_template {stored!r:.80} is neither a template nor "
+                              "templates by name")
+    return dict(named)
 
 
 def _text_or_file(template: str) -> str:
@@ -320,23 +367,35 @@ def _text_or_file(template: str) -> str:
         raise CheckpointError(f"chat_template {template!r} is neither a Jinja template nor a readable file: {error.strerror}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} where there is no such file."""
-    if not path.is_file():
-        return {}
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """The tokenizers library raises nothing narrower than Exception, and where its Rust code panics not even
+    that."""
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object but {value!r:.40}")
-    return value
+        yield
+    except CheckpointError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise CheckpointError(f"{what}: {error}") from None
 
 
-def _token_text(value: Any) -> str | None:
+def _is_panic(error: BaseException) -> bool:
+    """Of Rust code: no Exception, and of a class that cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def _token_text(value: Any, where: str) -> str | None:
     """A special token is stored as text or as a dict that carries it."""
-    return value.get("content") if isinstance(value, dict) else value
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not isinstance(text, str):
+        raise CheckpointError(f"{where} {value!r:.80} is no token")
+    return text
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+def _ids(value: Any, where: str) -> list[int]:
+    ids = value if isinstance(value, list) else [value]
+    if not all(i is None or (type(i) is int and i < 1 << 31) for i in ids):
+        raise CheckpointError(f"{where} {value!r:.80} is neither a token id nor a list of them")
+    return [i for i in ids if i is not None and i >= 0]

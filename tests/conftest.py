@@ -1,9 +1,18 @@
 """Engines on tiny checkpoints, for tests of any folder. Nothing heavy is imported before a test asks for it."""
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collections():
+    """What is there before a module's first test is left out of collections. An engine collects at its end, and to look at all that torch
+    and transformers have made takes it a hundred times as long as a tiny engine's whole life else."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 120
+PYTHON = os.environ.get("SHOAL_PYTHON", sys.executable)    # the tests' own environment may lack Shoal and torch
 TINY = ("--dtype", "float32", "--device", "cpu", "--kv-cache-memory-bytes", str(1 << 22), "--max-num-seqs", "16", "--max-model-len", "512")
 
 
@@ -29,7 +30,7 @@ class Serve:
         self.folder, self.port, self.admin = folder, free_port(), free_port()
         self.log = folder / f"log-{self.port}"
         ports = ("--port", str(self.port), "--admin-port", str(self.admin))
-        command = [sys.executable, "-m", "shoal.cli", "serve", *map(str, arguments), *ports]
+        command = [PYTHON, "-m", "shoal.cli", "serve", *map(str, arguments), *ports]
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)}
         with self.log.open("w") as log:

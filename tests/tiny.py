@@ -99,3 +99,16 @@ def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
         out.append(int(result.logits[0, -1].argmax()))
         ids = torch.tensor([[out[-1]]])
     return out
+
+
+@torch.no_grad()
+def beams(folder: Path, prompt: list[int], eos: list[int] | None, num_beams: int,
+          **options: object) -> list[tuple[list[int], float]]:
+    """The oracle's beam search: (generated ids up to the end-of-text id, score), the best first."""
+    found = _oracle(folder).generate(
+        torch.tensor([prompt]), do_sample=False, num_beams=num_beams, num_return_sequences=num_beams,
+        eos_token_id=eos, pad_token_id=VOCAB - 1, early_stopping=False, return_dict_in_generate=True,
+        output_scores=True, **options)
+    rows = [row[len(prompt):].tolist() for row in found.sequences]
+    ends = [next((i + 1 for i, token in enumerate(row) if token in (eos or ())), len(row)) for row in rows]
+    return [(row[:end], score) for row, end, score in zip(rows, ends, found.sequences_scores.tolist())]

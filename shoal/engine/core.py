@@ -25,7 +25,7 @@ from shoal.config import EngineConfig
 from shoal.engine.batch import BatchBuilder, num_prompt_targets
 from shoal.engine.grammar import Grammar, Grammars
 from shoal.engine.profile import span
-from shoal.engine.resolve import resolve_config
+from shoal.engine.resolve import check_room, resolve_config
 from shoal.engine.runner import ModelRunner, StepResult, prepare_process
 from shoal.engine.sampling import LogprobLists
 from shoal.engine.scheduler import Scheduler, StepPlan
@@ -40,6 +40,8 @@ from shoal.kv.events import KvEvents
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
 from shoal.tokenizer import load_tokenizer
+from shoal.weights.check import verify_weights
+from shoal.weights.loader import check_shapes
 from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,11 @@ class EngineCore:
         keep_quantized = quantized and config.dtype == "auto"
         self.config = resolve_config(config, self.model_config, quantized)
         keep_quantized &= self.config.device == "cpu"
+        check_room(self.config, self.model_config, files.tensor_bytes if keep_quantized else None)
+        if self.config.load_format != "dummy":
+            check_shapes(files)
+            if config.check_weights:
+                verify_weights(files)
         self.error: EngineDeadError | None = None
         self.num_threads = torch.get_num_threads()    # put back by exit()
         self.group: WorkerGroup | None = None

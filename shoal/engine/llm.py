@@ -16,6 +16,8 @@ from tqdm import tqdm
 
 from shoal import structured
 from shoal.api import (
+    BeamSearchOutput,
+    BeamSearchParams,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -31,6 +33,7 @@ from shoal.api import (
 )
 from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.detokenizer import Detokenizer, add_texts
+from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, UnavailableError
 from shoal.kv_events import EventBatch
@@ -90,6 +93,47 @@ class LLM:
                 embeddings.append(_Embedding(request))
             self._run(self._add(embeddings), use_tqdm)
             return [embedding.result() for embedding in embeddings]
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
+                    use_tqdm: bool = False) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest texts of each prompt that a search so wide finds: `transformers`' num_beams.
+        Each token is a step of all beams of all prompts, which the prefix cache makes cheap. Raises
+        RequestError if beam_width and the model's end-of-text ids are together more than max_logprobs, and for
+        a prompt that leaves no room for a token."""
+        searches, salts = [], []
+        for prompt in _as_list(prompts):
+            _, ids, salt = self._tokenize(prompt)
+            room = (self.config.max_model_len or 0) - len(ids)
+            searches.append(BeamSearch(ids, params, self.eos_token_ids, min(params.max_tokens, room)))
+            salts.append(salt)
+        if searches and searches[0].num_candidates > self.config.max_logprobs >= 0:
+            raise RequestError(
+                f"beam_width {params.beam_width} needs the {searches[0].num_candidates} likeliest tokens of "
+                f"each step, more than max_logprobs {self.config.max_logprobs}; choose fewer beams or raise "
+                "max_logprobs of the engine")
+        hidden = not (use_tqdm and sys.stderr.isatty())
+        with tqdm(total=params.max_tokens, desc="Beam search", disable=hidden) as bar:
+            while any(search.running for search in searches):
+                self._advance(searches, salts)
+                bar.update()
+        outputs = [BeamSearchOutput(search.results()) for search in searches]
+        if self.tokenizer is not None:
+            for output in outputs:
+                for beam in output.sequences:
+                    beam.text = self.tokenizer.decode(beam.tokens)
+        return outputs
+
+    def _advance(self, searches: Sequence[BeamSearch], salts: Sequence[str | None]) -> None:
+        """One token for every running beam."""
+        beams = [{"prompt_token_ids": beam.tokens, "cache_salt": salt}
+                 for search, salt in zip(searches, salts) for beam in search.running]
+        num_candidates = searches[0].num_candidates
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, detokenize=False)
+        outputs = self.generate(beams, params, use_tqdm=False)
+        likeliest = iter([output.outputs[0].logprobs[0] for output in outputs])    # type: ignore[index]
+        for search in searches:
+            if search.running:
+                search.advance([next(likeliest) for _ in search.running])
 
     def _run(self, groups: Sequence[_Group | _Embedding], use_tqdm: bool) -> None:
         """Steps until they are finished."""

@@ -14,8 +14,9 @@ import torch
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
-from shoal.memory.available import available_bytes
+from shoal.memory.available import available_bytes, total_bytes
 from shoal.models.config import ModelConfig
+from shoal.models.shapes import num_weights
 
 CPU_CACHE_BYTES = 1 << 30
 PENALTY_BYTES = 5    # a sequence keeps for each token of the vocabulary once a penalty is asked for: a flag and a count
@@ -67,6 +68,24 @@ def _check_memory(given: EngineConfig, config: EngineConfig, model: ModelConfig)
             each = f" {what} ({size} each)" if what else ""
             raise ConfigError(f"{name} {getattr(config, name)} needs {count * size} bytes{each}, and {free} are free here; lower it to "
                               f"{free // size} or, as the rest of the engine wants memory too, less")
+
+
+def check_room(config: EngineConfig, model: ModelConfig, packed_bytes: int | None) -> None:
+    """Raises ConfigError for a model that the machine could never hold, before anything is made for it.
+    `config` is a resolved one; `packed_bytes`: of weights that stay as a GGUF file has them."""
+    size, gpu = config.tensor_parallel_size, config.device == "cuda"
+    width = getattr(torch, config.dtype).itemsize
+    weights = num_weights(model) * width // (size if gpu else 1) if packed_bytes is None else packed_bytes
+    length = config.max_model_len or 0
+    blocks = (config.max_num_seqs or 0) * -(-length // config.block_size)
+    tables = 4 * (length * model.head_dim + blocks)    # of rotations and of blocks
+    total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
+    if weights + tables > total:
+        raise ConfigError(f"{config.model}: {num_weights(model):,} weights of {weights} bytes, and tables "
+                          f"of {tables} bytes for max_model_len {length} and max_num_seqs "
+                          f"{config.max_num_seqs}, are more than the {total} bytes that "
+                          f"{'the GPU' if gpu else 'this machine'} has; take a smaller model, or lower "
+                          "max_model_len or max_num_seqs")
 
 
 def _longest(model: ModelConfig) -> int:

@@ -454,8 +454,9 @@ class ModelRunner(RankCommands, KvCommands):
         return None if clock is None else clock.stop()
 
     def drop_graphs(self) -> None:
-        self.graphs = self.mixed_graphs = None
-        gc.collect()
+        if self.graphs is not None:
+            self.graphs = self.mixed_graphs = None
+            gc.collect()
 
     def exit(self) -> None:
         """Waits for the device and frees its memory. The runner is of no use afterwards."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from shoal.weights.check import verify_weights
 from shoal.weights.loader import is_derived
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.transfer import Handle, check_group, checkpoint_tensors, parse_tensors
@@ -48,9 +49,11 @@ class Weights:
         self._check_awake()
         dummy = self._is_dummy(files)
         if not dummy:
-            check_checkpoint(self.core.model_config, self._shapes, files)
+            check_checkpoint(self.core.model_config, files)
             if self.packed_as is not None:
                 check_same_packing(self.packed_as, files)
+            if config.check_weights:
+                verify_weights(files)
         self._load(f"from {files.path}", None, "load_checkpoint", str(files.path), dummy)
         if not dummy:
             self._remember(files)

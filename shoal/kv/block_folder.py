@@ -52,7 +52,7 @@ class BlockFolder:
         for attempt in range(3):
             self.leave()
             try:
-                os.makedirs(self.root, 0o700, exist_ok=True)
+                make_private(self.path, self.root)
                 self._lock(self.group, fcntl.LOCK_SH)
                 self._unfinished = os.path.join(self.root, WRITING + secrets.token_hex(8))
                 os.mkdir(self._unfinished, 0o700)
@@ -78,6 +78,13 @@ class BlockFolder:
     @property
     def is_there(self) -> bool:
         return os.path.isdir(self.root)
+
+    @property
+    def is_open_to_others(self) -> bool:
+        """Whether anybody but its owner may list or enter the folder, or its owner is somebody else. Raises
+        OSError."""
+        status = os.stat(self.path)
+        return bool(status.st_mode & 0o077) or status.st_uid != os.geteuid()
 
     # Files
 
@@ -182,6 +189,22 @@ class BlockFolder:
         self._locks.append(fd)
         with contextlib.suppress(OSError):
             fcntl.flock(fd, kind)    # may wait for the moment that an is_abandoned takes
+
+
+def make_private(path: str, below: str) -> None:
+    """Makes `path` and what leads from there to `below`, for the owner alone: os.makedirs gives its mode to
+    the last folder only. Folders that exist stay as they are, and those above `path` get the usual rights."""
+    above = os.path.dirname(os.path.abspath(path))
+    if not os.path.exists(above):
+        os.makedirs(above, exist_ok=True)
+    names = os.path.relpath(below, path).split(os.sep)
+    for depth in range(len(names) + 1):
+        folder = os.path.join(path, *names[:depth])
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise
 
 
 def is_abandoned(folder: str) -> bool:

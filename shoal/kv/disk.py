@@ -80,6 +80,9 @@ class DiskTier:
         self._writes = IoThreads("kv-disk-write", threads, max_pending)
         try:
             self._folder.enter()
+            if self._folder.is_open_to_others:
+                logger.warning("kv_disk_path %s is open to others than this process's user; what users "
+                               "wrote can be read from blocks: chmod 700 it", path)
             self._scan()
         except OSError as error:
             self._folder.leave()

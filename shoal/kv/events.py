@@ -8,7 +8,6 @@ format is in shoal/kv_events.py.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from array import array
@@ -24,13 +23,17 @@ import zmq
 
 from shoal import kv_events
 from shoal.config import KVEventsConfig
-from shoal.errors import ConfigError, UnavailableError
+from shoal.errors import UnavailableError
 from shoal.hashing import block_name
-from shoal.kv_events import END, GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
+from shoal.kv.endpoints import Keys, is_ours, load_keys, open_socket, with_rank
+from shoal.kv.replay import WINDOW, Replay
+from shoal.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
 
 logger = logging.getLogger(__name__)
 
 REPLAY_POLL_S = 0.1        # at most so long a request for a replay waits
+REPLAY_TURN_S = 0.001      # between turns of an answer that its client takes
+REPLAY_STALL_S = 0.02      # and of answers that nobody takes
 LAST_WORDS_MS = 1000       # for batches that are still to be sent when the engine ends
 
 
@@ -177,14 +180,15 @@ class KvEvents:
         self._changes: list[Change] = []
         self._queue: SimpleQueue[tuple[float, list[Change]] | Callable[[], None] | None] = SimpleQueue()
         self._book = Book(block_size)
-        self._ring: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._ring: deque[bytes] = deque(maxlen=config.buffer_steps)
         self._next = 0         # the number of the next batch
         self._drained = 0      # batches up to here were drained
         self._topic = config.topic.encode()
         self._in_process = config.endpoint.startswith("inproc://")    # known in one context
         self._context = zmq.Context.instance() if self._in_process else zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
-        self._router: zmq.Socket[bytes] | None = None
+        self._replay: Replay | None = None
+        self._keys: Keys | None = None
         try:
             if config.publisher == "zmq":
                 self._open()
@@ -233,7 +237,9 @@ class KvEvents:
         stores what is there."""
         def drain() -> list[bytes]:
             start, self._drained = self._drained, self._next
-            return [payload for _, payload in self._replay(start)]
+            if start < self._next - len(self._ring):
+                return [self._encode_snapshot()]
+            return list(islice(self._ring, start - self._next + len(self._ring), None))
         return [kv_events.decode(payload) for payload in self._ask(drain)]
 
     def snapshot(self) -> EventBatch:
@@ -262,10 +268,11 @@ class KvEvents:
     # The publisher's thread
 
     def _run(self) -> None:
+        moved = False    # whether the last turn of answers got on
         try:
             while True:
                 try:
-                    item = self._queue.get(timeout=None if self._router is None else REPLAY_POLL_S)
+                    item = self._queue.get(timeout=self._patience_s(moved))
                     if item is None:
                         return
                     if isinstance(item, tuple):
@@ -275,81 +282,57 @@ class KvEvents:
                 except Empty:
                     pass
                 # What is to be published goes first, however many ask.
-                while self._router is not None and self._queue.empty() and self._router.poll(0):
-                    self._answer(self._router, self._router.recv_multipart())
+                if self._replay is not None and self._queue.empty():
+                    moved = self._replay.turn()
         except Exception:
             logger.exception("KV events end here: what listeners know grows old")
         finally:
             self._close_sockets()
+
+    def _patience_s(self, moved: bool) -> float | None:
+        """How long to wait for what is to be published, before answers are looked after."""
+        if self._replay is None:
+            return None
+        if not self._replay.is_busy:
+            return REPLAY_POLL_S
+        return REPLAY_TURN_S if moved else REPLAY_STALL_S
 
     def _publish(self, ts: float, changes: list[Change]) -> None:
         events = self._book.apply(changes)
         if not events:
             return
         payload = kv_events.encode(EventBatch(ts, events, self.data_parallel_rank))
-        self._ring.append((self._next, payload))
+        self._ring.append(payload)
         if self._pub is not None:
             self._pub.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload))
         self._next += 1
 
-    def _replay(self, start: int) -> list[tuple[int, bytes]]:
-        """The batches from `start` on. If some of them are gone, or none have such numbers (it speaks of an engine before this one), a
-        snapshot under the last number given: it stands for all up to that."""
-        oldest = self._next - len(self._ring)
-        if oldest <= start <= self._next:
-            return list(islice(self._ring, start - oldest, None))
-        if not self._next:
-            return []
-        snapshot = EventBatch(time.time(), self._book.snapshot(), self.data_parallel_rank)
-        return [(self._next - 1, kv_events.encode(snapshot))]
+    def _batch(self, number: int) -> bytes | None:
+        index = number - self._next + len(self._ring)
+        return self._ring[index] if 0 <= index < len(self._ring) else None
 
-    def _answer(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[2]) != 8:
-            logger.debug("no request for a replay: %d frames", len(frames))
-            return
-        client, _, start = frames
-        for number, payload in self._replay(int.from_bytes(start, "big")):
-            router.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
-        router.send_multipart((client, b"", b"", END, b""))
+    def _encode_snapshot(self) -> bytes:
+        return kv_events.encode(EventBatch(time.time(), self._book.snapshot(), self.data_parallel_rank))
 
     # Sockets
 
     def _open(self) -> None:
-        endpoint = with_rank(self.config.endpoint, self.data_parallel_rank)
-        self._pub = self._context.socket(zmq.PUB)
-        self._pub.set_hwm(self.config.hwm)
-        binds = "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
-        _attach("endpoint", endpoint, self._pub.bind if binds else self._pub.connect)
-        if self.config.replay_endpoint is not None:
-            self._router = self._context.socket(zmq.ROUTER)
-            self._router.sndhwm = 2 * (self.config.buffer_steps + 1)    # of one client that does not read; beyond, it misses some
-            _attach("replay_endpoint", with_rank(self.config.replay_endpoint, self.data_parallel_rank), self._router.bind)
+        config, rank = self.config, self.data_parallel_rank
+        self._keys = load_keys(self._context, config)
+        endpoint = with_rank(config.endpoint, rank)
+        self._pub = open_socket(self._context, zmq.PUB, "endpoint", endpoint, self._keys, is_ours(endpoint),
+                                sndhwm=config.hwm)
+        if config.replay_endpoint is not None:
+            router = open_socket(self._context, zmq.ROUTER, "replay_endpoint",
+                                 with_rank(config.replay_endpoint, rank), self._keys, True,
+                                 sndhwm=WINDOW, rcvhwm=WINDOW)
+            self._replay = Replay(router, self._topic, self._batch, lambda: self._next, self._encode_snapshot)
 
     def _close_sockets(self) -> None:
-        for socket_ in (self._pub, self._router):
+        for socket_ in (self._pub, self._replay.router if self._replay is not None else None):
             if socket_ is not None:
                 socket_.close(linger=LAST_WORDS_MS)
+        if self._keys is not None:
+            self._keys.close()
         if not self._in_process:
             self._context.term()    # waits until the addresses are free again
-
-
-def with_rank(endpoint: str, data_parallel_rank: int) -> str:
-    """Each rank of a data-parallel group has its own: TCP ports count up, other addresses get an ending."""
-    if data_parallel_rank == 0:
-        return endpoint
-    if not endpoint.startswith("tcp://"):
-        return f"{endpoint}_dp{data_parallel_rank}"
-    address, _, port = endpoint.rpartition(":")
-    return f"{address}:{int(port) + data_parallel_rank}"
-
-
-def _attach(name: str, endpoint: str, bind: Callable[[str], Any]) -> None:
-    """Raises ConfigError if the endpoint cannot be had. ZMQ itself would take an ipc endpoint from another process that listens there."""
-    try:
-        if endpoint.startswith("ipc://") and not endpoint.startswith("ipc://@"):
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(endpoint.removeprefix("ipc://")) == 0:
-                    raise OSError("another process listens there")
-        bind(endpoint)
-    except (OSError, zmq.ZMQError) as error:
-        raise ConfigError(f"kv_events_config.{name} {endpoint!r} cannot be had: {error}; choose another, or end who has it") from None

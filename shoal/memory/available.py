@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+FILES = (("memory.max", "memory.current", "memory.stat"),
+         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"))
 
 
 def available_bytes() -> int:
     """Host memory that can be had without swapping to disk, within this process's control group."""
     found = [_field(Path("/proc/meminfo"), "MemAvailable:") * 1024]
-    for limit, used, stat in (("memory.max", "memory.current", "memory.stat"),
-                              ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")):
-        root = Path("/sys/fs/cgroup")
-        if (root / limit).exists() and (text := (root / limit).read_text().strip()).isdigit():
-            cached = _field(root / stat, "inactive_file")
-            found.append(int(text) - int((root / used).read_text()) + cached)
+    for limit, used, stat in _limits():
+        found.append(limit - int((CGROUP / used).read_text()) + _field(CGROUP / stat, "inactive_file"))
     return max(0, min(found))
+
+
+def total_bytes() -> int:
+    """Host memory that this process's control group could have if nobody else had any."""
+    return min([_field(Path("/proc/meminfo"), "MemTotal:") * 1024, *(limit for limit, _, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, str, str]]:
+    """Each limit of this process's control group, and the files of what is used of it."""
+    for limit, used, stat in FILES:
+        if (CGROUP / limit).exists() and (text := (CGROUP / limit).read_text().strip()).isdigit():
+            yield int(text), used, stat
 
 
 def _field(path: Path, name: str) -> int:

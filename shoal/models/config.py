@@ -28,6 +28,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128,
                   "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
+# What a config may claim at most: several times what any published model has. Before the tensors are looked
+# at, and for dummy weights at all, nothing else bounds what is made for it.
+MOST = {"num_hidden_layers": 1 << 12, "vocab_size": 1 << 24, "hidden_size": 1 << 18,
+        "intermediate_size": 1 << 20, "moe_intermediate_size": 1 << 20,
+        "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12,
+        "num_experts": 1 << 14, "num_experts_per_tok": 1 << 10, "max_position_embeddings": 1 << 28,
+        "original_max_position_embeddings": 1 << 28}
+MOST_COUNT = (1 << 31) - 1                     # of any other
+LEAST_NUMBER, MOST_NUMBER = 1e-20, 1e12        # float32 takes their products
+LEAST_THETA = 2.0                              # yarn divides by its logarithm
 ROPE_KINDS = ("default", "linear", "yarn", "llama3")
 ROPE_THETA = 10000.0
 # GGUF key under its architecture's prefix -> config.json's key
@@ -116,6 +126,10 @@ class ModelConfig:
         if head_dim % 2:
             raise CheckpointError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
         num_layers, max_position = fields.count("num_hidden_layers"), fields.count("max_position_embeddings")
+        num_experts = fields.count("num_experts", least=0) if architecture == "qwen3_moe" else 0
+        if num_experts and fields.count("num_experts_per_tok") > num_experts:
+            raise CheckpointError(f"{where}: num_experts_per_tok {fields.get('num_experts_per_tok')} is "
+                                  f"more than num_experts {num_experts}")
         attention_bias = architecture in ("llama", "qwen3", "qwen3_moe") and fields.flag("attention_bias")
         moe = architecture == "qwen3_moe"
         return cls(
@@ -126,20 +140,21 @@ class ModelConfig:
             tie_word_embeddings=fields.flag("tie_word_embeddings"), qk_norm=architecture in ("qwen3", "qwen3_moe"),
             qkv_bias=attention_bias or architecture == "qwen2", o_bias=attention_bias,
             mlp_bias=architecture == "llama" and fields.flag("mlp_bias"),
-            num_experts=fields.count("num_experts", least=0) if moe else 0,
+            num_experts=num_experts,
             num_experts_per_tok=fields.count("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=fields.count("moe_intermediate_size") if moe else 0,
             norm_topk_prob=moe and fields.flag("norm_topk_prob"),
-            decoder_sparse_step=fields.count("decoder_sparse_step", 1), mlp_only_layers=tuple(fields.get("mlp_only_layers") or ()),
-            dtype=_dtype(fields), bos_token_id=next(iter(token_ids(fields.get("bos_token_id"))), None),
-            eos_token_ids=token_ids(fields.get("eos_token_id")))
+            decoder_sparse_step=fields.count("decoder_sparse_step", 1),
+            mlp_only_layers=_mlp_only_layers(fields, num_layers),
+            dtype=_dtype(fields), bos_token_id=next(iter(fields.ids("bos_token_id")), None),
+            eos_token_ids=fields.ids("eos_token_id"))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str,
                   rope_factors: tuple[float, ...] = ()) -> ModelConfig:
         """From a GGUF file's metadata, its tensors' shapes (which tell vocabulary, tied head and biases) and its rope factors, if any."""
         name = metadata.get("general.architecture")
-        if name not in GGUF_ARCHITECTURES:
+        if not isinstance(name, str) or name not in GGUF_ARCHITECTURES:
             raise CheckpointError(f"{where}: GGUF architecture {name!r} is not supported; these are: {', '.join(GGUF_ARCHITECTURES)}")
         values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
         if name == "llama" and values.get("expert_count"):
@@ -158,14 +173,15 @@ class ModelConfig:
         config |= {"architectures": [GGUF_ARCHITECTURES[name]], "vocab_size": embedding[0], "head_dim": head_dim,
                    "tie_word_embeddings": "output.weight" not in shapes, "norm_topk_prob": True,
                    "rope_parameters": _gguf_rope(values, where),
-                   "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"), "eos_token_id": _gguf_eos(metadata)}
+                   "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+                   "eos_token_id": _gguf_eos(metadata, where)}
         parsed = cls.from_hf(config, where)
         rope = parsed.rope
         if rope_factors:
             if len(rope_factors) != parsed.head_dim // 2:
                 raise CheckpointError(f"{where}: {len(rope_factors)} rope factors for head_dim {parsed.head_dim}; it needs half as many")
             rope = RopeConfig(rope.theta, "factors", factors=rope_factors)
-        window = values.get("attention.sliding_window") or None
+        window = _Fields(values, where).count("attention.sliding_window", 0, least=0) or None
         return replace(parsed, rope=rope, windows=(window,) * parsed.num_layers, qkv_bias="blk.0.attn_q.bias" in shapes,
                        o_bias="blk.0.attn_output.bias" in shapes, mlp_bias="blk.0.ffn_gate.bias" in shapes)
 
@@ -180,23 +196,31 @@ class _Fields:
         return self.values.get(key)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`; a null or missing one is the default, or an error without one."""
-        value = self._value(key, default)
+        """An integer of at least `least` and at most MOST; a null or missing one is the default, or an error
+        without one."""
+        value, most = self._value(key, default), MOST.get(key, MOST_COUNT)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise CheckpointError(f"{self.where}: {key} {value!r} is not an integer of at least {least}")
+            raise CheckpointError(f"{self.where}: {key} {value!r:.80} is not an integer of at least {least}")
+        if value > most:
+            raise CheckpointError(f"{self.where}: {key} {value!r:.80} is more than {most}, the most that is "
+                                  "taken; is it damaged?")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
-        value = self._value(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not (0 < value < math.inf):
-            raise CheckpointError(f"{self.where}: {key} {value!r} is not a positive number")
+        """A positive number, neither tiny nor huge."""
+        value, least = self._value(key, default), LEAST_THETA if key == "rope_theta" else LEAST_NUMBER
+        if type(value) not in (int, float) or not least <= value <= MOST_NUMBER:
+            raise CheckpointError(f"{self.where}: {key} {value!r:.80} is not a positive number from "
+                                  f"{least:g} to {MOST_NUMBER:g}")
         return float(value)
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        return token_ids(self.get(key), f"{self.where}: {key}")
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {key} {value!r} is not true or false")
+            raise CheckpointError(f"{self.where}: {key} {value!r:.80} is not true or false")
         return value
 
     def _value(self, key: str, default: Any) -> Any:
@@ -207,32 +231,38 @@ class _Fields:
         return value
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Configs write one id, a list of ids, or null."""
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """Configs write one id, a list of ids, or null; some write -1 for none. Raises CheckpointError for what
+    is none of these."""
     values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+    if not all(v is None or (type(v) is int and v <= MOST_COUNT) for v in values):
+        raise CheckpointError(f"{where} {value!r:.80} is neither a token id nor a list of them")
+    return tuple(v for v in values if v is not None and v >= 0)
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> str:
     names = config.get("architectures") or []
-    for name in names if isinstance(names, list) else [names]:
-        if name in ARCHITECTURES:
+    names = names if isinstance(names, list) else [names]
+    for name in names:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return ARCHITECTURES[name]
-    if not names and config.get("model_type") in DEFAULTS:
-        return config["model_type"]
-    shown = ", ".join(map(str, names)) if names else config.get("model_type")
-    raise CheckpointError(f"{where}: architecture {shown!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
+    model_type = config.get("model_type")
+    if not names and isinstance(model_type, str) and model_type in DEFAULTS:
+        return model_type
+    shown = ", ".join(map(str, names[:4])) if names else model_type
+    raise CheckpointError(f"{where}: architecture {shown!r:.200} is not supported; these are: "
+                          f"{', '.join(ARCHITECTURES)}")
 
 
 def _refuse_unsupported(fields: _Fields, where: str) -> None:
     activation = fields.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise CheckpointError(f"{where}: hidden_act {activation!r} is not supported; only silu is")
+        raise CheckpointError(f"{where}: hidden_act {activation!r:.80} is not supported; only silu is")
     quantization = fields.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(f"{where}: quant_method {method!r} (quantization_config) is not supported; use an unquantized checkpoint "
-                              "or a GGUF file")
+        raise CheckpointError(f"{where}: quant_method {method!r:.80} (quantization_config) is not "
+                              "supported; use an unquantized checkpoint or a GGUF file")
 
 
 def _rope(fields: _Fields, max_position: int) -> RopeConfig:
@@ -244,9 +274,11 @@ def _rope(fields: _Fields, max_position: int) -> RopeConfig:
         raise CheckpointError(f"{where}: rope parameters per layer type are not supported: {given!r:.120}")
     kind = given.get("rope_type") or given.get("type") or "default"
     rope = _Fields({"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": fields.get("partial_rotary_factor"),
-                    **{key: value for key, value in given.items() if value is not None}}, f"{where}: rope {kind}")
+                    **{key: value for key, value in given.items() if value is not None}},
+                   f"{where}: rope {kind!s:.80}")
     if kind not in ROPE_KINDS:
-        raise CheckpointError(f"{where}: rope type {kind!r} is not supported; these are: {', '.join(ROPE_KINDS)}")
+        raise CheckpointError(f"{where}: rope type {kind!r:.80} is not supported; these are: "
+                              f"{', '.join(ROPE_KINDS)}")
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"{where}: partial_rotary_factor {rope.get('partial_rotary_factor')} is not supported; only 1.0 is")
     theta = rope.number("rope_theta", ROPE_THETA)
@@ -287,14 +319,25 @@ def _windows(architecture: str, fields: _Fields, num_layers: int) -> tuple[int |
     if architecture in ("mistral", "qwen3_moe"):
         return (window,) * num_layers
     kinds = fields.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise CheckpointError(f"{fields.where}: layer_types {kinds!r:.80} is no list of texts")
     if kinds is None:
         first = fields.count("max_window_layers", least=0)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != num_layers:
         raise CheckpointError(f"{fields.where}: layer_types must name full_attention or sliding_attention for each of {num_layers} layers; "
-                              f"found {unknown or len(kinds)}")
+                              f"found {unknown[:4] or len(kinds)}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _mlp_only_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
+    layers = fields.get("mlp_only_layers") or []
+    known = isinstance(layers, list) and len(layers) <= num_layers
+    if not known or not all(type(i) is int and 0 <= i < num_layers for i in layers):
+        raise CheckpointError(f"{fields.where}: mlp_only_layers {layers!r:.80} are no layers from 0 to "
+                              f"{num_layers - 1}")
+    return tuple(layers)
 
 
 def _dtype(fields: _Fields) -> str | None:
@@ -311,12 +354,14 @@ def _gguf_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     if rope["rope_type"] == "none":
         return {"rope_theta": rope["rope_theta"]}
     if rope["rope_type"] == "yarn":    # llama.cpp multiplies its attn_factors with yarn's own factor; attention_factor is the product
-        own = _yarn_attention_factor(_Fields({}, where), _Fields(rope, where).number("factor"))
-        rope["attention_factor"] = own * values.get("rope.scaling.attn_factor", 1.0) * values.get("rope.scaling.yarn_attn_factor", 1.0)
+        given = _Fields(values, where)
+        own = _yarn_attention_factor(_Fields({}, where), given.number("rope.scaling.factor"))
+        factors = (given.number(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor"))
+        rope["attention_factor"] = math.prod(factors, start=own)
     return rope
 
 
-def _gguf_eos(metadata: Mapping[str, Any]) -> list[int]:
+def _gguf_eos(metadata: Mapping[str, Any], where: str) -> list[int]:
     """End of text, of turn, of message: each ends an answer."""
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(i for i in ids if i is not None))
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(i for key in keys for i in token_ids(metadata.get(key), f"{where}: {key}")))

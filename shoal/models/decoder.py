@@ -24,6 +24,7 @@ from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.models.config import ModelConfig
 from shoal.models.rope import rope_frequencies
+from shoal.models.shapes import checkpoint_shapes
 
 # Checkpoint tensors that share one product here: name in the checkpoint -> (layer, part).
 MERGED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
@@ -162,31 +163,7 @@ class Decoder(nn.Module):
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds, whole."""
-        c = self.config
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size),
-                                              "model.norm.weight": (c.hidden_size,)}
-        if not c.tie_word_embeddings:
-            shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
-        queries, keys, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
-        for i in range(c.num_layers):
-            at = f"model.layers.{i}."
-            for name, out, bias in (("q", queries, c.qkv_bias), ("k", keys, c.qkv_bias), ("v", keys, c.qkv_bias), ("o", wide, c.o_bias)):
-                shapes[f"{at}self_attn.{name}_proj.weight"] = (out, queries if name == "o" else wide)
-                if bias:
-                    shapes[f"{at}self_attn.{name}_proj.bias"] = (out,)
-            if c.qk_norm:
-                shapes[f"{at}self_attn.q_norm.weight"] = shapes[f"{at}self_attn.k_norm.weight"] = (c.head_dim,)
-            shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (wide,)
-            moe = c.is_moe_layer(i)
-            inner = c.moe_intermediate_size if moe else c.intermediate_size
-            if moe:
-                shapes[f"{at}mlp.gate.weight"] = (c.num_experts, wide)
-            for mlp in [f"{at}mlp.experts.{e}." for e in range(c.num_experts)] if moe else [f"{at}mlp."]:
-                for name, shape in (("gate", (inner, wide)), ("up", (inner, wide)), ("down", (wide, inner))):
-                    shapes[f"{mlp}{name}_proj.weight"] = shape
-                    if c.mlp_bias and not moe:
-                        shapes[f"{mlp}{name}_proj.bias"] = shape[:1]
-        return shapes
+        return dict(checkpoint_shapes(self.config))
 
 
 def rope_table(config: ModelConfig, max_position: int) -> torch.Tensor:

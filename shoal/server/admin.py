@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path, PurePosixPath
 
 from shoal.api import SLEEP_MODES
 from shoal.server.app import Route
@@ -12,6 +13,7 @@ from shoal.server.model import ServedModel
 from shoal.server.protocol import UpdateWeightsRequest
 from shoal.server.system import health, metrics
 
+MOST_FOLDER_CHARACTERS = 200
 SLEEP_NAMES = ("level", "mode", "tags", "model")
 
 
@@ -75,13 +77,23 @@ async def memory_usage(exchange: Exchange) -> None:
 
 async def start_profile(exchange: Exchange) -> None:
     query = _query(exchange, ("folder", "model"))
-    await _model(exchange, query).engine.start_profile(_one(query, "folder", "shoal-traces"))
+    folder = _below(exchange.server.config.profile_dir, _one(query, "folder", ""))
+    await _model(exchange, query).engine.start_profile(folder)
     await exchange.json({"status": "tracing"})
 
 
 async def stop_profile(exchange: Exchange) -> None:
     """Answers with the traces' files, on this machine."""
     await exchange.json({"files": await _model(exchange, _query(exchange, ("model",))).engine.stop_profile()})
+
+
+def _below(profile_dir: str, name: str) -> str:
+    """The folder of traces that a request may name."""
+    parts = PurePosixPath(name).parts
+    if not name.isprintable() or len(name) > MOST_FOLDER_CHARACTERS or name.startswith(("/", "~")) or ".." in parts:
+        raise ApiError(400, f"folder {name!r:.100} is no folder below the server's --profile-dir ({profile_dir}); give a "
+                            f"relative path of at most {MOST_FOLDER_CHARACTERS} printable characters", param="folder")
+    return str(Path(profile_dir, *parts))
 
 
 def _query(exchange: Exchange, known: tuple[str, ...]) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import time
+import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from shoal.config import ServerConfig
 from shoal.metrics import HttpMetrics
 from shoal.server.errors import ApiError, to_api_error
 from shoal.server.http import OPENAI, ClientGone, Dialect, Exchange, Receive, Scope, Send
-from shoal.server.keys import read_keys
+from shoal.server.keys import is_address, read_keys
 from shoal.server.model import ServedModel
 from shoal.server.notices import Notices
 from shoal.server.request_log import log_request, status_of
@@ -47,6 +48,7 @@ class Server:
         self.models, self.config, self.routes, self.is_admin = list(models), config, list(routes), is_admin
         self.http_metrics = HttpMetrics()
         self.by_name = {name: model for model in self.models for name in model.names}
+        self.most_tokens = max((model.max_model_len for model in self.models), default=0)
         self.exchanges: set[Exchange] = set()
         self.body_bytes = 0           # of their bodies
         self.notices = Notices()
@@ -131,11 +133,35 @@ class Server:
             allowed = sorted({*methods, *(["HEAD"] if "GET" in methods else [])})
             raise ApiError(405, f"{path} takes {' or '.join(methods)}, not {method:.20}", headers={"allow": ", ".join(allowed)})
         exchange.route, exchange.dialect = route, route.dialect
-        if self.is_admin and method == "POST" and b"origin" in exchange.headers and self._allowed_origin(exchange) is None:
-            raise ApiError(403, "web pages may not operate this server, unless --allowed-origins names their site")
-        if self._keys and not route.public:
-            self._check_key(exchange)
+        if method == "POST":
+            self._check_origin(exchange)
+        if not route.public:
+            if self._keys:
+                self._check_key(exchange)
+            elif self.is_admin:
+                self._check_host(exchange)
         return route
+
+    def _check_origin(self, exchange: Exchange) -> None:
+        """Some browser on this machine may have the page of a stranger open. It must not operate the server, nor have
+        it compute: a key would keep it out, and where there is none, its origin tells. Programs send no Origin."""
+        origin = exchange.headers.get(b"origin", b"").decode("latin-1")
+        if not origin or (self._keys and not self.is_admin) or self._allowed_origin(exchange) is not None:
+            return
+        scheme, _, site = origin.partition("://")
+        own = [exchange.headers.get(name, b"").decode("latin-1").lower() for name in (b"host", b"x-forwarded-host")]
+        is_page = scheme in ("http", "https", "null")    # others are installed programs: an editor's view, an extension
+        if self.is_admin or (is_page and (not site or site.lower() not in own)):
+            raise ApiError(403, f"pages of {origin!r:.100} may not use this server, unless --allowed-origins names "
+                                "their site")
+
+    def _check_host(self, exchange: Exchange) -> None:
+        """A page of a stranger whose name has come to mean this machine's address (DNS rebinding) still sends its own name as Host."""
+        host = exchange.headers.get(b"host", b"").decode("latin-1")
+        name = urllib.parse.urlsplit("//" + host).hostname or ""
+        if name not in ("", "localhost", self.config.admin_host.lower()) and not is_address(name):
+            raise ApiError(403, f"this port is asked as {host!r:.100}, and without keys it answers to addresses, "
+                                "localhost and --admin-host alone; set --api-key to have it answer under other names")
 
     def _check_key(self, exchange: Exchange) -> None:
         scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")

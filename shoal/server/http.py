@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from shoal.server.errors import ApiError
-from shoal.server.protocol import decode, unknown_fields
+from shoal.server.protocol import check_size, decode, unknown_fields
 from shoal.server.shapes import ErrorResponse
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class Exchange:
     def decode(self, kind: type[T]) -> T:
         """The body as this Struct. Raises ApiError (400) that names the field. What it has beside is told in
         the log."""
+        check_size(self.body, self.server.most_tokens)
         request = decode(kind, self.body)
         # Another look takes a third of the time of the first: large bodies of the same client are much alike.
         is_small = len(self.body) <= ALWAYS_SEARCHED

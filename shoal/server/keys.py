@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from pathlib import Path
 
@@ -9,6 +10,26 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 
 VARIABLE = "SHOAL_API_KEY"
+
+
+def check_admin_port(config: ServerConfig) -> None:
+    """Raises ConfigError for an admin port that strangers can reach, and as `read_keys` does."""
+    keys = read_keys(config)
+    if config.admin_port is not None and not keys and not is_loopback(config.admin_host):
+        raise ConfigError(f"admin_host {config.admin_host!r} lies beyond this machine, where anybody could put the model to sleep or "
+                          "replace its weights; set --api-key or --api-key-file, or leave --admin-host out")
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def read_keys(config: ServerConfig) -> list[str]:

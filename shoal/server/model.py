@@ -87,16 +87,17 @@ class ServedModel:
         return await self.for_text(size, lambda: [self._encode(text, add_special_tokens, must_fit) for text in texts])
 
     def _encode(self, text: str, add_special_tokens: bool, must_fit: bool) -> list[int]:
-        """In a thread, if it is long."""
+        """In a thread, if the text is long."""
         tokenizer, most = self.need_tokenizer(), self.max_model_len
         if must_fit and len(text) > most:
+            length = f"the model's maximum context length is {most} tokens, at least one of output included"
             if len(text) > most * tokenizer.longest_token:
-                raise RequestError(f"the prompt has {len(text)} characters, more than the {most} tokens of the model's maximum context length "
-                                   f"can hold, of {tokenizer.longest_token} characters at most; send a shorter prompt")
+                raise RequestError(f"the prompt has {len(text)} characters, and none of the model's tokens stands for more "
+                                   f"than {tokenizer.longest_token}; {length}; send a shorter prompt")
             head = text[:HEAD_CHARACTERS * most]
-            if len(head) < len(text) and (count := len(tokenizer.encode(head, add_special_tokens))) > most + HEAD_SLACK:
-                raise RequestError(f"the prompt has more than {count - HEAD_SLACK} tokens, and the model's maximum context length is {most}, "
-                                   "at least one token of output included; send a shorter prompt")
+            if len(head) < len(text) and len(tokenizer.encode(head, add_special_tokens)) > most + HEAD_SLACK:
+                raise RequestError(f"the prompt has more than {most} tokens in its first {len(head)} characters of "
+                                   f"{len(text)}; {length}; send a shorter prompt")
         return tokenizer.encode(text, add_special_tokens)
 
     async def chat_prompt(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
@@ -122,11 +123,10 @@ class ServedModel:
         generates = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
         def render() -> str:
-            text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=chat_template, add_generation_prompt=generates,
+            return tokenizer.apply_chat_template(messages, tools=tools, chat_template=chat_template, add_generation_prompt=generates,
                                                  continue_final_message=bool(continue_final_message),
                                                  tokenize=False, tool_call_parser=self.tool_call_parser,
                                                  **variables)
-            return text
 
         # Always beside the loop and for a limited time: a template is a program, and may not end.
         text = await self._threads.run_bounded(render, TEMPLATE_SECONDS, "messages: the chat template")

@@ -28,7 +28,7 @@ def text_params(model: ServedModel, request: TextFields, *, max_tokens: int | No
                        param=names[0])
     if names:
         more["structured_outputs"] = formats[names[0]]
-    return request.sampling_params(model.default_params, **more)
+    return request.sampling_params(model.default_params, model.vocab_size, **more)
 
 
 def _from_guided(request: TextFields) -> dict[str, StructuredOutputsParams]:

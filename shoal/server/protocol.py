@@ -7,9 +7,12 @@ the engine). The OpenAPI document is made from these Structs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import typing
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -19,6 +22,9 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
 
 T = TypeVar("T")
+SMALL_BODY = 1 << 16          # bytes: whatever they hold, they are read in some milliseconds
+MOST_VALUES = 1_000_000       # of JSON in a body: 0.15 s
+MOST_CONTAINERS = 100_000     # lists and objects among them: 0.1 s
 MISSING = "Object missing required field "
 
 # Fields of OpenAI's and Anthropic's APIs that are no part of a Struct, and whose sender misses nothing here:
@@ -85,8 +91,13 @@ class SamplingFields(Struct, kw_only=True):
     structured_outputs: StructuredOutputsParams | None = None
     skip_reading_prefix_cache: bool | None = None
 
-    def sampling_params(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
-        """`defaults`: the model's own, by field. `more` wins over everything. Raises RequestError."""
+    def sampling_params(self, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
+        """`defaults`: the model's own, by field. `more` wins over everything. Raises RequestError, and ApiError for lists of tokens that
+        are longer than the vocabulary."""
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            if (value := getattr(self, name)) is not None and len(value) > vocab_size:
+                raise ApiError(400, f"{name} has {len(value)} entries, and the model's vocabulary has {vocab_size} tokens; name each once",
+                               param=name)
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         return SamplingParams(**{**defaults, **given, **more})
 
@@ -215,10 +226,25 @@ class UpdateWeightsRequest(Struct, kw_only=True):
     model: Text | None = None
 
 
+def check_size(body: bytes, num_tokens: int) -> None:
+    """Refuses JSON that would take long to read although its bytes are few: parsed, `[]` is forty times as large, and nothing else runs
+    meanwhile. num_tokens: that fit into the model, as many values more are taken. Raises ApiError."""
+    if len(body) <= SMALL_BODY:
+        return
+    for marks, most, what in ((b"[{", MOST_CONTAINERS + num_tokens, "lists and objects"), (b",", MOST_VALUES + 2 * num_tokens, "values")):
+        count = sum(body.count(mark) for mark in (marks[i:i + 1] for i in range(len(marks))))
+        if count > most:
+            raise ApiError(413, f"the body has {count} {what} (commas and brackets within texts included), more than {most}, the most that "
+                                "is read at once; send several requests")
+
+
 def decode(kind: type[T], body: bytes) -> T:
     """The request in `body`. Raises ApiError (400) that names the field."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        if len(body) <= SMALL_BODY:
+            return msgspec.json.decode(body, type=kind)
+        with _without_collections():
+            return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
         field = path.replace("`", "").removeprefix("key in ").removeprefix("$.") or None
@@ -233,6 +259,18 @@ def decode(kind: type[T], body: bytes) -> T:
         raise ApiError(400, "the body is nested too deeply") from None
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python's garbage collector would look at a large body's values again and again while they come: three times the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def unknown_fields(kind: type, body: bytes) -> list[str]:

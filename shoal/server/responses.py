@@ -418,7 +418,7 @@ def _params(request: ResponsesRequest, model: ServedModel) -> SamplingParams:
             raise RequestError("text.format has no schema; give the JSON schema of the answer")
         more["structured_outputs"] = (StructuredOutputsParams(json_object=True) if given.type == "json_object"
                                       else StructuredOutputsParams(json=given.schema))
-    return request.sampling_params(model.default_params, max_tokens=request.max_output_tokens, **more)
+    return request.sampling_params(model.default_params, model.vocab_size, max_tokens=request.max_output_tokens, **more)
 
 
 def _response(request: ResponsesRequest, model: ServedModel, params: SamplingParams, plan: ToolPlan) -> Response:

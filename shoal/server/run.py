@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import logging
 import os
 import resource
@@ -182,13 +181,6 @@ def check_tls(config: ServerConfig) -> None:
         except OSError as error:
             raise ConfigError(f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} cannot be used: {error}; give "
                               "a PEM certificate and its key") from None
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:

@@ -41,8 +41,8 @@ class TextThreads:
         except Overtime:
             raise RequestError(f"{what} took longer than {seconds:g} s and was ended; simplify it") from None
         except asyncio.CancelledError:    # the client has left
-            if not future.cancel():
-                job.end()
+            future.cancel()
+            job.end()
             raise
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ async def generate_tokens(exchange: Exchange) -> None:
         raise ApiError(400, "sampling_params.stop is text, and this endpoint knows only ids; use stop_token_ids",
                        param="sampling_params.stop")
     more: dict[str, Any] = {"detokenize": False, "logprobs": sampling.logprobs}
-    params = sampling.sampling_params({}, **more, **({"max_tokens": None} if sampling.max_tokens is None else {}))
+    params = sampling.sampling_params({}, model.vocab_size, **more, **({"max_tokens": None} if sampling.max_tokens is None else {}))
     request_id = request.request_id or exchange.request_id
     generation = Generation(model, [Prompt(request.token_ids)], params, request_id=request_id, priority=request.priority,
                             cache_salt=request.cache_salt, timeout=request.timeout)

@@ -53,21 +53,26 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
     for info in header.tensors.values():
         if info.name == ROPE_FACTORS:
             continue
-        name, shape = _hugging_face_name(info.name, header), tuple(info.shape)
+        name, shape = _hugging_face_name(info.name, header), info.shape
         if "{}" in name:
-            shapes |= {name.format(expert): shape[1:] for expert in range(shape[0])}
-        else:
-            shapes[name] = shape
+            if len(shape) != 3 or shape[0] != config.num_experts:
+                raise CheckpointError(f"{header.path}: the tensor {info.name} has shape {list(shape)} "
+                                      f"instead of [experts, out, in] for {config.num_experts} experts")
+            shape = shape[1:]
+        if info.kind not in PLAIN and len(shape) != 2:
+            raise CheckpointError(f"{header.path}: the {info.kind} tensor {info.name} has shape "
+                                  f"{list(info.shape)} instead of [out, in]")
+        shapes |= {name.format(expert): shape for expert in range(config.num_experts if "{}" in name else 1)}
     return shapes
 
 
 def _hugging_face_name(name: str, header: GGUFHeader) -> str:
     """An expert's number is left open: {}."""
     stem, _, parameter = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{parameter}"
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if layer is None or layer[2] not in LAYER_NAMES:
+    if stem in NAMES and parameter == "weight":
+        return f"{NAMES[stem]}.weight"
+    layer = re.fullmatch(r"blk\.([0-9]{1,9})\.(\w+)", stem)
+    if layer is None or layer[2] not in LAYER_NAMES or parameter not in ("weight", "bias"):
         raise CheckpointError(f"{header.path} holds the tensor {name}, which the architecture {header.metadata['general.architecture']} "
                               "does not have here")
     return f"model.layers.{layer[1]}.{LAYER_NAMES[layer[2]]}.{parameter}"

@@ -23,6 +23,13 @@ TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32,
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 ROPE_FACTORS = "rope_freqs.weight"    # Llama 3's scaling: what each rotary frequency is divided by
+# Of what lies before the tensors' data. The largest published vocabularies take 10 MiB and a million values,
+# as texts of 60 bytes.
+MAX_HEADER_BYTES, MAX_VALUES = 256 << 20, 4 << 20
+MAX_DIMS = 4                # GGML_MAX_DIMS
+MAX_NESTING = 4             # of arrays in arrays
+MAX_ALIGNMENT = 1 << 20
+MAX_ROPE_FACTORS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,8 @@ class GGUFHeader:
 def read_header(path: Path) -> GGUFHeader:
     """Raises CheckpointError naming the file, and the tensor where there is one."""
     try:
+        if not path.is_file():    # a pipe would never answer
+            raise FileNotFoundError("no such file")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data)
     except (OSError, ValueError) as error:    # ValueError: mmap of an empty file
@@ -61,56 +70,90 @@ def read_rope_factors(header: GGUFHeader) -> tuple[float, ...]:
     info = header.tensors.get(ROPE_FACTORS)
     if info is None:
         return ()
-    if info.kind != "F32":
-        raise CheckpointError(f"{header.path}: the tensor {info.name} has type {info.kind} instead of F32")
+    if info.kind != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_ROPE_FACTORS:
+        raise CheckpointError(f"{header.path}: the tensor {info.name} is {info.kind} of shape "
+                              f"{list(info.shape)} instead of a row of F32")
     with header.path.open("rb") as file:
         file.seek(info.offset)
-        return struct.unpack(f"<{info.num_bytes // 4}f", file.read(info.num_bytes))
+        factors = struct.unpack(f"<{info.shape[0]}f", file.read(info.num_bytes))
+    if not all(0 < factor < math.inf for factor in factors):
+        raise CheckpointError(f"{header.path}: the tensor {info.name} holds what is no positive number")
+    return factors
 
 
 def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     if data[:4] != MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it starts with {data[:4]!r} instead of {MAGIC!r}")
     cursor = _Cursor(data, 4)
+    metadata: dict[str, Any] = {}
+    infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    part = "header"
     try:
         version = cursor.scalar("I")
         if version not in (2, 3):
             raise CheckpointError(f"{path}: GGUF version {version} is not supported (little-endian 2 and 3 are)")
         num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
-        metadata = {}
+        # a name's length, dimensions, one of them, a type, an offset
+        cursor.announce(num_tensors, 32, "tensors")
+        cursor.announce(num_values, 13, "key-value pairs")
         for _ in range(num_values):
+            part = f"metadata after {len(metadata)} keys"
             key = cursor.string()
+            part = f"metadata key {key!r}"
+            if key in metadata:
+                raise EOFError("it is there twice")
             metadata[key] = cursor.value(cursor.scalar("I"))
-        infos = [cursor.tensor() for _ in range(num_tensors)]
+        for _ in range(num_tensors):
+            part = f"list of tensors after {len(infos)}"
+            name, info = cursor.tensor()
+            part = f"tensor {name!r}"
+            if name in infos:
+                raise EOFError("it is there twice")
+            infos[name] = info
     except (struct.error, UnicodeDecodeError, EOFError) as error:
-        raise CheckpointError(f"{path}: the GGUF header is damaged or truncated near byte {cursor.position} ({error}); "
-                              "fetch the file again") from None
-    if metadata.get("split.count", 1) > 1:
-        raise CheckpointError(f"{path} is one of {metadata['split.count']} parts; join them with llama-gguf-split --merge")
+        raise CheckpointError(f"{path}: the GGUF header is damaged or truncated near byte "
+                              f"{cursor.position}, {part} ({error}); fetch the file again") from None
+    parts = metadata.get("split.count", 1)
+    if not isinstance(parts, int) or parts > 1:
+        raise CheckpointError(f"{path} is one of {parts!r} parts (split.count); join them with "
+                              "llama-gguf-split --merge")
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
-        raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a multiple of 8")
+    if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
+        raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a multiple of 8 up to "
+                              f"{MAX_ALIGNMENT}")
     start = -(-cursor.position // alignment) * alignment
-    tensors: dict[str, TensorInfo] = {}
-    for name, shape, number, offset in infos:
-        if name in tensors:
-            raise CheckpointError(f"{path}: the tensor {name} is there twice")
-        tensors[name] = _locate(path, len(data), name, shape, number, start + offset)
+    tensors = {name: _locate(path, len(data), name, shape, number, start, offset, alignment)
+               for name, (shape, number, offset) in infos.items()}
+    _refuse_overlaps(path, tensors)
     return GGUFHeader(path, metadata, tensors)
 
 
-def _locate(path: Path, file_size: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> TensorInfo:
+def _locate(path: Path, file_size: int, name: str, shape: tuple[int, ...], number: int, start: int,
+            offset: int, alignment: int) -> TensorInfo:
+    """`offset` counts from `start`, the first byte behind the header."""
     if number not in TYPES:
         supported = ", ".join(kind for kind, *_ in TYPES.values())
         raise CheckpointError(f"{path}: the tensor {name} has type {type_name(number)}, which is not supported; these are: {supported}")
     kind, group_size, group_bytes = TYPES[number]
-    if not shape or shape[-1] % group_size:
+    if not all(shape) or shape[-1] % group_size:
         raise CheckpointError(f"{path}: the tensor {name} of shape {list(shape)} does not divide into {kind} groups of {group_size}")
-    num_bytes = math.prod(shape) // group_size * group_bytes
-    if offset + num_bytes > file_size:
-        raise CheckpointError(f"{path} is truncated: the tensor {name} of shape {list(shape)} ends at byte {offset + num_bytes}, "
-                              f"the file at {file_size}; fetch it again")
-    return TensorInfo(name, kind, shape, offset, num_bytes)
+    if offset % alignment:
+        raise CheckpointError(f"{path}: the tensor {name} begins at byte {offset} of the data, which is not "
+                              f"a multiple of {alignment}")
+    first, num_bytes = start + offset, math.prod(shape) // group_size * group_bytes
+    if first + num_bytes > file_size:
+        raise CheckpointError(f"{path} is truncated: the tensor {name} of shape {list(shape)} ends at byte "
+                              f"{first + num_bytes}, the file at {file_size}; fetch it again")
+    return TensorInfo(name, kind, shape, first, num_bytes)
+
+
+def _refuse_overlaps(path: Path, tensors: dict[str, TensorInfo]) -> None:
+    previous: TensorInfo | None = None
+    for info in sorted(tensors.values(), key=lambda info: info.offset):
+        if previous is not None and previous.offset + previous.num_bytes > info.offset:
+            raise CheckpointError(f"{path}: the tensors {previous.name} and {info.name} overlap at byte "
+                                  f"{info.offset}; fetch it again")
+        previous = info
 
 
 def type_name(number: int) -> str:
@@ -120,10 +163,13 @@ def type_name(number: int) -> str:
 
 
 class _Cursor:
-    """Reads value after value. Raises struct.error or EOFError past the end of the file."""
+    """Reads value after value. Raises struct.error or EOFError past the end of the header, or for more than a
+    header may hold."""
 
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self.data, self.position = data, position
+        self.end = min(len(data), MAX_HEADER_BYTES)
+        self.values_left = MAX_VALUES
 
     def scalar(self, code: str) -> Any:
         return self.scalars(code, 1)[0]
@@ -141,35 +187,52 @@ class _Cursor:
     def strings(self, count: int) -> list[str]:
         """The loop that the start-up time of a large vocabulary hangs on."""
         self._require(8 * count)
-        data, position, size = self.data, self.position, len(self.data)
+        data, position, end = self.data, self.position, self.end
         length_at, result = struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             start = position + 8
+            if start > end:
+                raise EOFError("a string begins behind the end of the header")
             position = start + length_at(data, position)[0]
-            if position > size:
-                raise EOFError("a string ends behind the end of the file")
+            if position > end:
+                raise EOFError(f"a string of {position - start} bytes ends behind the end of the header")
             result.append(data[start:position].decode())
         self.position = position
         return result
 
-    def value(self, number: int) -> Any:
+    def value(self, number: int, depth: int = 0) -> Any:
         if number == STRING:
             return self.string()
         if number == ARRAY:
             element, count = self.scalar("I"), self.scalar("Q")
             if element == STRING:
+                self.announce(count, 8, "strings of an array")
                 return self.strings(count)
             if element == ARRAY:
-                self._require(12 * count)
-                return [self.value(ARRAY) for _ in range(count)]
-            return list(self.scalars(self._code(element), count))
+                if depth == MAX_NESTING:
+                    raise EOFError(f"arrays are nested more than {MAX_NESTING} deep")
+                self.announce(count, 12, "arrays of an array")
+                return [self.value(ARRAY, depth + 1) for _ in range(count)]
+            code = self._code(element)
+            self.announce(count, struct.calcsize("<" + code), "values of an array")
+            return list(self.scalars(code, count))
         return self.scalar(self._code(number))
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, shape, type number, offset in the data)"""
+    def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        """name, (shape, type number, offset in the data)"""
         name, num_dims = self.string(), self.scalar("I")
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise EOFError(f"the tensor {name!r:.80} has {num_dims} dimensions, not 1 to {MAX_DIMS}")
         shape = self.scalars("Q", num_dims)[::-1]
-        return name, shape, self.scalar("I"), self.scalar("Q")
+        return name, (shape, self.scalar("I"), self.scalar("Q"))
+
+    def announce(self, count: int, least_bytes: int, what: str) -> None:
+        """Before anything is made for `count` things of at least so many bytes each: a damaged count can be
+        astronomic."""
+        if count > self.values_left or count * least_bytes > self.end - self.position:
+            raise EOFError(f"{count} {what} are announced, but {self.end - self.position} bytes and "
+                           f"{self.values_left} values are left")
+        self.values_left -= count
 
     def _code(self, number: int) -> str:
         if number not in SCALARS:
@@ -177,6 +240,5 @@ class _Cursor:
         return SCALARS[number]
 
     def _require(self, num_bytes: int) -> None:
-        """Before anything is allocated: a damaged count can be astronomic."""
-        if num_bytes > len(self.data) - self.position:
-            raise EOFError(f"{num_bytes} bytes are announced, {len(self.data) - self.position} are left")
+        if num_bytes > self.end - self.position:
+            raise EOFError(f"{num_bytes} bytes are announced, {self.end - self.position} are left")

@@ -10,9 +10,10 @@ from tqdm import tqdm
 
 from shoal.errors import CheckpointError
 from shoal.models.config import ModelConfig
-from shoal.weights.gguf import gguf_tensors
+from shoal.models.shapes import checkpoint_shapes
+from shoal.weights.gguf import gguf_shapes, gguf_tensors
 from shoal.weights.quantized import QuantizedTensor
-from shoal.weights.safetensors import safetensors_tensors
+from shoal.weights.safetensors import safetensors_shapes, safetensors_tensors
 from shoal.weights.source import CheckpointFiles
 
 
@@ -30,7 +31,8 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
     if dummy:
         model.load_dummy_weights()
         return
-    bar = tqdm(_tensors(files), desc="Loading weights", unit=" tensors", leave=False, disable=None if show_progress else True)
+    bar = tqdm(checkpoint_tensors(files), desc="Loading weights", unit=" tensors", leave=False,
+               disable=None if show_progress else True)
     try:
         model.begin_loading()
         for name, tensor in bar:
@@ -38,12 +40,42 @@ def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False
                 model.load_weight(name, tensor)
         model.finish_loading()
     except (CheckpointError, OSError) as error:
-        if isinstance(error, CheckpointError) and str(files.path) in str(error):
-            raise
-        raise CheckpointError(f"{files.path}: {error}") from None
+        raise _named(error, files) from None
 
 
-def _tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+def check_shapes(files: CheckpointFiles) -> None:
+    """From the files' headers, before anything is made for them. Raises CheckpointError unless they hold the
+    tensors that the config asks for, and no others. A config that claims more than there is ends this at the
+    first tensor that is missing."""
+    try:
+        if files.file is None:
+            shapes = safetensors_shapes(files.folder)
+        else:
+            shapes = gguf_shapes(files.header, files.config)
+        found = {name: shape for name, shape in shapes.items() if not is_derived(name, files.config)}
+        for name, shape in checkpoint_shapes(files.config):
+            if name not in found:
+                raise CheckpointError(f"the checkpoint lacks the tensor {name}, for which its config asks; "
+                                      "is a shard missing?")
+            if found[name] != shape:
+                raise CheckpointError(f"{name} has shape {list(found[name])}, but the config asks for "
+                                      f"{list(shape)}; is it another model's file?")
+            del found[name]
+        if found:
+            raise CheckpointError(f"the checkpoint holds {min(found)}, which this "
+                                  f"{files.config.architecture} model does not have")
+    except (CheckpointError, OSError) as error:
+        raise _named(error, files) from None
+
+
+def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
+    if isinstance(error, CheckpointError) and str(files.path) in str(error):
+        return error
+    return CheckpointError(f"{files.path}: {error}")
+
+
+def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+    """Under their Hugging Face names. Raises CheckpointError."""
     return safetensors_tensors(files.folder) if files.file is None else gguf_tensors(files.header, files.config)
 
 

@@ -1,64 +1,143 @@
-"""The tensors of a Hugging Face folder's safetensors files, one by one, as views of the memory-mapped files."""
+"""The tensors of a Hugging Face folder's safetensors files, one by one, as views of the memory-mapped files.
+
+Headers are read here, so that what a stranger's file says is bounded, checked and named before the library
+maps its tensors.
+"""
 
 from __future__ import annotations
 
-import json
+import math
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import safetensors
 import torch
 
 from shoal.errors import CheckpointError
+from shoal.json_file import MAX_JSON_BYTES, parse_object, read_object
 
 INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"[^/\\\0]+\.safetensors")
+MAX_DIMS = 4
+# A format's name -> bytes of a number. Weights are real numbers; what is packed otherwise asks for kernels
+# that are not here.
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def safetensors_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Raises CheckpointError naming the file, and the tensor where there is one."""
-    for path, names in shards(folder).items():
+    for path, shapes in _files(folder):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            held = set(file.keys())
-            for name in names or sorted(held):
-                if name not in held:
-                    raise CheckpointError(f"{path} does not hold the tensor {name}, which {INDEX} says it does; fetch both again")
+            for name in shapes:
                 yield name, file.get_tensor(name)
 
 
 def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Of every tensor, from the files' headers alone. Raises CheckpointError as safetensors_tensors does."""
-    shapes = {}
-    for path, names in shards(folder).items():
-        with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            held = set(file.keys())
-            for name in names or held:
-                if name not in held:
-                    raise CheckpointError(f"{path} does not hold the tensor {name}, which {INDEX} says it does; fetch both again")
-                shapes[name] = tuple(file.get_slice(name).get_shape())
-    return shapes
+    return {name: shape for _, shapes in _files(folder) for name, shape in shapes.items()}
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:
-    """Each file with the tensors to take from it; an empty list: all. The index decides if there is one."""
+    """Each file with the tensors to take from it; an empty list: all. The index decides if there is one. A
+    file may be a link to one elsewhere, as in the hub's cache, but is named without a path."""
     index = folder / INDEX
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{folder} holds no *.safetensors file" + _other_formats(folder))
         return {path: [] for path in files}
-    try:
-        file_of = json.loads(index.read_bytes())["weight_map"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a readable index of tensors ({type(error).__name__}: {error}); fetch it again") from None
+    file_of = read_object(index).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise CheckpointError(f"{index} is no index of tensors: its weight_map is {file_of!r:.80}; fetch it "
+                              "again")
     result: dict[Path, list[str]] = {}
-    for name, file in file_of:
-        result.setdefault(folder / str(file), []).append(name)
+    for name, file in file_of.items():
+        if not isinstance(file, str) or not SHARD.fullmatch(file):
+            raise CheckpointError(f"{index}: the weight_map has {name!r:.80} in {file!r:.80}, which is no "
+                                  "name of a .safetensors file beside it")
+        result.setdefault(folder / file, []).append(name)
     for path, names in result.items():
         if not path.exists():
             raise CheckpointError(f"the shard {path} is missing ({len(names)} tensors, the first is {names[0]}); fetch it again")
     return result
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[int, ...]]]]:
+    """Each file with the shapes of what to take from it. Raises CheckpointError."""
+    taken: set[str] = set()
+    for path, names in shards(folder).items():
+        held = _read_header(path)
+        for name in names or sorted(held):
+            if name not in held:
+                raise CheckpointError(f"{path} does not hold the tensor {name}, which {INDEX} says it does; "
+                                      "fetch both again")
+            if name in taken:
+                raise CheckpointError(f"{path} holds the tensor {name}, and so does another file of the "
+                                      "folder; remove one of them")
+            taken.add(name)
+        yield path, {name: held[name] for name in names or sorted(held)}
+
+
+def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor. Raises CheckpointError unless all lie in the file, one after the other, as
+    their shapes say."""
+    try:
+        if not path.is_file():    # a pipe would never end
+            raise FileNotFoundError("no such file")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, MAX_JSON_BYTES):
+                raise CheckpointError(f"{path}: the header says that it has {length} bytes, of {size} in "
+                                      f"the file and {MAX_JSON_BYTES} that are read; fetch it again")
+            header = parse_object(file.read(length), f"{path}: the header")
+    except (OSError, struct.error) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; fetch it again") from None
+    header.pop("__metadata__", None)
+    shapes: dict[str, tuple[int, ...]] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, info in header.items():
+        shapes[name], start, end = _parse_tensor(info, f"{path}: the tensor {name!r:.200}")
+        spans.append((start, end, name))
+    position, before = 0, "the header"
+    for start, end, name in sorted(spans):
+        if 8 + length + end > size:
+            raise CheckpointError(f"cannot read {path}: it is truncated: the tensor {name} ends at byte "
+                                  f"{8 + length + end}, the file at {size}; fetch it again")
+        if start != position:
+            raise CheckpointError(f"{path}: the tensor {name} begins at byte {start} of the data, but "
+                                  f"{before} ends at {position}; fetch it again")
+        position, before = end, name
+    return shapes
+
+
+def _parse_tensor(info: Any, where: str) -> tuple[tuple[int, ...], int, int]:
+    """(shape, first byte, end) in the data."""
+    fields = info if isinstance(info, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where} has dtype {dtype!r:.40}, which is not supported; these are: "
+                              f"{', '.join(DTYPES)}")
+    if not _are_counts(shape) or not 1 <= len(shape) <= MAX_DIMS:
+        raise CheckpointError(f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive "
+                              "integers")
+    if not _are_counts(offsets, least=0) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}, which are no first byte and end")
+    if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
+        raise CheckpointError(f"{where} of dtype {dtype} and shape {shape} takes "
+                              f"{math.prod(shape) * DTYPES[dtype]} bytes, its data_offsets {offsets} are "
+                              f"{offsets[1] - offsets[0]}; fetch it again")
+    return tuple(shape), offsets[0], offsets[1]
+
+
+def _are_counts(values: Any, least: int = 1) -> TypeGuard[list[int]]:
+    if not isinstance(values, list):
+        return False
+    return all(type(value) is int and least <= value < 1 << 63 for value in values)
 
 
 @contextmanager
@@ -66,23 +145,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read {path}: {_what_is_cut_off(path) or error}; fetch it again") from None
-
-
-def _what_is_cut_off(path: Path) -> str:
-    """The first tensor that a truncated file no longer holds whole; "" if it is damaged otherwise."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            size = path.stat().st_size
-            if length > size:
-                return ""
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, struct.error):
-        return ""
-    ends = sorted((8 + length + info["data_offsets"][1], name) for name, info in header.items() if name != "__metadata__")
-    cut = [(end, name) for end, name in ends if end > size]
-    return f"it is truncated: the tensor {cut[0][1]} ends at byte {cut[0][0]}, the file at {size}" if cut else ""
+        raise CheckpointError(f"cannot read {path}: {error}; fetch it again") from None
 
 
 def _other_formats(folder: Path) -> str:

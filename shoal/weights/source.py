@@ -5,20 +5,22 @@ Decides what a name means and reads configs; tensors are read by safetensors.py 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shoal.api import SamplingParams, sampling_defaults
 from shoal.config import DEFAULT_MODEL
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, RequestError
+from shoal.json_file import read_object
 from shoal.models.config import ModelConfig, token_ids
 from shoal.weights import default_model
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+TOKEN_ID = re.compile(r"[0-9]{1,9}")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_DUPLICATES = ["*/*", "consolidated*"]    # the same weights in their authors' own layout
 
@@ -56,7 +58,10 @@ class CheckpointFiles:
     @cached_property
     def config(self) -> ModelConfig:
         if self.file is None:
-            return ModelConfig.from_hf(self._read_json("config.json", required=True), str(self.folder / "config.json"))
+            if not (self.folder / "config.json").exists():
+                raise CheckpointError(f"{self.folder} holds no config.json; it is not the folder of a "
+                                      "Hugging Face model")
+            return ModelConfig.from_hf(self._read_json("config.json"), str(self.folder / "config.json"))
         return ModelConfig.from_gguf(self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header))
 
     @property
@@ -64,43 +69,44 @@ class CheckpointFiles:
         """A GGUF file's key-value pairs, tokenizer included; {} for a folder."""
         return {} if self.file is None else self.header.metadata
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Of a GGUF file's tensors, as they lie in it."""
+        return sum(info.num_bytes for info in self.header.tensors.values())
+
     @cached_property
     def generation_config(self) -> dict[str, Any]:
         """The model's default sampling parameters; {} if it has none."""
         if self.file is None:
-            return self._read_json("generation_config.json")
+            found = self._read_json("generation_config.json")
+            check_defaults(found, str(self.folder / "generation_config.json"))
+            return found
         return dict(default_model.SAMPLING) if self.file.name == default_model.FILE else {}
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a text, by any of the files that say so. Llama 3 has several."""
-        ids = set(self.config.eos_token_ids) | set(token_ids(self.generation_config.get("eos_token_id")))
+        named = self.generation_config.get("eos_token_id")
+        where = f"{self.path}/generation_config.json: eos_token_id"
+        ids = set(self.config.eos_token_ids) | set(token_ids(named, where))
         if self.file is None:
             ids |= set(_eos_of_tokenizer(self._read_json("tokenizer_config.json")))
         return tuple(sorted(ids))
 
-    def _read_json(self, name: str, required: bool = False) -> dict[str, Any]:
-        path = self.folder / name
-        if not path.exists():
-            if required:
-                raise CheckpointError(f"{self.folder} holds no {name}; it is not the folder of a Hugging Face model")
-            return {}
-        try:
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is not readable JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} holds a {type(content).__name__} instead of an object")
-        return content
+    def _read_json(self, name: str) -> dict[str, Any]:
+        return read_object(self.folder / name)
 
 
 def resolve(model: str, revision: str | None = None, download_dir: str | None = None) -> CheckpointFiles:
     """Finds the checkpoint, downloading it if it is the default model or a hub id. What exists locally is never looked for elsewhere."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return CheckpointFiles(path)
-    if path.exists():
-        return _gguf_file(path)
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return CheckpointFiles(path)
+        if path.exists():
+            return _gguf_file(path)
+    except (OSError, RuntimeError) as error:    # RuntimeError: a home that there is not
+        raise CheckpointError(f"the model path {model!r:.200} cannot be looked at: {error!s:.200}") from None
     if model == DEFAULT_MODEL:
         return _gguf_file(default_model.fetch_default_model())
     if not HUB_ID.fullmatch(model) or model.startswith((".", "~")) or path.suffix == ".gguf":
@@ -111,6 +117,8 @@ def resolve(model: str, revision: str | None = None, download_dir: str | None = 
 
 def _gguf_file(path: Path) -> CheckpointFiles:
     try:
+        if not path.is_file():    # a pipe would never answer
+            raise FileNotFoundError("it is no file")
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
     except OSError as error:
@@ -134,6 +142,18 @@ def _download(model: str, revision: str | None, download_dir: str | None) -> Pat
     return Path(folder)
 
 
+def check_defaults(generation_config: dict[str, Any], where: str) -> None:
+    """Raises CheckpointError for what no request could be sampled with."""
+    defaults = sampling_defaults(generation_config)
+    large = [name for name, value in defaults.items() if isinstance(value, int) and abs(value) >= 1 << 31]
+    if large:
+        raise CheckpointError(f"{where}: {large[0]} has more than 31 bits; give a smaller one")
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
 def _eos_of_tokenizer(config: dict[str, Any]) -> list[int]:
     """The id of tokenizer_config.json's eos_token, where that file lists its added tokens."""
     token = config.get("eos_token")
@@ -141,4 +161,5 @@ def _eos_of_tokenizer(config: dict[str, Any]) -> list[int]:
     added = config.get("added_tokens_decoder")
     if text is None or not isinstance(added, dict):
         return []
-    return [int(i) for i, entry in added.items() if i.isdigit() and isinstance(entry, dict) and entry.get("content") == text]
+    return [int(i) for i, entry in added.items()
+            if TOKEN_ID.fullmatch(i) and isinstance(entry, dict) and entry.get("content") == text]

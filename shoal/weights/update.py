@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -12,33 +12,24 @@ from torch import nn
 
 from shoal.errors import CheckpointError
 from shoal.models.config import ModelConfig
-from shoal.weights.gguf import gguf_shapes
-from shoal.weights.loader import is_derived
-from shoal.weights.safetensors import safetensors_shapes, shards
+from shoal.weights.loader import check_shapes
+from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles
 
 # Fields that say nothing about what is computed: tensors are converted to the engine's dtype, its length and its stop ids are its own.
 FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"}
 
 
-def check_checkpoint(ours: ModelConfig, shapes: Mapping[str, tuple[int, ...]], files: CheckpointFiles) -> None:
-    """Raises CheckpointError, before a byte of it is loaded, unless `files` hold a model of the same architecture whose tensors are
-    `shapes`; names the first field or tensor that differs."""
+def check_checkpoint(ours: ModelConfig, files: CheckpointFiles) -> None:
+    """Raises CheckpointError, before a byte of it is loaded, unless `files` hold a model of the same
+    architecture; names the first field or tensor that differs."""
     theirs = files.config
     for field in fields(ModelConfig):
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name not in FREE_FIELDS and mine != its:
             raise CheckpointError(f"{files.path} is of another model: its {field.name} is {its!s:.80}, the engine's {mine!s:.80}; "
                                   "build a new engine for it")
-    try:
-        found = safetensors_shapes(files.folder) if files.file is None else gguf_shapes(files.header, theirs)
-    except (CheckpointError, OSError) as error:
-        raise _named(error, files) from None
-    found = {name: shape for name, shape in found.items() if not is_derived(name, theirs)}
-    if missing := sorted(shapes.keys() - found.keys()):
-        raise CheckpointError(f"{files.path} lacks {len(missing)} tensors, the first is {missing[0]}; is a shard missing?")
-    for name, shape in found.items():
-        check_tensor(f"{files.path}: {name}", shapes.get(name), shape)
+    check_shapes(files)
 
 
 def check_same_packing(ours: CheckpointFiles, files: CheckpointFiles) -> None:
@@ -100,9 +91,3 @@ def checksums(model: nn.Module) -> dict[str, str]:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
-    if isinstance(error, CheckpointError) and str(files.path) in str(error):
-        return error
-    return CheckpointError(f"{files.path}: {error}")

@@ -78,11 +78,13 @@ compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
+@pytest.mark.slow
 def test_compiles_and_fits(compiled: dict[str, list[Compiled]], case: str) -> None:
     # some constants of a window or of a group outside the loops; the loops have none
     check_kernels(compiled[case], max_spilled=192 if "cascade" in case else 64)
 
 
+@pytest.mark.slow
 def test_three_decode_programs_fit_on_an_sm(compiled: dict[str, list[Compiled]]) -> None:
     for kernel in compiled["qwen3-8b"] + compiled["qwen3-8b cascade"]:
         if kernel.name == "decode_kernel" and kernel.capability == 90:

@@ -82,7 +82,7 @@ def test_transposed_tensors_that_need_gradients_arrive_as_they_were():
 
 @pytest.mark.parametrize("value", [
     object(), lambda: 0, 1j, np.array([object()]), np.zeros(2, "i4,f4"), torch.empty(1, device="meta"),
-], ids=str)
+], ids=["object", "function", "complex", "objects", "records", "meta tensor"])
 def test_what_is_not_plain_data_is_refused_with_its_type(value):
     with pytest.raises(TypeError) as error:
         pack(["x", {"y": value}])

@@ -124,12 +124,6 @@ def test_token_types_say_what_is_matched_shown_and_skipped():
     assert size + 3 not in tokenizer.encode("[PAD0]")
 
 
-def test_types_and_scores_may_be_arrays():
-    metadata = texts.sentencepiece_metadata()
-    arrays = {**metadata, **{key: np.array(metadata[key]) for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores")}}
-    assert Tokenizer.from_gguf(arrays).encode(texts.LESSON[0]) == Tokenizer.from_gguf(metadata).encode(texts.LESSON[0])
-
-
 def test_all_end_of_text_ids_are_found():
     size = len(texts.byte_level_vocabulary()[0])
     metadata = texts.byte_level_metadata("llama-bpe", control=("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<end>"),

@@ -18,7 +18,8 @@ EXCEPTIONS = {("layers", "shoal.weights.quantized"), ("kernels", "shoal.weights.
 ABOVE = {"engine", "server", "fleet", "cli", "cli_chat", "cli_models", "cli_options", "cli_speakers", "bench",
          "serve"}
 TORCH_FREE = ["api", "config", "errors", "hashing", "tokenizer", "detokenizer", "kv.blocks", "kv.host", "kv.disk", "kv.store",
-              "kv_events", "kv.events",
+              "kv_events", "kv.events", "engine_args", "inputs", "outputs", "sampling_params",
+              "utils.argparse_utils", "engine.beam_search",
               "engine.sequence", "engine.scheduler", "engine.async_llm", "engine.swap", "serve", "wire",
               "cli_chat", "cli_models",
               "models.config", "metrics", "fake", "server.routes", "server.admin", "server.run"]

@@ -85,6 +85,7 @@ LAUNCHES["batch state"] = _batch
 compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiles_for_both_targets_without_spills(compiled, case: str) -> None:
     check_kernels(compiled[case])

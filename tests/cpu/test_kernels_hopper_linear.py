@@ -131,12 +131,14 @@ compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
+@pytest.mark.slow
 def test_compiles_for_hopper_without_spills(compiled, case: str) -> None:
     kernels = [kernel for kernel in compiled[case] if kernel.name.startswith("hopper_")]
     assert [kernel.capability for kernel in kernels] == [90]
     check_kernels(kernels)
 
 
+@pytest.mark.slow
 def test_an_sm_has_one_program_of_a_ring(compiled) -> None:
     rings = [kernel for kernels in compiled.values() for kernel in kernels if kernel.name == "hopper_row_kernel"]
     assert len(rings) == 8 and all(2 * kernel.shared > SHARED_LIMIT[90] for kernel in rings)

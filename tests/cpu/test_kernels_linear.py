@@ -130,6 +130,7 @@ for shape in ((4096, 1024, False), (3072, 1024, True), (1024, 3072, False), (102
 compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiles_for_both_targets_without_spills(compiled, case: str) -> None:
     check_kernels(compiled[case])

@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
 from shoal.logs import JsonFormatter, TextFormatter
 from shoal.server.errors import ApiError
+from shoal.server.keys import check_admin_port
 from shoal.server.request_log import RefusalLog
 from shoal.server.throughput import report_throughput
 from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
@@ -209,11 +210,18 @@ def test_nothing_is_told_of_a_server_without_work(server, caplog):
     assert not [r for r in caplog.records if r.name == "shoal.server.throughput"]
 
 
-@pytest.mark.parametrize(("options", "admin_port", "warned"), [
-    ({}, 9000, []), ({"host": "::1"}, None, []), ({"host": "localhost"}, None, []),
-    ({"host": "0.0.0.0"}, None, [8000]), ({"host": "0.0.0.0", "api_key": ["sesame"]}, None, []),
-    ({"host": "::", "admin_host": "192.0.2.1"}, 9000, [8000, 9000]), ({"admin_host": "192.0.2.1"}, None, [])])
-def test_open_ports_without_a_key_are_warned_of(options, admin_port, warned, caplog, monkeypatch):
+@pytest.mark.parametrize(("options", "is_warned"), [
+    ({}, False), ({"host": "::1"}, False), ({"host": "localhost"}, False), ({"host": "0.0.0.0"}, True), ({"host": "::"}, True),
+    ({"host": "0.0.0.0", "api_key": ["sesame"]}, False)])
+def test_an_open_port_without_a_key_is_warned_of(options, is_warned, caplog, monkeypatch):
     monkeypatch.delenv("SHOAL_API_KEY", raising=False)
-    serve.warn_of_open_ports(ServerConfig(**options), 8000, admin_port)
-    assert [record.args[0] for record in caplog.records] == warned
+    serve.warn_of_open_port(ServerConfig(**options), 8000)
+    assert [record.args[0] for record in caplog.records] == [8000] * is_warned
+
+
+def test_an_admin_port_beyond_this_machine_needs_a_key(monkeypatch):
+    monkeypatch.delenv("SHOAL_API_KEY", raising=False)
+    check_admin_port(ServerConfig(admin_host="192.0.2.1"))
+    check_admin_port(ServerConfig(admin_host="192.0.2.1", admin_port=9000, api_key=["sesame"]))
+    with pytest.raises(ConfigError, match=r"admin_host '192.0.2.1' .* --api-key"):
+        check_admin_port(ServerConfig(admin_host="192.0.2.1", admin_port=9000))

@@ -357,7 +357,7 @@ def test_the_rest_of_the_admin_port():
         assert server.request("/health", admin=True)[0] == 200
         assert server.json("/stop_profile", b"", admin=True)[0] == 400, "none is being made"
         assert server.json("/start_profile?folder=traces", b"", admin=True)[0] == 200
-        assert server.json("/stop_profile", b"", admin=True) == (200, {"files": ["traces/fake.trace.json.gz"]})
+        assert server.json("/stop_profile", b"", admin=True) == (200, {"files": ["shoal-traces/traces/fake.trace.json.gz"]})
         for path, body in (("/sleep?level=9", b""), ("/sleep?level=x", b""), ("/sleep?mode=nap", b""), ("/sleep?tags=nonsense", b""),
                            ("/wake_up?tags=nonsense", b""), ("/sleep?tag=weights", b""), ("/sleep?level=1&level=2", b""),
                            ("/sleep?level=%ff", b""),

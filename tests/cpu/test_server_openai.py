@@ -237,8 +237,10 @@ def test_long_texts_are_tokenized_beside_the_loop():
 ], ids=["parts", "documents", "many", "grammar"])
 def test_what_takes_long_is_done_beside_the_loop(path, body):
     with FakeServer(model={"max_model_len": 10**6}) as server:
-        works, in_thread = [], server.model.in_thread
-        server.model.in_thread = lambda work: works.append(work) or in_thread(work)
+        works, threads = [], server.model._threads
+        run, run_bounded = threads.run, threads.run_bounded
+        threads.run = lambda work: works.append(work) or run(work)
+        threads.run_bounded = lambda work, *limits: works.append(work) or run_bounded(work, *limits)
         assert server.request(path, {"max_tokens": 1, **body})[0] == 200
         assert works
 

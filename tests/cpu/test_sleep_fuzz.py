@@ -170,7 +170,7 @@ class Fuzz:
         assert stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.parametrize("offload", ["host", "file"])
+@pytest.mark.parametrize("offload", ["host", pytest.param("file", marks=pytest.mark.slow)])
 def test_sleep_wake_update_and_requests_against_a_model(folder, expected, offload):
     seed = random.randrange(2**32)
     print("seed", seed)

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import transformers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from shoal.errors import CheckpointError, RequestError
 from shoal.tokenizer import Tokenizer, load_tokenizer
@@ -174,6 +174,18 @@ def test_what_is_no_text_is_refused(text, tmp_path):
         Tokenizer.from_folder(write(tmp_path)).encode(text)
 
 
+def test_a_pattern_that_never_ends_is_an_error_of_the_request(tmp_path):
+    backend = plain()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated"),
+                                                     pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend))
+    with pytest.raises(RequestError, match=r"the model's tokenizer cannot take the prompt 'aaa.*retry-limit"):
+        tokenizer.encode("a" * 50 + "!")
+    with pytest.raises(RequestError, match="the model's tokenizer cannot take the prompt"):
+        tokenizer.encode("a" * 5000 + "!")
+    assert tokenizer.encode("b") == backend.encode("b", add_special_tokens=True).ids
+
+
 def test_bad_words_are_banned_at_the_start_and_after_a_space(tmp_path):
     tokenizer = Tokenizer.from_folder(write(tmp_path))
 
@@ -214,9 +226,17 @@ def test_a_damaged_folder_is_refused_with_the_file_named(damage, named, tmp_path
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("template", [3, [3], [None], ["x"], [{}], [{"name": "a"}], {"a": 3},
+                                      [{"name": [], "template": "x"}]])
+def test_a_chat_template_that_is_none_is_refused_with_the_file(template, tmp_path):
+    write(tmp_path, chat_template=template)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template .* is neither a template"):
+        Tokenizer.from_folder(tmp_path)
+
+
 class Files:
     def __init__(self, kind, folder, metadata):
-        self.kind, self.folder, self.metadata = kind, folder, metadata
+        self.kind, self.folder, self.path, self.metadata = kind, folder, folder, metadata
 
 
 def test_options_replace_the_tokenizer_and_its_template(tmp_path):

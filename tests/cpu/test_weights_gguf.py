@@ -1,8 +1,7 @@
-"""GGUF files: written by the gguf package from transformers' models, read back under Hugging Face names; and damaged in many ways."""
+"""GGUF files: written by the gguf package, read back under Hugging Face names. Damage: test_checkpoint_fuzz.py."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import gguf
@@ -225,27 +224,3 @@ def test_q_of_a_wrong_height_is_refused_with_its_shape(tmp_path):
     path = with_tensor(tmp_path / "m.gguf", "blk.0.attn_q.weight", np.ones((48, 64), dtype=np.float32))
     with pytest.raises(CheckpointError, match=r"attn_q\.weight has shape \[48, 64\].*64 rows"):
         read(path)
-
-
-def test_any_damage_is_a_checkpoint_error_or_goes_unnoticed(tmp_path):
-    """Cut anywhere, or with random bytes overwritten: never another exception, never gigabytes allocated."""
-    seed = 7
-    print("seed", seed)
-    generator = random.Random(seed)
-    write_gguf(tmp_path / "whole.gguf", "qwen2", "Q4_0")
-    whole, path, refused = (tmp_path / "whole.gguf").read_bytes(), tmp_path / "m.gguf", 0
-    header_size = read_header(tmp_path / "whole.gguf").tensors["token_embd.weight"].offset
-    for trial in range(600):
-        damaged = bytearray(whole)
-        if trial % 3 == 0:
-            del damaged[generator.randrange(len(whole)):]
-        else:
-            at = generator.randrange(4, header_size)
-            damaged[at:at + 8] = generator.randbytes(8) if trial % 3 == 1 else bytes(generator.choice([0, 0xFF]) for _ in range(8))
-        path.write_bytes(damaged)
-        try:
-            read(path)
-        except CheckpointError as error:
-            refused += 1
-            assert "m.gguf" in str(error)
-    assert refused > 300

@@ -45,6 +45,7 @@ def test_bench_prints_and_writes_its_figures(kind, tmp_path):
     assert "of the floor" in done.stdout
 
 
+@pytest.mark.slow
 def test_profile_writes_a_trace(tmp_path):
     sizes = ("--batch-size", "2", "--input-len", "8", "--output-len", "3", "--max-model-len", "64")
     done = run("profile", *sizes, "--output-dir", str(tmp_path))

@@ -153,6 +153,7 @@ async def test_a_reader_that_takes_its_time_gets_everything_at_once(llm):
     assert len(first.token_ids + rest[0].token_ids) == len(first.logprobs + rest[0].logprobs) == 300
 
 
+@pytest.mark.slow
 @with_engine(engine={"max_logprobs": -1})
 async def test_huge_answers_beside_others(llm):
     """256 tokens with the log-probabilities of the whole vocabulary."""
@@ -220,6 +221,7 @@ async def test_sleep_in_its_three_modes(llm):
     await llm.check()
 
 
+@pytest.mark.slow
 def test_models_that_take_turns_without_host_memory_come_back_from_their_files(checkpoint):
     other = write_model(checkpoint.parent, "llama")
 
@@ -376,7 +378,7 @@ def test_a_start_that_is_cancelled_leaves_no_process(checkpoint):
     assert not psutil.Process().children()
 
 
-@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("ready", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_core_and_its_ranks_die_with_the_parent(ready, checkpoint, temporary):
     script = textwrap.dedent(f"""
         import asyncio, tempfile

@@ -30,6 +30,7 @@ def oracle_logprobs(oracle, ids):
     return rows[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
 
 
+@pytest.mark.slow
 def test_float32_gives_the_oracles_tokens_and_numbers(oracle):
     with LLM("smollm2", dtype="float32", max_model_len=512) as llm:
         ids = llm.get_tokenizer().encode(TEXT)
@@ -40,6 +41,7 @@ def test_float32_gives_the_oracles_tokens_and_numbers(oracle):
             assert output.outputs[0].token_ids == want[0, len(prompt):].tolist()
 
 
+@pytest.mark.slow
 def test_packed_weights_stay_close_to_the_oracle(oracle):
     """bf16 is 0.037 off in the mean on a paragraph; a forgotten un-permute of q and k 1.58."""
     with LLM("smollm2", max_model_len=512) as llm:

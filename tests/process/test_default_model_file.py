@@ -27,6 +27,7 @@ def files():
     return resolve("smollm2")
 
 
+@pytest.mark.slow
 def test_processes_that_fetch_at_once_end_with_one_whole_file(tmp_path):
     environment = os.environ | {"SHOAL_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     started = [subprocess.Popen([sys.executable, "-c", FETCH], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -35,6 +36,7 @@ def test_processes_that_fetch_at_once_end_with_one_whole_file(tmp_path):
     assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [(FILE, NUM_BYTES)]
 
 
+@pytest.mark.slow
 def test_its_tensors_equal_the_parameters_that_transformers_makes_of_it(files):
     oracle = transformers.AutoModelForCausalLM.from_pretrained(files.folder, gguf_file=files.file.name, dtype=torch.float32).state_dict()
     read = {}
@@ -44,6 +46,7 @@ def test_its_tensors_equal_the_parameters_that_transformers_makes_of_it(files):
     assert set(oracle) - set(read) == {"lm_head.weight"} and files.config.tie_word_embeddings
 
 
+@pytest.mark.slow
 def test_its_metadata_equals_what_the_gguf_package_reads_and_comes_fast(files):
     start = time.perf_counter()
     header = read_header(files.file)

@@ -1,6 +1,8 @@
 """SmolLM2 in conversations whose KV does not fit on the device: the same greedy answers with host memory below it, and from disk after a
 restart."""
 
+import pytest
+
 from shoal import LLM, SamplingParams
 
 QUESTIONS = ["How does the sea freeze?", "Why is that so?", "Tell me more about it."]
@@ -27,6 +29,7 @@ def talk(llm):
     return answers, cached
 
 
+@pytest.mark.slow
 def test_conversations_survive_a_small_cache_and_a_restart(tmp_path):
     small = dict(max_model_len=256, num_gpu_blocks_override=24)    # a conversation takes 10 to 12 blocks
     with LLM("smollm2", max_model_len=256, enable_prefix_caching=False) as llm:

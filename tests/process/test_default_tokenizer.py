@@ -62,6 +62,7 @@ def test_special_tokens_are_the_files(tokenizer):
     assert len(tokenizer) == 49152
 
 
+@pytest.mark.slow
 def test_importing_and_building_it_takes_a_small_part_of_a_cold_start(files):
     code = (f"import time; from pathlib import Path; from shoal.weights.source import CheckpointFiles; p = Path({str(files.file)!r}); "
             "m = CheckpointFiles(p.parent, p).metadata; t = time.perf_counter(); from shoal.tokenizer import Tokenizer; "

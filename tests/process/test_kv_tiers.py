@@ -108,6 +108,7 @@ def test_a_server_writes_its_blocks_when_it_drains_and_finds_them_when_it_is_bac
     assert [text for text, _ in again] == first and sum(cached == 96 for _, cached in again) >= 7, again
 
 
+@pytest.mark.slow
 def test_an_idle_server_offloads_what_its_last_request_left(folder, tmp_path):
     process, url = serve(folder, tmp_path, "--kv-disk-path", str(tmp_path / "kv"), "--kv-disk-bytes", str(64 << 20))
     complete(url, prompts()[0])
@@ -131,6 +132,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_engine_leaves_nothing_wrong_behind(folder, expected, tmp_path):
     root = Path(__file__).parents[2]
     path = str(tmp_path / "kv")

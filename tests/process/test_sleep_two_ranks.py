@@ -197,7 +197,8 @@ def test_another_processs_shared_tensors_are_taken(build, changed, trainer, rank
     assert tokens(llm) == changed[1]
 
 
-@pytest.mark.parametrize("mode, ranks", [("shoal", 1), ("shoal", 2), ("torch", 1), ("torch", 2)])
+@pytest.mark.parametrize("mode, ranks", [
+    ("shoal", 2), ("torch", 1), pytest.param("shoal", 1, marks=pytest.mark.slow), pytest.param("torch", 2, marks=pytest.mark.slow)])
 def test_a_trainer_broadcasts_new_weights(build, expected, changed, trainer, mode, ranks):
     llm, port = build(ranks), free_port()
     assert tokens(llm) == expected

@@ -26,7 +26,10 @@ def build(folder, **options):
     return LLM(str(folder), **{"dtype": "float32", "max_model_len": 256, "device": "cpu", "tensor_parallel_size": 2} | options)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-yarn", "llama-one-kv-head", "mistral-window", "qwen3-moe"])
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-yarn", "mistral-window")]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-one-kv-head", "qwen3-moe", *MORE])
 def test_two_ranks_give_the_oracles_tokens(name, root):
     folder = tiny.write_model(root, name)
     with build(folder) as llm:

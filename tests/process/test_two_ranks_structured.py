@@ -11,7 +11,7 @@ from tests import tiny
 PROMPTS = [random.Random(i).choices(range(94), k=n) for i, n in enumerate((1, 7, 33, 80))]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_ranks_give_one_ranks_structured_tokens_and_the_oracles_embeddings(async_scheduling, tmp_path):
     folder = tiny.write_model(tmp_path, "qwen3")
     params = [SamplingParams(max_tokens=40, seed=i, structured_outputs=StructuredOutputsParams(regex="[a-f]{3,20}!") if i != 1 else None)

@@ -266,7 +266,7 @@ def test_groups_leave_no_file_descriptor_thread_or_child_behind():
         return process.num_fds(), process.num_threads(), len(process.children())
 
     first = groups(1)
-    assert groups(20) == first
+    assert groups(6) == first
 
 
 SCRIPT = textwrap.dedent("""
@@ -290,7 +290,9 @@ def run_script(end):
     return process, pids
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGABRT], ids=lambda s: s.name)
+@pytest.mark.parametrize("number", [
+    signal.SIGKILL, signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGABRT)),
+], ids=lambda s: s.name)
 def test_ranks_end_when_rank_0_is_killed(number):
     process, pids = run_script("time.sleep(60)")
     with process:
@@ -376,7 +378,7 @@ def test_a_rank_that_dies_before_the_rendezvous_ends_the_wait_for_it(start):
         rendezvous.connect(0, 2, "cpu", group.check)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_collective_raises_when_a_rank_dies(start, world_size):
     rendezvous = Rendezvous()
     group = start(world_size, factory("ParallelToy"), port=rendezvous.port)
@@ -392,6 +394,7 @@ def test_a_collective_raises_when_a_rank_dies(start, world_size):
     tp.close()
 
 
+@pytest.mark.slow
 def test_ranks_stuck_in_a_collective_end_with_the_group(start):
     rendezvous = Rendezvous()
     group = start(3, factory("ParallelToy"), port=rendezvous.port)

@@ -508,6 +508,28 @@ def test_impossible_paths_are_refused_with_a_reason(tmp_path, monkeypatch):
         DiskTier(str(tmp_path / "kv"), 1 << 20, MODEL, SPEC)
 
 
+def test_what_is_made_is_for_its_owner_alone(make, tmp_path, caplog):
+    before = os.umask(0)
+    try:
+        tier = make(path=tmp_path / "above" / "kv")
+        write(tier, chain(2))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "above").stat().st_mode & 0o777 == 0o777, "what lies above is not the tier's"
+    made = [tmp_path / "above" / "kv", *(tmp_path / "above" / "kv").rglob("*")]
+    assert {(path.is_dir(), path.stat().st_mode & 0o777) for path in made} == {(True, 0o700), (False, 0o600)}
+    assert "open to others" not in caplog.text
+
+
+@pytest.mark.parametrize("mode, warns", [(0o700, False), (0o500 | 0o040, True), (0o711, True)])
+def test_a_folder_that_is_there_keeps_its_rights_and_open_ones_are_told(make, tmp_path, caplog, mode, warns):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(mode | 0o200)
+    make()
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == mode | 0o200
+    assert ("kv is open to others" in caplog.text) == warns
+
+
 def test_less_than_a_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"kv_disk_bytes 8191 is less than the {FILE} bytes"):
         DiskTier(str(tmp_path / "kv"), FILE - 1, MODEL, SPEC)

@@ -18,7 +18,8 @@ from shoal.config import EngineConfig, KVEventsConfig
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import ConfigError, UnavailableError
 from shoal.hashing import block_name, extend_keys, root_key
-from shoal.kv.events import Book, Cleared, KvEvents, Removed, Stored, with_rank
+from shoal.kv.endpoints import with_rank
+from shoal.kv.events import Book, Cleared, KvEvents, Removed, Stored
 from shoal.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from tests.kv_listener import Listener, View
 
@@ -307,7 +308,8 @@ def test_without_listeners_nothing_waits_and_the_queue_is_bounded(tmp_path):
 def test_what_is_to_be_published_goes_before_answers(publish):
     events, listener = publish()
     queued = threading.Event()
-    events._queue.put(lambda: events._router.poll(10_000) and queued.wait(10))    # the thread is busy until it has been asked
+    # the thread is busy until it has been asked
+    events._queue.put(lambda: events._replay.router.poll(10_000) and queued.wait(10))
     start = events._next
     listener.ask.send_multipart([b"", start.to_bytes(8, "big")])
     for i in range(3):
@@ -441,13 +443,14 @@ def test_damaged_batches_are_refused_or_read_and_nothing_else():
 
 def test_vllms_options_are_taken_as_dict_or_json():
     fields = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:6000", "replay_endpoint": "tcp://*:6001",
-              "buffer_steps": 5, "hwm": 6, "max_queue_size": 7, "topic": "kv"}
+              "buffer_steps": 5, "hwm": 6, "max_queue_size": 7, "topic": "kv", "curve_secret_key_file": "a",
+              "curve_client_keys_dir": "b"}
     for given in (fields, json.dumps(fields), KVEventsConfig(**fields)):
         config = EngineConfig.from_options(kv_events_config=given)
         assert msgspec.to_builtins(config.kv_events_config) == fields
         assert wire.decode_to_core(wire.encode(wire.Start(config))).config == config
     default = KVEventsConfig()
-    assert (default.endpoint, default.replay_endpoint, default.topic) == ("tcp://*:5557", None, "")
+    assert (default.endpoint, default.replay_endpoint, default.topic) == ("tcp://lo:5557", None, "")
     assert (default.buffer_steps, default.hwm, default.max_queue_size) == (10_000, 100_000, 100_000)
     assert EngineConfig().kv_events_config is None
 
@@ -461,7 +464,9 @@ def test_vllms_options_are_taken_as_dict_or_json():
     ({"endpoint": None}, "endpoint None"), ({"endpoint": "5557"}, "endpoint '5557'"), ({"endpoint": "tcp://*"}, "endpoint 'tcp://\\*'"),
     ({"endpoint": "tcp://*:70000"}, "tcp://\\*:70000"), ({"endpoint": "http://x:1"}, "http://x:1"),
     ({"replay_endpoint": ""}, "replay_endpoint ''"),
-    ({"replay_endpoint": "tcp://*:5557"}, "is the endpoint too"),
+    ({"replay_endpoint": "tcp://lo:5557"}, "is the endpoint too"),
+    ({"curve_secret_key_file": "a"}, "belong together"),
+    ({"curve_client_keys_dir": 3}, "curve_client_keys_dir 3 is no path"),
 ])
 def test_bad_options_are_named(given, named):
     with pytest.raises(ConfigError, match=named):

@@ -1,0 +1,35 @@
+"""EngineArgs: `LLM`'s options as an object and on a script's own command line, as vLLM's scripts use it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from typing import Any
+
+from shoal.cli_options import argument_of, flag_of
+from shoal.config import EngineConfig
+
+
+class EngineArgs(EngineConfig):
+    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. What of vLLM's
+    means nothing here is dropped with a warning, as by `LLM`. Raises ConfigError."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**self.known_options(options))
+
+    @staticmethod
+    def add_cli_args(parser: Any) -> Any:
+        """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default. Returns
+        what it was given."""
+        hints = typing.get_type_hints(EngineConfig)
+        for field in dataclasses.fields(EngineConfig):
+            argument = argument_of(field, hints[field.name]) | {"default": field.default}
+            parser.add_argument(flag_of(field.name), **argument)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, arguments: argparse.Namespace) -> EngineArgs:
+        """From parsed arguments; those that are no options are left alone."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})

@@ -1,0 +1,87 @@
+"""The option `check_weights`: whether a checkpoint's files are those that the hub gave, and its weights
+numbers that a model may have.
+
+Every byte is read, which takes about as long as loading a second time. Noise that looks like weights is
+noticed by checksums alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.weights import default_model
+from shoal.weights.loader import checkpoint_tensors
+from shoal.weights.quantized import QuantizedTensor
+from shoal.weights.source import CheckpointFiles
+
+logger = logging.getLogger(__name__)
+
+LARGEST = 65504.0    # float16's; the weights of published models end far below
+PIECE_BYTES = 1 << 24
+PIECE_WEIGHTS = 1 << 22
+BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+
+
+def verify_weights(files: CheckpointFiles) -> None:
+    """Raises CheckpointError that names the file, and the tensor where there is one."""
+    verified = sum(_verify(path)
+                   for path in ([files.file] if files.file is not None else sorted(files.folder.iterdir())))
+    count = 0
+    for name, tensor in checkpoint_tensors(files):
+        _check_numbers(name, tensor, files)
+        count += 1
+    logger.info("%s: %d tensors are finite, %d files have the checksums that they are known by", files.path,
+                count, verified)
+
+
+def _verify(path: Path) -> bool:
+    """Whether there is a checksum of this file; it is the right one. The hub's cache names what a snapshot
+    links to by its hash: sha256 of large files (LFS), git's of small ones."""
+    target = path.resolve()
+    expected = default_model.SHA256 if path.name == default_model.FILE else ""
+    if target.parent.name == "blobs" and BLOB.fullmatch(target.name):
+        expected = target.name
+    if not expected or not target.is_file():
+        return False
+    digest = hashlib.sha256()
+    if len(expected) == 40:
+        digest = hashlib.sha1(f"blob {target.stat().st_size}\0".encode(), usedforsecurity=False)
+    try:
+        with target.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    if digest.hexdigest() != expected:
+        raise CheckpointError(f"{path} has the {digest.name} {digest.hexdigest()} instead of {expected}, by "
+                              f"which it is known; remove {target} and fetch it again")
+    return True
+
+
+def _check_numbers(name: str, tensor: torch.Tensor | QuantizedTensor, files: CheckpointFiles) -> None:
+    for piece in _pieces(tensor):
+        low, high = (bound.item() for bound in torch.aminmax(piece))
+        if not -LARGEST <= low <= high <= LARGEST:    # NaN is neither
+            where = f"{files.path}: the tensor {name} of shape {list(tensor.shape)}"
+            bad = piece.flatten()[~(piece.flatten().abs() <= LARGEST)]
+            raise CheckpointError(f"{where} holds {bad[0].item()!r} among its weights ({len(bad)} of "
+                                  f"{piece.numel()} looked at are no numbers from -{LARGEST:g} to "
+                                  f"{LARGEST:g}); the file is damaged, fetch it again")
+
+
+def _pieces(tensor: torch.Tensor | QuantizedTensor) -> Iterator[torch.Tensor]:
+    """All of it, so much at a time as memory is taken for."""
+    if isinstance(tensor, torch.Tensor):
+        yield from tensor.reshape(-1).split(PIECE_WEIGHTS)
+        return
+    rows, columns = tensor.shape
+    step = max(1, PIECE_WEIGHTS // columns)
+    for start in range(0, rows, step):
+        yield tensor.rows(start, min(rows, start + step)).dequantize()
