@@ -14,6 +14,7 @@ import termios
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.config import ServerConfig
@@ -22,6 +23,7 @@ from shoal.server.request_log import RefusalLog
 
 MAX_HEADER_BYTES = 64 << 10    # of a head with its URL; trailers and the extensions of chunks get as much again
 CHUNK_BYTES = 24               # the framing of one chunk: its size in hex digits and two line ends, at the most
+SLICE_BYTES = 16 << 10         # are parsed at once: hundreds of small requests, which wait for their turn as objects
 HANGUP_POLL_S = 0.5            # between looks at a client whose requests wait for their turn
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
@@ -48,6 +50,18 @@ class Connections:
         return True
 
 
+class _Flow(FlowControl):
+    """uvicorn resumes reading whenever an application waits for its client; requests that wait for their turn would grow without end."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if not self._connection.has_ahead:
+            super().resume_reading()
+
+
 class _TooLarge(Exception):
     """A callback of the parser raises this to stop it in the middle of what it was given."""
 
@@ -62,6 +76,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ServerConfig, all_connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._all = limits, all_connections
+        self._kept = b""                # what came behind a request that waits for its turn: parsed when nothing waits
         self._in_head = True
         self._between_messages = True
         self._is_told_again = False     # what the parser reads is no news
@@ -78,6 +93,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:    # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self)
         self._all.num_open += 1
         if not self._all.make_room():
             self._refuse(ApiError(503, f"the server has {self._all.most} connections, the most it takes (--max-connections), and all of "
@@ -91,6 +107,7 @@ class Connection(HttpToolsProtocol):
         self._all.idle.pop(self, None)
         self._stop_timers()
         self.pipeline.clear()
+        self._kept = b""
         running = self._running
         if running is not None and not running.response_complete:    # uvicorn tells the newest cycle alone
             running.disconnected = True
@@ -99,10 +116,28 @@ class Connection(HttpToolsProtocol):
 
     # What the client sends
 
+    @property
+    def has_ahead(self) -> bool:
+        """Whether the client sent more than the request that is being answered."""
+        return bool(self.pipeline or self._kept)
+
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        was_kept = bool(self._kept)
+        rest = memoryview(self._kept + data)
+        self._kept = b""
+        while rest and not self.pipeline and not self.transport.is_closing():
+            piece, rest = rest[:SLICE_BYTES], rest[SLICE_BYTES:]
+            self._take_in(piece)
+        if rest and not self.transport.is_closing():
+            self._kept = bytes(rest)
+            self.flow.pause_reading()
+        elif was_kept:
+            self.flow.resume_reading()
+
+    def _take_in(self, data: memoryview) -> None:
         self._known_bytes, self._began_message = 0, False
-        rest = memoryview(data)
+        rest = data
         while rest:
             try:
                 rest = self._parse(rest)
@@ -215,7 +250,7 @@ class Connection(HttpToolsProtocol):
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._between_messages and not self.pipeline and self.cycle.response_complete:
+        if self._between_messages and not self.has_ahead and self.cycle.response_complete:
             self._all.idle[self] = None
 
     # The answer
@@ -225,6 +260,10 @@ class Connection(HttpToolsProtocol):
             self._running = self.pipeline[-1][0]    # the one that uvicorn begins now
         self._note_idle()
         super().on_response_complete()
+        if self._kept and not self.pipeline:
+            self.loop.call_soon(self.data_received, b"")    # not now: we are called by the one whose answer is complete
+        else:
+            self.flow.resume_reading()
 
     def _look_for_hangup(self) -> None:
         """A client that left is seen by its socket's state, as what it sent before it left lies unread."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import re
 import resource
 import socket
 import ssl
@@ -47,7 +48,7 @@ def idle(server):
 def send_until_cut(connection, piece, limit):
     """Sends `piece` again and again until the server has had enough; returns how many bytes it took."""
     sent = 0
-    connection.settimeout(5)
+    connection.settimeout(3)
     try:
         while sent < limit:
             sent += connection.send(piece)
@@ -73,6 +74,38 @@ def test_requests_that_come_ahead_of_their_turn_are_answered_in_order(server):
     threading.Thread(target=connection.sendall, args=(GET * (count - 1) + GET.replace(b"Host: x", b"Connection: close"),)).start()
     answers = read_until(connection)
     assert answers.count(b"HTTP/1.1 200 OK") == count and b"HTTP/1.1 4" not in answers
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_requests_that_come_ahead_of_their_turn_take_no_memory_without_end(reads, server):
+    small = b"GET /ping HTTP/1.1\r\n\r\n"
+    with server.raw(b"") as connection:
+        if reads:
+            threading.Thread(target=read_until, args=(connection,), daemon=True).start()
+        before = psutil.Process().memory_info().rss
+        send_until_cut(connection, small * 20_000, 20 << 20)
+        assert psutil.Process().memory_info().rss - before < 32 << 20
+        connection.shutdown(socket.SHUT_RDWR)
+    assert server.json("/version")[0] == 200
+
+
+def test_what_comes_in_parts_behind_requests_that_wait_is_answered_too(server):
+    big = post(COMPLETE, {"prompt": [1] * 60_000, "max_tokens": 1})
+    good = post(COMPLETE, {"prompt": "a", "max_tokens": 1})
+    data = GET * 2000 + good + big + GET * 1500 + good + GET.replace(b"Host: x", b"Connection: close")
+    rng = random.Random(1)
+    connection = server.raw(b"")
+
+    def send():
+        at = 0
+        while at < len(data):
+            count = rng.choice((1, 100, 5000, 200_000))
+            connection.sendall(data[at:at + count])
+            at += count
+
+    threading.Thread(target=send, daemon=True).start()
+    found = re.findall(rb"HTTP/1\.1 (\d{3}) ", read_until(connection))
+    assert found == [b"200"] * 2001 + [b"400"] + [b"200"] * 1502
 
 
 def test_thousands_of_offers_of_another_protocol_are_declined(server):
