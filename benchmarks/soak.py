@@ -3,9 +3,10 @@
     python benchmarks/soak.py --minutes 30 --json soak.json
 
 Starts `shoal serve` with the default model and a short queue, and keeps more clients at it than it takes: streams, whole answers, chats,
-constrained texts, prompts that share a beginning and prompts that don't, clients that leave, and requests that are wrong. A line each half
-minute; at its end it waits until all is quiet and says what is left. Exits with 1 where something is: requests, descriptors, threads, KV
-blocks, or memory that grew by more than a tenth and 64 MB over the second half. Needs psutil.
+constrained texts, prompts that share a beginning and prompts that don't, clients that leave, and requests that
+are wrong. A line each half minute; at its end it waits until all is quiet and says what is left. Exits with 1
+where something is: requests, descriptors, threads, KV blocks, or memory that grew by more than a tenth and 64 MB
+over the second half. Needs psutil.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def main() -> int:
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        server = Serve(Path(folder), "smollm2", "--max-queued-requests", "64")
+        server = Serve(Path(folder), "smollm2", "--max-queued-requests", "64", "--request-timeout", "60")
         try:
             server.ready()
             server.ask("/v1/completions", {"prompt": "a", "max_tokens": 8})
