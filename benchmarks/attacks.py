@@ -66,7 +66,8 @@ def post(path: str, body: object) -> bytes:
 
 
 def completion(**more: Any) -> bytes:
-    return post("/v1/completions", {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True, **more})
+    return post("/v1/completions", {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True,
+                                    **more})
 
 
 def connect(port: int) -> socket.socket:
@@ -161,7 +162,8 @@ def extensions(port: int, begin: Callable[[], None]) -> collections.Counter[str]
     return flood(port, begin, CHUNKED, b"1;" + b"x" * 1000 + b"\r\n \r\n")
 
 
-def flood(port: int, begin: Callable[[], None], head: bytes, piece: bytes, most: int = 400 << 20) -> collections.Counter[str]:
+def flood(port: int, begin: Callable[[], None], head: bytes, piece: bytes,
+          most: int = 400 << 20) -> collections.Counter[str]:
     """Sends `piece` again and again on one connection after the other."""
     begin()
     found: collections.Counter[str] = collections.Counter()
@@ -181,7 +183,8 @@ def flood(port: int, begin: Callable[[], None], head: bytes, piece: bytes, most:
 
 @attack("a grammar whose masks are slow, n = 8")
 def grammar(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
-    return repeated(port, begin, completion(n=8, max_tokens=300, stream=False, structured_outputs={"grammar": GRAMMAR}), 1)
+    return repeated(port, begin, completion(n=8, max_tokens=300, stream=False,
+                                            structured_outputs={"grammar": GRAMMAR}), 1)
 
 
 @attack("3 bodies of 11,000,000 []")
@@ -321,7 +324,8 @@ def one_each(port: int, begin: Callable[[], None], requests: list[bytes]) -> col
     return together(begin, [one] * len(requests), at_once=20)
 
 
-def together(begin: Callable[[], None], clients: list[Callable[[], Any]], at_once: int = 2000) -> collections.Counter[str]:
+def together(begin: Callable[[], None], clients: list[Callable[[], Any]],
+             at_once: int = 2000) -> collections.Counter[str]:
     """The counted results of so many coroutines, `at_once` of them side by side. Stops in time."""
     async def main() -> collections.Counter[str]:
         found: collections.Counter[str] = collections.Counter()
@@ -351,7 +355,8 @@ class Stream:
 
     def __init__(self, port: int, tokens: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        self._body = json.dumps({"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0})
+        self._body = json.dumps({"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True,
+                                 "stream": True, "temperature": 0})
 
     def gaps(self) -> list[float]:
         """Seconds between the tokens of one answer."""
@@ -448,7 +453,8 @@ def measure(server: Serve, name: str, tokens: int) -> dict[str, Any]:
         statuses = results.get(timeout=120)
         seconds = time.monotonic() - start
         attacker.join(10)
-    row = {"attack": name, "what": ATTACKS[name][0], "statuses": statuses, "seconds": round(seconds, 1), "failure": failure,
+    row = {"attack": name, "what": ATTACKS[name][0], "statuses": statuses, "seconds": round(seconds, 1),
+           "failure": failure,
            "quiet_median_ms": 1e3 * statistics.median(quiet), "quiet_worst_ms": 1e3 * max(quiet),
            "beside_median_ms": 1e3 * statistics.median(beside) if beside else None, "beside_worst_ms": 1e3 * max(beside) if beside else None,
            "added_ms": 1e3 * (max(beside) - max(quiet)) if beside else None, "gaps": len(beside),
@@ -472,7 +478,8 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"some of them: {','.join(ATTACKS)}")
     parser.add_argument("--tokens", type=int, default=150, help="of each honest answer (default: 150)")
     parser.add_argument("--json", help="write the figures to this file")
@@ -491,7 +498,8 @@ def main() -> None:
         finally:
             server.stop()
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"tokens": arguments.tokens, "cores": os.cpu_count(), "rows": rows}, indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps({"tokens": arguments.tokens, "cores": os.cpu_count(),
+                                                    "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -45,12 +45,15 @@ def request_of(rng: random.Random) -> tuple[bytes, float | None]:
         path = rng.choice(PATHS)
         return http_post(path, spoilt_json(rng, BODIES[path])), 5.0
     length = rng.choice((5, 50, 300, 1500))
-    text = " ".join(rng.choices(WORDS, k=length)) if rng.random() < 0.5 else "Once upon a time " * (length // 4)
-    common: dict[str, Any] = {"max_tokens": rng.choice((1, 8, 40, 120)), "stream": rng.random() < 0.6, "temperature": rng.random()}
+    text = " ".join(rng.choices(WORDS,
+                                k=length)) if rng.random() < 0.5 else "Once upon a time " * (length // 4)
+    common: dict[str, Any] = {"max_tokens": rng.choice((1, 8, 40, 120)), "stream": rng.random() < 0.6,
+                              "temperature": rng.random()}
     if rng.random() < 0.1:
         common["structured_outputs"] = {"regex": "[a-z]{5,20}"}
     if rng.random() < 0.1:
-        common |= {"logprobs": 3, "frequency_penalty": 0.5} if kind < 0.6 else {"logprobs": True, "top_logprobs": 3}
+        common |= {"logprobs": 3, "frequency_penalty": 0.5} if kind < 0.6 else {"logprobs": True,
+                                                                                "top_logprobs": 3}
     if rng.random() < 0.05:
         common["n"] = 4
     if kind < 0.6:
@@ -93,13 +96,15 @@ async def client(port: int, seed: int, end: float, statuses: collections.Counter
 
 def sample(server: Serve) -> dict[str, float]:
     front, engines = psutil.Process(server.process.pid), server.cores()
-    return {"front_mb": front.memory_info().rss / 2**20, "engine_mb": sum(p.memory_info().rss for p in engines) / 2**20,
+    return {"front_mb": front.memory_info().rss / 2**20,
+            "engine_mb": sum(p.memory_info().rss for p in engines) / 2**20,
             "fds": front.num_fds() + sum(p.num_fds() for p in engines),
             "threads": front.num_threads() + sum(p.num_threads() for p in engines), "processes": len(engines),
             "log_mb": server.log.stat().st_size / 2**20}
 
 
-async def watch(server: Serve, end: float, statuses: collections.Counter[str], samples: list[dict[str, float]]) -> None:
+async def watch(server: Serve, end: float, statuses: collections.Counter[str],
+                samples: list[dict[str, float]]) -> None:
     start, told = time.monotonic(), 0.0
     while (now := time.monotonic()) < end:
         samples.append({"s": now - start, **sample(server)})
@@ -110,10 +115,12 @@ async def watch(server: Serve, end: float, statuses: collections.Counter[str], s
         await asyncio.sleep(SAMPLE_S)
 
 
-async def soak(server: Serve, minutes: float, clients: int) -> tuple[collections.Counter[str], list[dict[str, float]]]:
+async def soak(server: Serve, minutes: float, clients: int) -> tuple[collections.Counter[str],
+                                                                     list[dict[str, float]]]:
     end, statuses = time.monotonic() + 60 * minutes, collections.Counter[str]()
     samples: list[dict[str, float]] = []
-    await asyncio.gather(watch(server, end, statuses, samples), *(client(server.port, i, end, statuses) for i in range(clients)))
+    await asyncio.gather(watch(server, end, statuses, samples),
+                         *(client(server.port, i, end, statuses) for i in range(clients)))
     return statuses, samples
 
 
@@ -141,9 +148,11 @@ def what_is_left(server: Serve, before: dict[str, float], samples: list[dict[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--clients", type=int, default=200, help="at once; 64 run and 64 wait, the rest is refused (default: 200)")
+    parser.add_argument("--clients", type=int, default=200,
+                        help="at once; 64 run and 64 wait, the rest is refused (default: 200)")
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -157,11 +166,13 @@ def main() -> int:
             left = what_is_left(server, before, samples)
         finally:
             server.stop()
-    wrong = [f"{count} answers of {status}" for status, count in statuses.items() if status[0] == "5" and status not in ("503", "504")]
+    wrong = [f"{count} answers of {status}" for status,
+             count in statuses.items() if status[0] == "5" and status not in ("503", "504")]
     wrong += [f"{statuses['TIMED OUT']} timed out"] if statuses["TIMED OUT"] else []
     print("\n".join([*left, *wrong]) or "nothing is left behind")
     if arguments.json:
-        result = {"minutes": arguments.minutes, "clients": arguments.clients, "statuses": statuses, "before": before, "left": left + wrong,
+        result = {"minutes": arguments.minutes, "clients": arguments.clients, "statuses": statuses,
+                  "before": before, "left": left + wrong,
                   "samples": samples[::10]}
         Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
     return 1 if left or wrong else 0

@@ -145,7 +145,8 @@ class Connection(HttpToolsProtocol):
                 if isinstance(error.__context__, _TooLarge):
                     self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
                 elif isinstance(error.__context__, _BadTarget):
-                    self._refuse(ApiError(400, "the request's target is neither a path nor a URL with a path"))
+                    self._refuse(ApiError(400,
+                                          "the request's target is neither a path nor a URL with a path"))
                 else:
                     raise
             except httptools.HttpParserError:
@@ -261,7 +262,8 @@ class Connection(HttpToolsProtocol):
         self._note_idle()
         super().on_response_complete()
         if self._kept and not self.pipeline:
-            self.loop.call_soon(self.data_received, b"")    # not now: we are called by the one whose answer is complete
+            self.loop.call_soon(self.data_received,
+                                b"")    # not now: we are called by the one whose answer is complete
         else:
             self.flow.resume_reading()
 

@@ -125,7 +125,8 @@ class WeightsGroup:
         check_group(address, port, rank, world_size, backend, device)
         limit = timedelta(seconds=timeout_s)
         self.device, self.world_size = device, world_size
-        store: dist.Store = _within(timeout_s, lambda: dist.TCPStore(address, port, world_size, rank == 0, limit))
+        store: dist.Store = _within(timeout_s, lambda: dist.TCPStore(address, port, world_size, rank == 0,
+                                                                     limit))
         for prefix in (group_name, f"{group_name}/", f"{'cuda' if backend == 'nccl' else 'cpu'}/"):
             store = dist.PrefixStore(prefix, store)
         self._group: Any

@@ -226,7 +226,8 @@ def test_a_unix_socket_serves_its_owner_alone_and_is_removed_at_the_end(tmp_path
     with FakeServer(uds=str(path)) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert b" 200 OK" in over_file(path, last)
-        assert b'"usage"' in over_file(path, post(COMPLETE, {**LONG, "max_tokens": 2}, more_headers="Connection: close\r\n"))
+        assert b'"usage"' in over_file(path, post(COMPLETE, {**LONG, "max_tokens": 2},
+                                                  more_headers="Connection: close\r\n"))
         with pytest.raises(ConfigError, match="another server listens there"):
             open_ports(ServerConfig(uds=str(path)))
         connection = socket.socket(socket.AF_UNIX)
@@ -254,7 +255,8 @@ def test_the_socket_of_a_killed_server_is_replaced_and_no_other_file(tmp_path):
             open_ports(ServerConfig(uds=bad))
 
 
-@pytest.mark.parametrize("target", [b"version", b"http://other.example", b"http://other.example:443", b"?a=b", b"http://[::1/version"])
+@pytest.mark.parametrize("target", [b"version", b"http://other.example", b"http://other.example:443", b"?a=b",
+                                    b"http://[::1/version"])
 def test_a_target_without_a_path_is_a_mistake_of_the_client(target, server, caplog):
     assert b" 400 " in read_until(server.raw(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % target))
     assert "Traceback" not in caplog.text and not server.app.exchanges
@@ -292,7 +294,8 @@ def test_what_is_written_is_sent_at_once(server, monkeypatch):
 def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     key, path = str(folder / "key.pem"), str(folder / "certificate.pem")
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+                    "-nodes", "-days", "2",
                     "-subj", "/CN=localhost", "-keyout", key, "-out", path], check=True, capture_output=True)
     return {"ssl_keyfile": key, "ssl_certfile": path}
 
@@ -310,7 +313,8 @@ def client_hello():
 def secure_version(server):
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw, context.wrap_socket(raw) as connection:
+    with socket.create_connection(("127.0.0.1", server.port),
+                                  timeout=60) as raw, context.wrap_socket(raw) as connection:
         connection.sendall(GET.replace(b"Host: x", b"Connection: close"))
         return read_until(connection)
 
@@ -318,7 +322,8 @@ def secure_version(server):
 def test_handshakes_that_are_none_or_break_off_leave_nothing_behind(certificate, caplog):
     hello = client_hello()
     rng = random.Random(7)
-    firsts = [GET, b"\x00" * 500, rng.randbytes(2000), b"\x16\x03\x01\xff\xff" + b"a" * 100, hello[:20], hello[:-1], hello,
+    firsts = [GET, b"\x00" * 500, rng.randbytes(2000), b"\x16\x03\x01\xff\xff" + b"a" * 100, hello[:20],
+              hello[:-1], hello,
               hello[:50] + rng.randbytes(len(hello) - 50), b"\x16\x03\x01\x00\x00", b"\x80\x2e\x01\x03\x01", b""]
     with FakeServer(**certificate) as server:
         assert b" 200 OK" in secure_version(server)

@@ -42,7 +42,8 @@ def server(caplog):
     engine = FakeEngine(300, reply=ids_of("word "))
     # read_timeout: enough where others use the processor too, and little, as unfinished requests wait so long.
     model = {"tool_call_parser": "hermes", "max_model_len": 4096}
-    with FakeServer(engine, model=model, read_timeout=1.0, write_timeout=5.0, max_queued_requests=1000) as server:
+    with FakeServer(engine, model=model, read_timeout=1.0, write_timeout=5.0,
+                    max_queued_requests=1000) as server:
         assert server.json("/version")[0] == 200
         open_before = psutil.Process().num_fds()
         yield server

@@ -220,14 +220,16 @@ def test_no_room_for_a_block_is_said(build):
 
 
 @pytest.mark.parametrize("value", [10**10, 10**15, 2**63])
-@pytest.mark.parametrize("option", ["max_num_seqs", "num_gpu_blocks_override", "kv_cache_memory_bytes", "kv_host_bytes", "max_model_len",
+@pytest.mark.parametrize("option", ["max_num_seqs", "num_gpu_blocks_override", "kv_cache_memory_bytes",
+                                    "kv_host_bytes", "max_model_len",
                                     "block_size", "tensor_parallel_size", "max_num_batched_tokens"])
 def test_a_number_that_no_machine_has_memory_for_is_refused_with_a_limit(option, value, build, monkeypatch):
     monkeypatch.setattr(resolve, "available_bytes", lambda: 1 << 30)
     if option == "max_num_batched_tokens" and value < 2**63:    # as many as the sequences can have are no more than that
         assert build("qwen3", **{option: value}).generate([[1]], greedy())
         return
-    with pytest.raises(ConfigError, match=rf"^{option} {value} .*(lower it|16 is the default|choose)") as error:
+    with pytest.raises(ConfigError,
+                       match=rf"^{option} {value} .*(lower it|16 is the default|choose)") as error:
         build("qwen3", **{option: value})
     assert "\n" not in str(error.value)
 

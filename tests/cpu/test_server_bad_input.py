@@ -200,7 +200,8 @@ def test_errors_come_before_a_stream_begins_or_within_it():
 
 def test_a_grammar_that_cannot_be_followed_is_the_clients_mistake():
     async def generate(request):
-        yield Output(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason="grammar", error="the grammar cannot go on")
+        yield Output(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason="grammar",
+                     error="the grammar cannot go on")
 
     with FakeServer() as server:
         server.engine.generate = generate    # type: ignore[method-assign]

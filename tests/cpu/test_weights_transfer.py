@@ -20,7 +20,8 @@ PROMPT = [1, 2, 3]
 
 
 def generate(llm):
-    return list(llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids)
+    return list(llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8,
+                                                      ignore_eos=True))[0].outputs[0].token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,8 @@ def test_a_wrong_handle_is_refused_and_the_engine_lives(change, llm, folder, han
     assert generate(llm) == tiny.greedy(folder, PROMPT, 8)
 
 
-@pytest.mark.parametrize("given", [[], [{}], [None], [[]], ["x"], "handles", [{"name": NAME}], {"a": 1}, {1: torch.ones(1)}], ids=str)
+@pytest.mark.parametrize("given", [[], [{}], [None], [[]], ["x"], "handles", [{"name": NAME}], {"a": 1},
+                                   {1: torch.ones(1)}], ids=str)
 def test_what_is_no_list_of_handles_changes_nothing(given, llm, folder):
     try:
         llm.update_weights_from_tensors(given)
@@ -113,7 +115,8 @@ def test_weights_that_are_no_numbers_end_no_engine(llm, folder):
     assert generate(llm) == tiny.greedy(folder, PROMPT, 8)
 
 
-@pytest.mark.parametrize("says", [None, b"", b"\xff" * 64, b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["nothing", "goodbye", "ones", "http"])
+@pytest.mark.parametrize("says", [None, b"", b"\xff" * 64, b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+                         ids=["nothing", "goodbye", "ones", "http"])
 def test_a_trainer_that_is_none_is_given_up_in_time(says, llm, folder, monkeypatch):
     monkeypatch.setattr(transfer, "MEET_GRACE_S", 0.5)
     monkeypatch.setattr(transfer.WeightsGroup.__init__, "__defaults__", (1.0,))

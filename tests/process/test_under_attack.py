@@ -75,7 +75,8 @@ def gone(processes):
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["the first rank", "the second rank"])
-def test_a_rank_that_is_killed_under_load_ends_its_requests_and_all_ranks_come_back(which, serve, checkpoints):
+def test_a_rank_that_is_killed_under_load_ends_its_requests_and_all_ranks_come_back(which, serve,
+                                                                                    checkpoints):
     server = serve(checkpoints["qwen3"], "--tensor-parallel-size", "2", "--restart", *TINY)
     expected = complete(server)[1]["choices"][0]["text"]
     loaded = load(server, 8)
@@ -115,7 +116,8 @@ def test_an_engine_that_is_killed_in_its_sleep_is_noticed(restart, serve, checkp
 def test_of_models_that_take_turns_one_may_be_killed(victim, serve, checkpoints):
     models = ("--model", f"a={checkpoints['qwen3']}", "--model", f"b={checkpoints['llama']}")
     server = serve(*models, "--swap", "--swap-patience", "0.2", *TINY)
-    expected = {name: complete(server, model=name)[1]["choices"][0]["text"] for name in "ba"}    # a is awake now
+    expected = {name: complete(server,
+                               model=name)[1]["choices"][0]["text"] for name in "ba"}    # a is awake now
     pids = {name: pid_of(server, name) for name in "ab"}
     loaded = load(server, 4, model="a")
     psutil.Process(pids["a" if victim == "awake" else "b"]).kill()
@@ -139,7 +141,8 @@ def test_of_models_that_take_turns_one_may_be_killed(victim, serve, checkpoints)
 
 def pid_of(server, name):
     """The engine's process: the one whose memory changes owner is the awake one, so it is told by what the log says of each start."""
-    cores = sorted((p for p in server.cores() if p.ppid() == server.process.pid), key=lambda p: p.create_time())
+    cores = sorted((p for p in server.cores() if p.ppid() == server.process.pid),
+                   key=lambda p: p.create_time())
     assert len(cores) == 2
     return cores["ab".index(name)].pid
 
@@ -186,7 +189,8 @@ def test_a_server_on_a_unix_socket_is_a_whole_one(tmp_path, serve, checkpoints):
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (("--max-num-seqs", "100000000"), "max_num_seqs 100000000"), (("--num-gpu-blocks-override", "100000000000"), "num_gpu_blocks_override"),
-    (("--kv-cache-memory-bytes", str(10**15)), "kv_cache_memory_bytes"), (("--kv-host-bytes", str(10**15)), "kv_host_bytes"),
+    (("--kv-cache-memory-bytes", str(10**15)), "kv_cache_memory_bytes"), (("--kv-host-bytes", str(10**15)),
+                                                                          "kv_host_bytes"),
     (("--max-model-len", str(10**12)), "max_model_len"), (("--block-size", str(2**40)), "block_size"),
     (("--max-num-seqs", str(10**30)), "max_num_seqs")], ids=str)
 def test_a_number_beyond_the_machine_is_told_in_one_line(arguments, words, tmp_path, checkpoints):
