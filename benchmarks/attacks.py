@@ -1,11 +1,12 @@
-"""Attacks of one client beside an honest stream: the stream's worst gap between tokens without and beside each.
+"""Attacks of one client beside an honest stream: its worst gap between tokens without and beside each.
 
     python benchmarks/attacks.py                                # all of them, about ten minutes
     python benchmarks/attacks.py --only ghosts,grammar --json attacks.json
 
-Starts `shoal serve` with the default model and talks to 127.0.0.1 alone. Every attack is bounded in number and time, and runs in a process of
-its own at a low priority, as a real one would not sit on the server's cores. The stream is measured alone just before each attack, so that a
-machine that others use slows both figures: believe their difference, and the ratio. Needs psutil.
+Starts `shoal serve` with the default model and talks to 127.0.0.1 alone. Every attack is bounded in number and
+time, and runs in a process of its own at a low priority, as a real one would not sit on the server's cores. The
+stream is measured alone just before each attack: where others use the machine, both figures are slow. Believe
+their difference, and the ratio. The first two rows are no attacks: they tell what proper clients add. Needs psutil.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from tests.serving import Serve, until
 
 MODEL = "smollm2"
 SECONDS = 20.0           # an attack's most
+QUIET_SECONDS = 6.0      # that the stream is measured alone, at least
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 RESET = struct.pack("ii", 1, 0)    # SO_LINGER: the end is a reset
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -52,8 +54,8 @@ ATTACKS: dict[str, tuple[str, Attack]] = {}
 
 
 def attack(what: str) -> Callable[[Attack], Attack]:
-    """Adds the function to the table. It gets the port and a function to call when all is prepared and the attack begins, and returns how
-    many answers of each status there were."""
+    """Adds the function to the table. It gets the port, and a function to call when all is prepared and the attack
+    begins; it returns how many answers of each status there were."""
     def add(function: Attack) -> Attack:
         ATTACKS[function.__name__] = (what, function)
         return function
@@ -434,7 +436,9 @@ def few_descriptors(server: Serve, name: str) -> Iterator[None]:
 def measure(server: Serve, name: str, tokens: int) -> dict[str, Any]:
     stream = Stream(server.port, tokens)
     stream.gaps()
-    quiet = stream.gaps() + stream.gaps()
+    quiet, end = list[float](), time.monotonic() + QUIET_SECONDS
+    while time.monotonic() < end:
+        quiet += stream.gaps()
     context = multiprocessing.get_context("spawn")
     began, results = context.Event(), context.Queue()
     attacker = context.Process(target=in_own_process, args=(name, server.port, began, results), daemon=True)
@@ -453,28 +457,37 @@ def measure(server: Serve, name: str, tokens: int) -> dict[str, Any]:
         statuses = results.get(timeout=120)
         seconds = time.monotonic() - start
         attacker.join(10)
-    row = {"attack": name, "what": ATTACKS[name][0], "statuses": statuses, "seconds": round(seconds, 1),
-           "failure": failure,
-           "quiet_median_ms": 1e3 * statistics.median(quiet), "quiet_worst_ms": 1e3 * max(quiet),
-           "beside_median_ms": 1e3 * statistics.median(beside) if beside else None, "beside_worst_ms": 1e3 * max(beside) if beside else None,
-           "added_ms": 1e3 * (max(beside) - max(quiet)) if beside else None, "gaps": len(beside),
-           "front_before_mb": memory.before[0] >> 20, "front_peak_mb": memory.peak[0] >> 20,
-           "engine_before_mb": memory.before[1] >> 20, "engine_peak_mb": memory.peak[1] >> 20,
-           "log_bytes": server.log.stat().st_size - log_before, "answers_after": False}
+    row: dict[str, Any] = {
+        "attack": name, "what": ATTACKS[name][0], "statuses": statuses, "seconds": round(seconds, 1),
+        "failure": failure, "quiet_ms": figures(quiet), "beside_ms": figures(beside),
+        "front_before_mb": memory.before[0] >> 20, "front_peak_mb": memory.peak[0] >> 20,
+        "engine_before_mb": memory.before[1] >> 20, "engine_peak_mb": memory.peak[1] >> 20,
+        "log_bytes": server.log.stat().st_size - log_before, "answers_after": False}
     try:
-        until(lambda: server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") == 0)
+        until(lambda: sum(map(server.metric, ("vllm:num_requests_running", "vllm:num_requests_waiting"))) == 0)
         row["answers_after"] = server.ask("/health")[0] == 200 and bool(Stream(server.port, 5).gaps())
     except (AssertionError, OSError, RuntimeError):
         pass
     return row
 
 
+def figures(gaps: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    if len(gaps) < 2:
+        return {}
+    return {"median": 1e3 * statistics.median(gaps), "p99": 1e3 * statistics.quantiles(gaps, n=100)[98],
+            "worst": 1e3 * max(gaps), "count": len(gaps)}
+
+
 def print_row(row: dict[str, Any]) -> None:
     statuses = ", ".join(f"{count} {status}" for status, count in row["statuses"].items())
-    worst = "-" if row["beside_worst_ms"] is None else f"{row['beside_worst_ms']:.0f}"
-    added = "-" if row["added_ms"] is None else f"{row['added_ms']:+.0f}"
-    print(f"| {row['what']} | {statuses} | {row['quiet_worst_ms']:.0f} | {worst} | {added} | {row['front_peak_mb']} | "
-          f"{row['engine_peak_mb']} | {'yes' if row['answers_after'] else 'NO'}{' ' + row['failure'] if row['failure'] else ''} |", flush=True)
+    quiet, beside = ([f"{found[name]:.0f}" if found else "-" for name in ("median", "worst")]
+                     for found in (row["quiet_ms"], row["beside_ms"]))
+    added = f"{row['beside_ms']['worst'] - row['quiet_ms']['worst']:+.0f}" if row["beside_ms"] else "-"
+    well = " ".join(["yes" if row["answers_after"] else "NO", row["failure"] or ""]).strip()
+    cells = [row["what"], statuses, ", ".join(quiet), ", ".join(beside), added, row["front_peak_mb"],
+             row["engine_peak_mb"], well]
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def main() -> None:
@@ -486,8 +499,8 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(ATTACKS)
     rows = []
-    print("| attack | answers | worst gap alone, ms | beside it, ms | added, ms | front's peak, MB | engine's peak, MB | well after |\n"
-          "|---|---|---|---|---|---|---|---|", flush=True)
+    print("| attack | answers | gap alone, ms: median, worst | beside it | added to the worst | front's peak, MB "
+          "| engine's peak, MB | well after |\n|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         server = Serve(Path(folder), MODEL)
         try:

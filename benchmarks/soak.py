@@ -32,7 +32,7 @@ from tests.serving import Serve, until
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 LINE_S, SAMPLE_S = 30.0, 1.0
-WORDS = "the sea is wide and deep its tides come and go day after day under a turning moon".split()
+WORDS = ("the", "sea", "is", "wide", "and", "deep", "its", "tides", "come", "go", "day", "after", "under", "moon")
 PATHS = [path for path in BODIES if path not in ADMIN_PATHS]
 
 
@@ -110,8 +110,9 @@ async def watch(server: Serve, end: float, statuses: collections.Counter[str],
         samples.append({"s": now - start, **sample(server)})
         if now - told >= LINE_S:
             told, last = now, samples[-1]
-            print(f"| {last['s'] / 60:.1f} | {last['front_mb']:.0f} | {last['engine_mb']:.0f} | {last['fds']:.0f} | {last['threads']:.0f} | "
-                  f"{last['log_mb']:.1f} | {', '.join(f'{count} {status}' for status, count in sorted(statuses.items()))} |", flush=True)
+            cells = [f"{last['s'] / 60:.1f}", *(f"{last[name]:.0f}" for name in ("front_mb", "engine_mb", "fds", "threads", "log_mb")),
+                     ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))]
+            print(f"| {' | '.join(cells)} |", flush=True)
         await asyncio.sleep(SAMPLE_S)
 
 
@@ -161,7 +162,8 @@ def main() -> int:
             server.ready()
             server.ask("/v1/completions", {"prompt": "a", "max_tokens": 8})
             before = sample(server)
-            print("| minute | front, MB | engine, MB | descriptors | threads | log, MB | answers |\n|---|---|---|---|---|---|---|", flush=True)
+            print("| minute | front, MB | engine, MB | descriptors | threads | log, MB | answers |", flush=True)
+            print("|---|---|---|---|---|---|---|", flush=True)
             statuses, samples = asyncio.run(soak(server, arguments.minutes, arguments.clients))
             left = what_is_left(server, before, samples)
         finally:

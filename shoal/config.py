@@ -303,8 +303,7 @@ class ServerConfig:
         "127.0.0.1", "0.0.0.0 serves every network this machine is on", common=True,
         section="addresses and names")
     port: int = option(8000, "0: any that is free", common=True)
-    uds: str | None = option(None,
-                             "serve on a Unix socket at this path, of mode 0600, in place of host and port")
+    uds: str | None = option(None, "serve on a Unix socket at this path (mode 0600) in place of host and port")
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
     admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
     profile_dir: str = option("shoal-traces", "the folder below which /start_profile writes traces")

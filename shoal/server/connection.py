@@ -23,7 +23,7 @@ from shoal.server.request_log import RefusalLog
 
 MAX_HEADER_BYTES = 64 << 10    # of a head with its URL; trailers and the extensions of chunks get as much again
 CHUNK_BYTES = 24               # the framing of one chunk: its size in hex digits and two line ends, at the most
-SLICE_BYTES = 16 << 10         # are parsed at once: hundreds of small requests, which wait for their turn as objects
+SLICE_BYTES = 16 << 10         # parsed at once: hundreds of small requests, which wait for their turn as objects
 HANGUP_POLL_S = 0.5            # between looks at a client whose requests wait for their turn
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
@@ -51,7 +51,8 @@ class Connections:
 
 
 class _Flow(FlowControl):
-    """uvicorn resumes reading whenever an application waits for its client; requests that wait for their turn would grow without end."""
+    """uvicorn resumes reading whenever an application waits for its client. What comes ahead of its turn would
+    grow without end."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__(transport)
@@ -76,7 +77,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ServerConfig, all_connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._all = limits, all_connections
-        self._kept = b""                # what came behind a request that waits for its turn: parsed when nothing waits
+        self._kept = b""                # came behind a request that waits for its turn; parsed when none waits
         self._in_head = True
         self._between_messages = True
         self._is_told_again = False     # what the parser reads is no news
@@ -145,8 +146,7 @@ class Connection(HttpToolsProtocol):
                 if isinstance(error.__context__, _TooLarge):
                     self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
                 elif isinstance(error.__context__, _BadTarget):
-                    self._refuse(ApiError(400,
-                                          "the request's target is neither a path nor a URL with a path"))
+                    self._refuse(ApiError(400, "the request's target is no path, and no URL with a path"))
                 else:
                     raise
             except httptools.HttpParserError:
@@ -262,8 +262,7 @@ class Connection(HttpToolsProtocol):
         self._note_idle()
         super().on_response_complete()
         if self._kept and not self.pipeline:
-            self.loop.call_soon(self.data_received,
-                                b"")    # not now: we are called by the one whose answer is complete
+            self.loop.call_soon(self.data_received, b"")    # not now: whose answer is complete calls us
         else:
             self.flow.resume_reading()
 

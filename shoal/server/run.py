@@ -62,7 +62,8 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
                       ports: Sequence[socket.socket], *, ready: Ready | None = None) -> None:
     """Serves until `drain` is set, then lets running requests finish within shutdown_timeout; until `force` is set, at once.
 
-    ports: open_ports' sockets, closed at the end. ready: called with the numbers of both once they listen; a Unix socket's is 0.
+    ports: open_ports' sockets, closed at the end. ready: called with the numbers of both once they listen; a
+    Unix socket's is 0.
     """
     most = max_connections(config)
     listeners = list(zip([app] if admin is None else [app, admin], ports, strict=True))
@@ -124,7 +125,7 @@ def open_ports(config: ServerConfig) -> list[socket.socket]:
 
 
 def _bound(host: str, port: int, option: str) -> socket.socket:
-    # asyncio sets TCP_NODELAY on what it accepts where the protocol is named; without it an answer waits 40 ms
+    # Where the protocol is named, asyncio sets TCP_NODELAY on what it accepts; without that an answer waits 40 ms
     # for the acknowledgement of its head.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -159,7 +160,8 @@ def _bound_file(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """A server that was killed leaves its socket's file behind. Raises OSError if the path is anything else, or in use."""
+    """A server that was killed leaves its socket's file behind. Raises OSError if the path is anything else, or in
+    use."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):

@@ -98,8 +98,8 @@ def open_tensor(handle: Handle) -> torch.Tensor:
             return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, handle["offset"], shape)    # type: ignore[call-overload]
         count = int(torch.Size(shape).numel())
         pid, number = int(handle["pid"]), int(handle["fd"])
-        # Whatever it is, it is opened without side effects; then it must be memory that its sender cannot take away, as reading what is
-        # gone would end this process.
+        # Whatever it is, it is opened without side effects; then it must be memory that its sender cannot take
+        # away, as reading what is gone would end this process.
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -120,13 +120,14 @@ class WeightsGroup:
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, group_name: str, backend: str, device: torch.device,
                  timeout_s: float = TIMEOUT_S) -> None:
-        """Returns when all have come. Raises ConfigError for an unknown backend, RuntimeError or TimeoutError if they don't come in time.
-        All of them are trusted: a message of another size than was said makes Gloo end the process."""
+        """Returns when all have come. Raises ConfigError for an unknown backend, RuntimeError or TimeoutError if
+        they don't come in time. All of them are trusted: a message of another size than was said makes Gloo end
+        the process."""
         check_group(address, port, rank, world_size, backend, device)
         limit = timedelta(seconds=timeout_s)
         self.device, self.world_size = device, world_size
-        store: dist.Store = _within(timeout_s, lambda: dist.TCPStore(address, port, world_size, rank == 0,
-                                                                     limit))
+        is_master = rank == 0
+        store: dist.Store = _within(timeout_s, lambda: dist.TCPStore(address, port, world_size, is_master, limit))
         for prefix in (group_name, f"{group_name}/", f"{'cuda' if backend == 'nccl' else 'cpu'}/"):
             store = dist.PrefixStore(prefix, store)
         self._group: Any
@@ -157,8 +158,8 @@ class WeightsGroup:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """`work()`, if it ends in time; a TCPStore waits for ever on a peer that takes the connection and says nothing. Raises TimeoutError; the
-    thread that waits is left to itself then."""
+    """`work()`, if it ends in time; a TCPStore waits for ever on a peer that takes the connection and says nothing.
+    Raises TimeoutError; the thread that waits is left to itself then."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Whole servers while something is killed under them: ranks, sleeping and awake engines, models that take turns."""
+"""Whole servers while something is killed under them: ranks, engines asleep and awake, models that take turns."""
 
 import concurrent.futures
 import json
@@ -14,6 +14,8 @@ from tests.serving import DEADLINE_S, TINY, Serve, until
 from tests.tiny import write_model
 
 pytestmark = pytest.mark.slow
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
 BODY = {"prompt": "hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -43,8 +45,7 @@ def load(server, count, **more):
     def one(_):
         data = json.dumps({**BODY, **more}).encode()
         with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data)
-                               + data)
+            connection.sendall(HEAD % len(data) + data)
             answer = connection.recv(65536)
             began.append(1)
             while part := connection.recv(65536):
@@ -140,7 +141,7 @@ def test_of_models_that_take_turns_one_may_be_killed(victim, serve, checkpoints)
 
 
 def pid_of(server, name):
-    """The engine's process: the one whose memory changes owner is the awake one, so it is told by what the log says of each start."""
+    """The engine's process: engines are started in the order of the models."""
     cores = sorted((p for p in server.cores() if p.ppid() == server.process.pid),
                    key=lambda p: p.create_time())
     assert len(cores) == 2
@@ -178,7 +179,7 @@ def test_a_server_on_a_unix_socket_is_a_whole_one(tmp_path, serve, checkpoints):
     data = json.dumps({**BODY, "max_tokens": 4}).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        connection.sendall(HEAD % len(data) + data)
         answer = b""
         while part := connection.recv(65536):
             answer += part
