@@ -297,7 +297,8 @@ def upgrades(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
 def malformed(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
     rng = random.Random(2)
     paths = [path for path in BODIES if path not in ADMIN_PATHS]
-    return one_each(port, begin, [post(path, spoilt_json(rng, BODIES[path])) for path in itertools.islice(itertools.cycle(paths), 3000)])
+    chosen = itertools.islice(itertools.cycle(paths), 3000)
+    return one_each(port, begin, [post(path, spoilt_json(rng, BODIES[path])) for path in chosen])
 
 
 @attack("3,000 raw HTTP shapes")
