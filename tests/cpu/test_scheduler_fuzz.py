@@ -37,16 +37,32 @@ class History:
 
 
 class ToyGrammar:
-    """Takes tokens in turn, each once; one refuses, some end it."""
+    """Takes tokens in turn, each once; one refuses, some end it. After some it is asked a few times before it is ready."""
 
     REFUSED, ENDS = frozenset((7, 8, 9)), frozenset(range(30, 33))
 
     def __init__(self) -> None:
         self.taken: list[int] = []
         self.ended, self.error = False, None
+        self._num_delays = 0
+        self._is_closed = False
+
+    @property
+    def is_ready(self) -> bool:
+        self._num_delays -= 1
+        return self._num_delays < 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._num_delays >= 0
+
+    def close(self) -> None:
+        self._is_closed = True
 
     def accept(self, token_id: int) -> bool:
-        assert not self.ended and self.error is None, "a token after the grammar's end"
+        assert not self.ended and self.error is None and not self._is_closed, "a token after the grammar's end"
+        assert self._num_delays < 0, "a token before the grammar was ready"
+        self._num_delays = token_id % 3
         if token_id in self.REFUSED:
             self.error = "refused"
             return False
@@ -204,7 +220,10 @@ class Trace:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         if plan is None:
-            assert self.in_flight or self.held or self.scheduler.fetches or not self.scheduler.has_work, "work, and nothing runs"
+            waiting = any(seq.grammar is not None and seq.grammar.is_waiting
+                          for seq in (*self.scheduler.running, *self.scheduler.waiting))
+            assert (self.in_flight or self.held or self.scheduler.fetches or waiting
+                    or not self.scheduler.has_work), "work, and nothing runs"
         else:
             assert plan.num_tokens == sum(e.num_tokens for e in plan.scheduled) <= self.scheduler._max_num_batched_tokens
             self.seen["mixed"] += 0 < plan.num_decodes < len(plan.scheduled)
