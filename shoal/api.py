@@ -245,7 +245,7 @@ class Output:
     num_cached_tokens: int = 0               # prompt tokens that the prefix cache held
     queued_seconds: float = 0.0              # how long the request waited for its first step; with its first token
     embedding: list[float] | None = None     # of a request that asked for it: [hidden size], of unit length
-    error: str | None = None                 # why, where finish_reason is ERROR
+    error: str | None = None                 # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
 
 
 @dataclass(slots=True)

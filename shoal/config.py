@@ -242,8 +242,8 @@ class EngineConfig:
             if value is None and name not in ("tensor_parallel_size", "block_size", "long_prefill_token_threshold", "max_logprobs",
                                               "kv_host_bytes", "kv_offload_min_uses"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"{name} {value!r} is not an integer of at least {low}; choose one")
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
+                raise ConfigError(f"{name} {value!r} is not an integer from {low} to 2^63 - 1; choose one")
         if (self.max_num_seqs or 0) > MAX_NUM_SEQS:
             raise ConfigError(f"max_num_seqs {self.max_num_seqs} > {MAX_NUM_SEQS}; lower it")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
@@ -303,6 +303,7 @@ class ServerConfig:
         "127.0.0.1", "0.0.0.0 serves every network this machine is on", common=True,
         section="addresses and names")
     port: int = option(8000, "0: any that is free", common=True)
+    uds: str | None = option(None, "serve on a Unix socket at this path (mode 0600) in place of host and port")
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
     admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
     profile_dir: str = option("shoal-traces", "the folder below which /start_profile writes traces")
@@ -368,7 +369,7 @@ class ServerConfig:
                               ("log_requests", ("all", "errors", "off")), ("log_format", ("text", "json"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
-        if self.admin_port == self.port != 0 and self.admin_host == self.host:
+        if self.admin_port == self.port != 0 and self.admin_host == self.host and self.uds is None:
             raise ConfigError(f"admin_port {self.admin_port} is the public port too; give each a port of its own")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")

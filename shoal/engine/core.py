@@ -251,7 +251,8 @@ class EngineCore:
             if seq.status is SequenceStatus.FINISHED:
                 future.cancel()
             elif (error := future.exception()) is not None:
-                self.scheduler.finish(seq.request.request_id, FinishReason.ERROR, error=str(error) or repr(error))
+                self.scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar",
+                                      str(error) or repr(error))
             else:
                 seq.grammar, seq.held = future.result(), False
 

@@ -13,11 +13,13 @@ import torch
 
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
+from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes, total_bytes
 from shoal.models.config import ModelConfig
 from shoal.models.shapes import num_weights
 
 CPU_CACHE_BYTES = 1 << 30
+PENALTY_BYTES = 5    # that a sequence with a penalty keeps for each token of the vocabulary: a flag and a count
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -36,12 +38,39 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > (longest := _longest(model)):
         raise ConfigError(f"max_model_len {max_model_len} > {longest}, the most positions this model's config allows; lower it")
-    return replace(
+    resolved = replace(
         config, device=device, dtype=_dtype(config, model, gpu, quantized), max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if gpu else 1024),
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_CACHE_BYTES),
         async_scheduling=gpu if config.async_scheduling is None else config.async_scheduling)
+    _check_memory(config, resolved, model)
+    return resolved
+
+
+def _check_memory(given: EngineConfig, config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for a number that asks for more memory than can be had, before anything is made for it.
+    `config`: `given` with its defaults filled in. The sizes are below what is really needed: this finds what
+    never fits."""
+    free = available_bytes() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+    itemsize = getattr(torch, config.dtype).itemsize
+    num_seqs, max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
+    blocks = -(-max_model_len // config.block_size)
+    kv_heads = model.kv_heads_per_rank(config.tensor_parallel_size)
+    block_bytes = model.num_layers * 2 * kv_heads * config.block_size * model.head_dim * itemsize
+    num_tokens = min(config.max_num_batched_tokens or 0, num_seqs * max_model_len)
+    state = torch.int32.itemsize * StateLayout(num_seqs, blocks).row_stride + PENALTY_BYTES * model.vocab_size
+    needs = [("max_num_seqs", num_seqs, state, "for each sequence's state"),
+             ("max_num_batched_tokens", num_tokens, 4 * model.hidden_size * itemsize,
+              "for each token of a step"),
+             ("num_gpu_blocks_override", given.num_gpu_blocks_override or 0, block_bytes,
+              "for each KV block"),
+             ("kv_cache_memory_bytes", given.kv_cache_memory_bytes or 0, 1, "")]
+    for name, count, size, what in needs:
+        if count * size > free:
+            each = f" {what} ({size} each)" if what else ""
+            raise ConfigError(f"{name} {getattr(config, name)} needs {count * size} bytes{each}, and {free} are free "
+                              f"here; lower it to {free // size} or, as the rest of the engine wants memory too, less")
 
 
 def check_room(config: EngineConfig, model: ModelConfig, packed_bytes: int | None) -> None:

@@ -189,7 +189,7 @@ class Scheduler:
                 results.append(TokenResult(seq, token_id, sample, FinishReason.STOP))
                 continue
             if grammar is not None and not grammar.accept(token_id):
-                self.finish(seq.request.request_id, FinishReason.ERROR, error=grammar.error)
+                self.finish(seq.request.request_id, FinishReason.ERROR, "grammar", grammar.error)
                 continue
             known = seq.token_ids
             known.append(token_id)

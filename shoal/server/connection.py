@@ -14,6 +14,7 @@ import termios
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.config import ServerConfig
@@ -22,6 +23,7 @@ from shoal.server.request_log import RefusalLog
 
 MAX_HEADER_BYTES = 64 << 10    # of a head with its URL; trailers and the extensions of chunks get as much again
 CHUNK_BYTES = 24               # the framing of one chunk: its size in hex digits and two line ends, at the most
+SLICE_BYTES = 16 << 10         # parsed at once: hundreds of small requests, which wait for their turn as objects
 HANGUP_POLL_S = 0.5            # between looks at a client whose requests wait for their turn
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
@@ -48,8 +50,25 @@ class Connections:
         return True
 
 
+class _Flow(FlowControl):
+    """uvicorn resumes reading whenever an application waits for its client. What comes ahead of its turn would
+    grow without end."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if not self._connection.has_ahead:
+            super().resume_reading()
+
+
 class _TooLarge(Exception):
     """A callback of the parser raises this to stop it in the middle of what it was given."""
+
+
+class _BadTarget(Exception):
+    """Likewise, for a request whose target is no URL."""
 
 
 class Connection(HttpToolsProtocol):
@@ -58,6 +77,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ServerConfig, all_connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._all = limits, all_connections
+        self._kept = b""                # came behind a request that waits for its turn; parsed when none waits
         self._in_head = True
         self._between_messages = True
         self._is_told_again = False     # what the parser reads is no news
@@ -74,6 +94,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:    # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self)
         self._all.num_open += 1
         if not self._all.make_room():
             self._refuse(ApiError(503, f"the server has {self._all.most} connections, the most it takes (--max-connections), and all of "
@@ -87,6 +108,7 @@ class Connection(HttpToolsProtocol):
         self._all.idle.pop(self, None)
         self._stop_timers()
         self.pipeline.clear()
+        self._kept = b""
         running = self._running
         if running is not None and not running.response_complete:    # uvicorn tells the newest cycle alone
             running.disconnected = True
@@ -95,21 +117,38 @@ class Connection(HttpToolsProtocol):
 
     # What the client sends
 
+    @property
+    def has_ahead(self) -> bool:
+        """Whether the client sent more than the request that is being answered."""
+        return bool(self.pipeline or self._kept)
+
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        was_kept = bool(self._kept)
+        rest = memoryview(self._kept + data)
+        self._kept = b""
+        while rest and not self.pipeline and not self.transport.is_closing():
+            piece, rest = rest[:SLICE_BYTES], rest[SLICE_BYTES:]
+            self._take_in(piece)
+        if rest and not self.transport.is_closing():
+            self._kept = bytes(rest)
+            self.flow.pause_reading()
+        elif was_kept:
+            self.flow.resume_reading()
+
+    def _take_in(self, data: memoryview) -> None:
         self._known_bytes, self._began_message = 0, False
-        rest = memoryview(data)
+        rest = data
         while rest:
             try:
-                self.parser.feed_data(rest)
-                rest = rest[len(rest):]
-            except httptools.HttpParserUpgrade as offer:
-                rest = rest[offer.args[0]:]
-                self._decline()
+                rest = self._parse(rest)
             except httptools.HttpParserCallbackError as error:
-                if not isinstance(error.__context__, _TooLarge):
+                if isinstance(error.__context__, _TooLarge):
+                    self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
+                elif isinstance(error.__context__, _BadTarget):
+                    self._refuse(ApiError(400, "the request's target is no path, and no URL with a path"))
+                else:
                     raise
-                self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
             except httptools.HttpParserError:
                 self._refuse(ApiError(400, "what came is no HTTP"))
             if self.transport.is_closing():
@@ -122,6 +161,16 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(431, f"one field of the request's head, or what its chunks say beside their content, has more than "
                                        f"{MAX_HEADER_BYTES} bytes"))
 
+    def _parse(self, data: memoryview) -> memoryview:
+        """What is left of `data` when the parser stopped."""
+        try:
+            self.parser.feed_data(data)
+            return data[len(data):]
+        except httptools.HttpParserUpgrade as offer:
+            rest = data[offer.args[0]:]
+        self._decline()
+        return rest
+
     def _decline(self) -> None:
         """The client offers another protocol (HTTP/2, as Java's does each time), and the parser ends the request with its head. Nobody
         need take the offer: another parser is told of the body that follows."""
@@ -129,8 +178,10 @@ class Connection(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.cycle.more_body = True
         self._is_told_again = True
-        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
-        self._is_told_again = False
+        try:
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        finally:
+            self._is_told_again = False
 
     # What the parser makes of it
 
@@ -166,6 +217,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_told_again:
             return
+        self._check_target()
         self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -176,6 +228,15 @@ class Connection(HttpToolsProtocol):
             self._running = self.cycle
         elif self._hangup_timer is None:    # uvicorn reads no more, and so would not see that the client leaves
             self._hangup_timer = self.loop.call_later(HANGUP_POLL_S, self._look_for_hangup)
+
+    def _check_target(self) -> None:
+        """uvicorn believes that each target has a path, of ASCII."""
+        try:
+            path = httptools.parse_url(self.url).path
+        except httptools.HttpParserInvalidURLError:
+            path = None
+        if path is None or not path.isascii():
+            raise _BadTarget
 
     def on_chunk_header(self) -> None:
         self._known_bytes += CHUNK_BYTES
@@ -190,7 +251,7 @@ class Connection(HttpToolsProtocol):
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._between_messages and not self.pipeline and self.cycle.response_complete:
+        if self._between_messages and not self.has_ahead and self.cycle.response_complete:
             self._all.idle[self] = None
 
     # The answer
@@ -200,6 +261,10 @@ class Connection(HttpToolsProtocol):
             self._running = self.pipeline[-1][0]    # the one that uvicorn begins now
         self._note_idle()
         super().on_response_complete()
+        if self._kept and not self.pipeline:
+            self.loop.call_soon(self.data_received, b"")    # not now: whose answer is complete calls us
+        else:
+            self.flow.resume_reading()
 
     def _look_for_hangup(self) -> None:
         """A client that left is seen by its socket's state, as what it sent before it left lies unread."""

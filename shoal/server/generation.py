@@ -190,6 +190,9 @@ class Generation:
                 started = True
                 if output.finish_reason == FinishReason.ERROR:
                     answer.times.finish(FinishReason.ERROR)
+                    if output.stop_reason == "grammar":
+                        raise ApiError(400, output.error or "the grammar cannot be followed",
+                                       param="structured_outputs")
                     raise ApiError(500, output.error or "the engine failed this request", code="engine_error")
                 if output.num_cached_tokens and not answer.num_cached_tokens and i % self.params.n == 0:
                     self.usage.cached_tokens += output.num_cached_tokens

@@ -5,19 +5,24 @@ A trainer imports this file too. What describes a shared tensor is plain data, w
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shoal.errors import CheckpointError, ConfigError
 
+T = TypeVar("T")
+
 ALIGNMENT = 64
 TIMEOUT_S = 600.0
+MEET_GRACE_S = 5.0         # beyond a limit that torch keeps itself, so that its own words come first
 Handle = dict[str, Any]    # one tensor: "name", "dtype", "shape", and where it lies
 Listed = tuple[str, str, Sequence[int]]    # name, dtype, shape
 
@@ -52,8 +57,9 @@ class SharedTensors:
             offsets[name] = size
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if size:
-            self._fd = os.memfd_create("shoal-tensors", os.MFD_CLOEXEC)
+            self._fd = os.memfd_create("shoal-tensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._fd, size)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             with mmap.mmap(self._fd, size) as memory:
                 for name, tensor in on_host:
                     memory[offsets[name]:offsets[name] + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -85,17 +91,24 @@ def open_tensor(handle: Handle) -> torch.Tensor:
     try:
         name, dtype, shape = handle["name"], getattr(torch, handle["dtype"]), tuple(handle["shape"])
         if "cuda" in handle:
+            if not torch.cuda.is_available():
+                raise ValueError("it lies on a GPU, and there is none here")
             torch.cuda.init()
             storage = torch.UntypedStorage._new_shared_cuda(*handle["cuda"])
             return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, handle["offset"], shape)    # type: ignore[call-overload]
         count = int(torch.Size(shape).numel())
-        fd = os.open(f"/proc/{handle['pid']}/fd/{handle['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        pid, number = int(handle["pid"]), int(handle["fd"])
+        # Whatever it is, it is opened without side effects; then it must be memory that its sender cannot take
+        # away, as reading what is gone would end this process.
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("its memory is not sealed against shrinking")
             memory = mmap.mmap(fd, 0)
         finally:
             os.close(fd)
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=handle["offset"]).view(shape)
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         name = handle.get("name") if isinstance(handle, dict) else handle
         raise CheckpointError(f"the shared tensor {name!r} cannot be opened ({type(error).__name__}: {error}); its sender must keep it, on "
                               "this machine and under this user, until the update has ended") from None
@@ -107,11 +120,14 @@ class WeightsGroup:
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, group_name: str, backend: str, device: torch.device,
                  timeout_s: float = TIMEOUT_S) -> None:
-        """Returns when all have come. Raises ConfigError for an unknown backend, RuntimeError if they don't come in time."""
+        """Returns when all have come. Raises ConfigError for an unknown backend, RuntimeError or TimeoutError if
+        they don't come in time. All of them are trusted: a message of another size than was said makes Gloo end
+        the process."""
         check_group(address, port, rank, world_size, backend, device)
         limit = timedelta(seconds=timeout_s)
         self.device, self.world_size = device, world_size
-        store: dist.Store = dist.TCPStore(address, port, world_size, rank == 0, limit)
+        is_master = rank == 0
+        store: dist.Store = _within(timeout_s, lambda: dist.TCPStore(address, port, world_size, is_master, limit))
         for prefix in (group_name, f"{group_name}/", f"{'cuda' if backend == 'nccl' else 'cpu'}/"):
             store = dist.PrefixStore(prefix, store)
         self._group: Any
@@ -139,6 +155,28 @@ class WeightsGroup:
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """`work()`, if it ends in time; a TCPStore waits for ever on a peer that takes the connection and says nothing.
+    Raises TimeoutError; the thread that waits is left to itself then."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:    # noqa: BLE001 - the caller raises it
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="shoal-meet", daemon=True)
+    thread.start()
+    thread.join(seconds + MEET_GRACE_S)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"nothing was heard of the other ranks for {seconds:g} s")
+    return results[0]
 
 
 def check_group(address: str, port: int, rank: int, world_size: int, backend: str, device: torch.device) -> None:

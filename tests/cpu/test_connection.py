@@ -1,8 +1,16 @@
 """Connections that do what no ordinary client does: nobody else may notice, and memory stays bounded."""
 
+import contextlib
+import random
+import re
 import resource
 import socket
+import ssl
+import stat
+import struct
+import subprocess
 import threading
+import time
 
 import psutil
 import pytest
@@ -10,8 +18,8 @@ import pytest
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
-from shoal.server.connection import MAX_HEADER_BYTES
-from shoal.server.run import max_connections
+from shoal.server.connection import MAX_HEADER_BYTES, Connection
+from shoal.server.run import max_connections, open_ports
 from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
 
 COMPLETE = "/v1/completions"
@@ -40,7 +48,7 @@ def idle(server):
 def send_until_cut(connection, piece, limit):
     """Sends `piece` again and again until the server has had enough; returns how many bytes it took."""
     sent = 0
-    connection.settimeout(5)
+    connection.settimeout(3)
     try:
         while sent < limit:
             sent += connection.send(piece)
@@ -66,6 +74,38 @@ def test_requests_that_come_ahead_of_their_turn_are_answered_in_order(server):
     threading.Thread(target=connection.sendall, args=(GET * (count - 1) + GET.replace(b"Host: x", b"Connection: close"),)).start()
     answers = read_until(connection)
     assert answers.count(b"HTTP/1.1 200 OK") == count and b"HTTP/1.1 4" not in answers
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_requests_that_come_ahead_of_their_turn_take_no_memory_without_end(reads, server):
+    small = b"GET /ping HTTP/1.1\r\n\r\n"
+    with server.raw(b"") as connection:
+        if reads:
+            threading.Thread(target=read_until, args=(connection,), daemon=True).start()
+        before = psutil.Process().memory_info().rss
+        send_until_cut(connection, small * 20_000, 20 << 20)
+        assert psutil.Process().memory_info().rss - before < 32 << 20
+        connection.shutdown(socket.SHUT_RDWR)
+    assert server.json("/version")[0] == 200
+
+
+def test_what_comes_in_parts_behind_requests_that_wait_is_answered_too(server):
+    big = post(COMPLETE, {"prompt": [1] * 60_000, "max_tokens": 1})
+    good = post(COMPLETE, {"prompt": "a", "max_tokens": 1})
+    data = GET * 2000 + good + big + GET * 1500 + good + GET.replace(b"Host: x", b"Connection: close")
+    rng = random.Random(1)
+    connection = server.raw(b"")
+
+    def send():
+        at = 0
+        while at < len(data):
+            count = rng.choice((1, 100, 5000, 200_000))
+            connection.sendall(data[at:at + count])
+            at += count
+
+    threading.Thread(target=send, daemon=True).start()
+    found = re.findall(rb"HTTP/1\.1 (\d{3}) ", read_until(connection))
+    assert found == [b"200"] * 2001 + [b"400"] + [b"200"] * 1502
 
 
 def test_thousands_of_offers_of_another_protocol_are_declined(server):
@@ -170,3 +210,143 @@ def test_where_files_run_out_the_log_says_so_once_and_the_server_lives_on(caplog
 def test_more_connections_than_files_are_a_mistake():
     with pytest.raises(ConfigError, match=r"max_connections 100000000 .* open files .*ulimit -n"):
         max_connections(ServerConfig(max_connections=100_000_000))
+
+
+def over_file(path, data):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
+        connection.connect(str(path))
+        connection.sendall(data)
+        return read_until(connection)
+
+
+def test_a_unix_socket_serves_its_owner_alone_and_is_removed_at_the_end(tmp_path):
+    path = tmp_path / "shoal.sock"
+    last = GET.replace(b"Host: x", b"Connection: close")
+    with FakeServer(uds=str(path)) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert b" 200 OK" in over_file(path, last)
+        assert b'"usage"' in over_file(path, post(COMPLETE, {**LONG, "max_tokens": 2},
+                                                  more_headers="Connection: close\r\n"))
+        with pytest.raises(ConfigError, match="another server listens there"):
+            open_ports(ServerConfig(uds=str(path)))
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(path))
+        server.say("word ", token_seconds=1.0)
+        connection.sendall(post(COMPLETE, {**LONG, "stream": True}) + GET)
+        eventually(lambda: len(server.engine._running) == 1)
+        connection.close()
+        eventually(lambda: idle(server))
+    assert not path.exists()
+
+
+def test_the_socket_of_a_killed_server_is_replaced_and_no_other_file(tmp_path):
+    path = tmp_path / "shoal.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with FakeServer(uds=str(path)):
+        assert b" 200 OK" in over_file(path, GET.replace(b"Host: x", b"Connection: close"))
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match=r"uds .* no socket is there; choose another path"):
+        open_ports(ServerConfig(uds=str(path)))
+    assert path.read_text() == "precious"
+    for bad in (str(tmp_path / ("x" * 200)), str(tmp_path / "none" / "sock"), "a\0b"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            open_ports(ServerConfig(uds=bad))
+
+
+@pytest.mark.parametrize("target", [b"version", b"http://other.example", b"http://other.example:443", b"?a=b",
+                                    b"http://[::1/version"])
+def test_a_target_without_a_path_is_a_mistake_of_the_client(target, server, caplog):
+    assert b" 400 " in read_until(server.raw(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % target))
+    assert "Traceback" not in caplog.text and not server.app.exchanges
+
+
+def test_an_offer_of_another_protocol_with_a_wrong_coding_is_a_mistake_of_the_client(server, caplog):
+    head = b"POST /ping HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked, gzip\r\n\r\n"
+    answer = read_until(server.raw(head + b"0\r\n\r\n"))
+    assert b" 400 " in answer and b"Traceback" not in answer
+    assert "Traceback" not in caplog.text
+    eventually(lambda: not server.app.exchanges)
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"\\ud800", b"\\udc00\\ud800"])
+def test_a_field_whose_name_is_no_text_is_a_mistake_of_the_client(name, server):
+    status, _, text = server.request(COMPLETE, b'{"prompt":"a","max_tokens":2,"x%b":1}' % name)
+    assert status == 400 and "internal" not in text
+
+
+def test_what_is_written_is_sent_at_once(server, monkeypatch):
+    """With Nagle's algorithm the second part of an answer waits for the client's acknowledgement of the first, up to 40 ms."""
+    found = []
+    made = Connection.connection_made
+
+    def look(self, transport):
+        found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", look)
+    server.json("/version")
+    assert found == [1]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    key, path = str(folder / "key.pem"), str(folder / "certificate.pem")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+                    "-nodes", "-days", "2",
+                    "-subj", "/CN=localhost", "-keyout", key, "-out", path], check=True, capture_output=True)
+    return {"ssl_keyfile": key, "ssl_certfile": path}
+
+
+def client_hello():
+    """The first message of a TLS handshake."""
+    context = ssl.create_default_context()
+    outgoing = ssl.MemoryBIO()
+    tls = context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+def secure_version(server):
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", server.port),
+                                  timeout=60) as raw, context.wrap_socket(raw) as connection:
+        connection.sendall(GET.replace(b"Host: x", b"Connection: close"))
+        return read_until(connection)
+
+
+def test_handshakes_that_are_none_or_break_off_leave_nothing_behind(certificate, caplog):
+    hello = client_hello()
+    rng = random.Random(7)
+    firsts = [GET, b"\x00" * 500, rng.randbytes(2000), b"\x16\x03\x01\xff\xff" + b"a" * 100, hello[:20],
+              hello[:-1], hello,
+              hello[:50] + rng.randbytes(len(hello) - 50), b"\x16\x03\x01\x00\x00", b"\x80\x2e\x01\x03\x01", b""]
+    with FakeServer(**certificate) as server:
+        assert b" 200 OK" in secure_version(server)
+        before = psutil.Process().num_fds()
+        for _ in range(10):
+            held = [server.raw(first) for first in firsts]
+            for one, ends_by_reset in zip(held, [True, False] * len(held)):
+                if ends_by_reset:
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                one.close()
+        assert b" 200 OK" in secure_version(server)
+        eventually(lambda: psutil.Process().num_fds() <= before)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_handshake_that_never_ends_is_ended_by_the_server(certificate):
+    with FakeServer(**certificate) as server:
+        held = [server.raw(client_hello()[:20]) for _ in range(50)]
+        assert b" 200 OK" in secure_version(server)
+        start = time.monotonic()
+        for one in held:
+            one.settimeout(100)
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1) == b""
+        assert 10 < time.monotonic() - start < 100

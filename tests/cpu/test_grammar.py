@@ -144,7 +144,7 @@ def test_contradictory_wishes_end_one_request_with_its_error(build):
     core.add(Request("fine", PROMPTS[1], structured(1, dict(regex="[a-c]{4}")), eos_token_ids=(257,)))
     outputs = run(core)
     assert outputs["contradictory"].finish_reason is FinishReason.ERROR
-    assert "allowed_token_ids" in outputs["contradictory"].error
+    assert "allowed_token_ids" in outputs["contradictory"].error and outputs["contradictory"].stop_reason == "grammar"
     assert outputs["fine"].finish_reason is FinishReason.STOP
 
 

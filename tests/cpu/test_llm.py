@@ -11,7 +11,8 @@ import torch
 
 from shoal import LLM, SamplingParams
 from shoal.api import StructuredOutputsParams
-from shoal.engine import llm
+from shoal.engine import llm, resolve
+from shoal.errors import ConfigError
 from tests import tiny
 
 COUNT = 16
@@ -216,6 +217,27 @@ def test_known_options_of_vllm_without_meaning_are_accepted_with_a_warning(build
 def test_no_room_for_a_block_is_said(build):
     with pytest.raises(ValueError, match="single KV"):
         build("llama", kv_cache_memory_bytes=16)
+
+
+@pytest.mark.parametrize("value", [10**10, 10**15, 2**63])
+@pytest.mark.parametrize("option", ["max_num_seqs", "num_gpu_blocks_override", "kv_cache_memory_bytes",
+                                    "kv_host_bytes", "max_model_len",
+                                    "block_size", "tensor_parallel_size", "max_num_batched_tokens"])
+def test_a_number_that_no_machine_has_memory_for_is_refused_with_a_limit(option, value, build, monkeypatch):
+    monkeypatch.setattr(resolve, "available_bytes", lambda: 1 << 30)
+    if option == "max_num_batched_tokens" and value < 2**63:    # as many as the sequences can have are no more than that
+        assert build("qwen3", **{option: value}).generate([[1]], greedy())
+        return
+    with pytest.raises(ConfigError,
+                       match=rf"^{option} {value} .*(lower it|16 is the default|choose)") as error:
+        build("qwen3", **{option: value})
+    assert "\n" not in str(error.value)
+
+
+def test_more_tokens_of_a_step_than_memory_are_refused(build, monkeypatch):
+    monkeypatch.setattr(resolve, "available_bytes", lambda: 64 << 20)
+    with pytest.raises(ConfigError, match=r"^max_num_batched_tokens 1000000 .* lower it to \d+"):
+        build("qwen3", max_num_batched_tokens=1_000_000, max_num_seqs=10_000)
 
 
 def test_a_prompt_larger_than_the_whole_cache_is_refused(build):

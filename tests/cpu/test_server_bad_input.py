@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from shoal.api import FinishReason, Output
 from tests.fake_server import FakeServer, eventually, post, read_until
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -195,6 +196,18 @@ def test_errors_come_before_a_stream_begins_or_within_it():
         assert [c["text"] for e in events[:-1] for c in e["choices"]] == ["h", "e"]
         assert events[-1]["error"]["code"] == "engine_error"
         check_error(*server.request(COMPLETE, {"prompt": "a"})[::2], 500)
+
+
+def test_a_grammar_that_cannot_be_followed_is_the_clients_mistake():
+    async def generate(request):
+        yield Output(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason="grammar",
+                     error="the grammar cannot go on")
+
+    with FakeServer() as server:
+        server.engine.generate = generate    # type: ignore[method-assign]
+        status, _, text = server.request(COMPLETE, {"prompt": "a"})
+        check_error(status, text, 400)
+        assert "the grammar cannot go on" in text
 
 
 # Keys and CORS
