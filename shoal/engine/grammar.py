@@ -3,8 +3,9 @@
 A matcher depends on a sequence's output tokens alone, so it outlives preemption. A row under a grammar is in lockstep: its mask needs its
 last token. What a grammar is: structured.py; how masks reach the logits: engine/sampling.py.
 
-Most masks take some microseconds, but a stranger's grammar may need much longer. A sequence whose masks are slow gets them from one thread
-beside the steps and is left out of steps meanwhile. If it stays slow, it ends with an error.
+Most masks take some microseconds, but a stranger's grammar may need much longer. A sequence whose masks are
+slow gets them from one thread beside the steps and is left out of steps meanwhile. If it stays slow, it ends
+with an error.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ SLOW_S = 0.01          # a step's masks that take longer are slow, ...
 SLOW_ROW_S = 0.0005    # ... by so much more for each of its rows
 MOST_SLOW_S = 2.0      # that one sequence's slow masks may take together, ...
 TOKEN_S = 0.02         # ... and so much more for each of its tokens
-FAST_AGAIN = 8         # masks that have to be fast before a sequence's next one belongs to a step again; twice as many each time
+# So many masks have to be fast before a sequence's next one belongs to a step again; twice as many each time.
+FAST_AGAIN = 8
 
 
 class Grammar:
     """One sequence's way through its grammar."""
 
-    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int], compute_ahead: Callable[[LLMatcher], Future[AheadMask]]) -> None:
+    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int],
+                 compute_ahead: Callable[[LLMatcher], Future[AheadMask]]) -> None:
         self.matcher, self.end_ids = matcher, end_ids
         self.ended = False
         self.dead_end = False    # the request's other wishes left no token
@@ -95,8 +98,9 @@ class Grammar:
 
     def _goes_on(self) -> bool:
         if self._slow_s > MOST_SLOW_S + TOKEN_S * self._num_tokens:
-            self.error = (f"the grammar is too slow: it took {1000 * self._slow_s / self._num_tokens:.0f} ms a token, and "
-                          f"{1000 * TOKEN_S:.0f} is the most that it may take for long; simplify it")
+            took_ms, most_ms = 1000 * self._slow_s / self._num_tokens, 1000 * TOKEN_S
+            self.error = (f"the grammar is too slow: it took {took_ms:.0f} ms a token, and {most_ms:.0f} is "
+                          "the most that it may take for long; simplify it")
             return False
         self.begin_ahead()
         return True
@@ -114,8 +118,9 @@ class Grammars:
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, tuple(end_ids)
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
-        self._beside_executor: LLExecutor | None = None    # of one thread, for masks that are computed ahead
-        self._beside: ThreadPoolExecutor | None = None
+        # Computes masks ahead, in one thread: the engine's own thread and the compiler's both ask it to.
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-slow-masks")
+        self._beside_executor: LLExecutor | None = None    # made and used in that thread only
         self.under_way: set[Future[AheadMask]] = set()     # those masks
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)    # called in one thread only
         self._tokenizer: LLTokenizer | None = None
@@ -154,27 +159,26 @@ class Grammars:
         if self._executor is None:
             self._executor = LLExecutor()
         begin = time.perf_counter()
-        self._executor.unsafe_compute_mask_ptr([(grammar.matcher, i) for grammar, i in zip(grammars, indices)], masks.ctypes.data,
-                                               4 * self._num_words, len(masks))
+        matchers = [(grammar.matcher, i) for grammar, i in zip(grammars, indices)]
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * self._num_words, len(masks))
         seconds = time.perf_counter() - begin
         if seconds > SLOW_S + SLOW_ROW_S * len(grammars):
             for grammar in grammars:    # which of them it was shows itself when they are computed one by one
                 grammar.note_slow(seconds / len(grammars))
 
     def _compute_ahead(self, matcher: LLMatcher) -> Future[AheadMask]:
-        if self._beside is None:
-            self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-slow-masks")
-            self._beside_executor = LLExecutor(1)
         future = self._beside.submit(self._compute_beside, matcher)
         self.under_way.add(future)
         future.add_done_callback(self.under_way.discard)
         return future
 
     def _compute_beside(self, matcher: LLMatcher) -> AheadMask:
-        assert self._beside_executor is not None
+        if self._beside_executor is None:
+            self._beside_executor = LLExecutor(1)
         begin = time.perf_counter()
         mask = np.zeros((1, self._num_words), np.int32)
-        self._beside_executor.unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data, 4 * self._num_words, 1)
+        self._beside_executor.unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data,
+                                                      4 * self._num_words, 1)
         return mask[0], time.perf_counter() - begin
 
     # In the background
@@ -199,7 +203,7 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         first = matcher.deep_copy()
         begin = time.perf_counter()
-        first.compute_bitmask()    # mostly the costliest: here it stalls nobody, and what is too complex shows itself
+        first.compute_bitmask()    # It is mostly the costliest: here it stalls nobody and shows what is too complex.
         seconds = time.perf_counter() - begin
         for m in (matcher, first):
             if m.is_error():

@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face folder's safetensors files, one by one, as views of the memory-mapped files.
 
 Headers are read here, so that what a stranger's file says is bounded, checked and named before the library
-maps its tensors.
+maps its tensors. Only the tensors need torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import safetensors
-import torch
 
 from shoal.errors import CheckpointError
 from shoal.json_file import MAX_JSON_BYTES, parse_object, read_object
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"[^/\\\0]+\.safetensors")
@@ -28,17 +30,25 @@ MAX_DIMS = 4
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
+class TensorHeader(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    dtype: str    # a name in DTYPES
+    shape: tuple[int, ...]
+
+
 def safetensors_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Raises CheckpointError naming the file, and the tensor where there is one."""
-    for path, shapes in _files(folder):
+    for path, tensors in safetensors_headers(folder):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            for name in shapes:
+            for name in tensors:
                 yield name, file.get_tensor(name)
 
 
 def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Of every tensor, from the files' headers alone. Raises CheckpointError as safetensors_tensors does."""
-    return {name: shape for _, shapes in _files(folder) for name, shape in shapes.items()}
+    headers = safetensors_headers(folder)
+    return {name: tensor.shape for _, tensors in headers for name, tensor in tensors.items()}
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:
@@ -66,8 +76,8 @@ def shards(folder: Path) -> dict[Path, list[str]]:
     return result
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[int, ...]]]]:
-    """Each file with the shapes of what to take from it. Raises CheckpointError."""
+def safetensors_headers(folder: Path) -> Iterator[tuple[Path, dict[str, TensorHeader]]]:
+    """Each file with the headers of the tensors to take from it. Raises CheckpointError."""
     taken: set[str] = set()
     for path, names in shards(folder).items():
         held = _read_header(path)
@@ -82,8 +92,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[int, ...]]]]:
         yield path, {name: held[name] for name in names or sorted(held)}
 
 
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor. Raises CheckpointError unless all lie in the file, one after the other, as
+def _read_header(path: Path) -> dict[str, TensorHeader]:
+    """What it says of each tensor. Raises CheckpointError unless all lie in the file, one after the other, as
     their shapes say."""
     try:
         if not path.is_file():    # a pipe would never end
@@ -98,10 +108,10 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
     except (OSError, struct.error) as error:
         raise CheckpointError(f"cannot read {path}: {error}; fetch it again") from None
     header.pop("__metadata__", None)
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, TensorHeader] = {}
     spans: list[tuple[int, int, str]] = []
     for name, info in header.items():
-        shapes[name], start, end = _parse_tensor(info, f"{path}: the tensor {name!r:.200}")
+        tensors[name], start, end = _parse_tensor(info, f"{path}: the tensor {name!r:.200}")
         spans.append((start, end, name))
     position, before = 0, "the header"
     for start, end, name in sorted(spans):
@@ -112,11 +122,11 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
             raise CheckpointError(f"{path}: the tensor {name} begins at byte {start} of the data, but "
                                   f"{before} ends at {position}; fetch it again")
         position, before = end, name
-    return shapes
+    return tensors
 
 
-def _parse_tensor(info: Any, where: str) -> tuple[tuple[int, ...], int, int]:
-    """(shape, first byte, end) in the data."""
+def _parse_tensor(info: Any, where: str) -> tuple[TensorHeader, int, int]:
+    """The tensor, and its first byte and end in the data."""
     fields = info if isinstance(info, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -131,7 +141,7 @@ def _parse_tensor(info: Any, where: str) -> tuple[tuple[int, ...], int, int]:
         raise CheckpointError(f"{where} of dtype {dtype} and shape {shape} takes "
                               f"{math.prod(shape) * DTYPES[dtype]} bytes, its data_offsets {offsets} are "
                               f"{offsets[1] - offsets[0]}; fetch it again")
-    return tuple(shape), offsets[0], offsets[1]
+    return TensorHeader(dtype, tuple(shape)), offsets[0], offsets[1]
 
 
 def _are_counts(values: Any, least: int = 1) -> TypeGuard[list[int]]:

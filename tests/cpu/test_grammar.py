@@ -315,6 +315,31 @@ def test_a_vocabulary_larger_than_the_tokenizers_is_never_drawn_from(build):
     assert np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist() == [token("b")]
 
 
+def test_two_threads_may_ask_for_the_first_mask_ahead_at_once(build, monkeypatch):
+    """The engine's own thread and the one that compiles do."""
+    make = grammar.LLExecutor
+    making, release = threading.Event(), threading.Event()
+
+    def make_slowly(*threads):
+        making.set()
+        assert release.wait(60)
+        return make(*threads)
+
+    tokenizer = build().get_tokenizer()
+    grammars = Grammars(lambda: tokenizer, 300, (257,))
+    first, second = (grammars.start(StructuredOutputsParams(regex=r)).result() for r in ("[ab]", "[cd]"))
+    monkeypatch.setattr(grammar, "LLExecutor", make_slowly)
+    other = threading.Thread(target=first.begin_ahead)
+    other.start()
+    assert making.wait(60)
+    second.begin_ahead()
+    release.set()
+    other.join()
+    masks = np.stack([first.take_ahead(), second.take_ahead()]).view(np.uint8)
+    found = [np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist() for mask in masks]
+    assert found == [[token("a"), token("b")], [token("c"), token("d")]]
+
+
 def run(core):
     outputs = {}
     for _ in range(20000):

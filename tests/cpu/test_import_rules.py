@@ -22,7 +22,7 @@ TORCH_FREE = ["api", "config", "errors", "hashing", "tokenizer", "detokenizer", 
               "utils.argparse_utils", "engine.beam_search",
               "engine.sequence", "engine.scheduler", "engine.async_llm", "engine.swap", "serve", "wire",
               "cli_chat", "cli_models",
-              "models.config", "metrics", "fake", "server.routes", "server.admin", "server.run"]
+              "models.config", "weights.summary", "metrics", "fake", "server.routes", "server.admin", "server.run"]
 
 
 def imports_of(path: Path) -> set[str]:

@@ -204,5 +204,16 @@ def test_a_folder_without_weights_has_no_parameters(folder):
                                      b"\x0b" + bytes(7) + b'{"a": true}'])
 def test_a_damaged_header_is_named(folder, content):
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"header of .*model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         summarize(resolve(str(folder)))
+
+
+def test_only_what_the_index_names_is_counted(folder):
+    """Mistral's repositories hold the weights a second time, and a clone may hold that file as a pointer."""
+    save_file({"a": np.ones((3, 5), np.float16)}, folder / "model-1.safetensors")
+    (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    found = summarize(resolve(str(folder)))
+    assert found.num_parameters == 15
+    assert found.num_bytes == (folder / "model-1.safetensors").stat().st_size
