@@ -22,6 +22,7 @@ from shoal.server.request_log import RefusalLog
 
 MAX_HEADER_BYTES = 64 << 10    # of a head with its URL; trailers and the extensions of chunks get as much again
 CHUNK_BYTES = 24               # the framing of one chunk: its size in hex digits and two line ends, at the most
+NO_HTTP = "what came is no HTTP"
 HANGUP_POLL_S = 0.5            # between looks at a client whose requests wait for their turn
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
@@ -48,8 +49,12 @@ class Connections:
         return True
 
 
-class _TooLarge(Exception):
+class _Refused(Exception):
     """A callback of the parser raises this to stop it in the middle of what it was given."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 class Connection(HttpToolsProtocol):
@@ -107,11 +112,11 @@ class Connection(HttpToolsProtocol):
                 rest = rest[offer.args[0]:]
                 self._decline()
             except httptools.HttpParserCallbackError as error:
-                if not isinstance(error.__context__, _TooLarge):
+                if not isinstance(error.__context__, _Refused):
                     raise
-                self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
+                self._refuse(error.__context__.error)
             except httptools.HttpParserError:
-                self._refuse(ApiError(400, "what came is no HTTP"))
+                self._refuse(ApiError(400, NO_HTTP))
             if self.transport.is_closing():
                 return
         if self._began_message:
@@ -129,7 +134,10 @@ class Connection(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.cycle.more_body = True
         self._is_told_again = True
-        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        try:
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        except httptools.HttpParserError:    # the framing of a body is checked where there may be one
+            self._refuse(ApiError(400, NO_HTTP))
         self._is_told_again = False
 
     # What the parser makes of it
@@ -161,11 +169,22 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += count
         self._known_bytes += count
         if self._head_bytes > MAX_HEADER_BYTES:
-            raise _TooLarge
+            raise _Refused(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
+
+    def _check_target(self) -> None:
+        """uvicorn fails where a request's target has no path: `CONNECT host:80`, `GET http://host`."""
+        try:
+            path = httptools.parse_url(self.url).path
+        except httptools.HttpParserInvalidURLError:
+            path = None
+        if path is None:
+            raise _Refused(ApiError(400, f"the request's target {self.url.decode('latin-1')!r:.100} has no path; "
+                                         "this server is no proxy"))
 
     def on_headers_complete(self) -> None:
         if self._is_told_again:
             return
+        self._check_target()
         self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()

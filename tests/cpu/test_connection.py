@@ -170,3 +170,13 @@ def test_where_files_run_out_the_log_says_so_once_and_the_server_lives_on(caplog
 def test_more_connections_than_files_are_a_mistake():
     with pytest.raises(ConfigError, match=r"max_connections 100000000 .* open files .*ulimit -n"):
         max_connections(ServerConfig(max_connections=100_000_000))
+
+
+@pytest.mark.parametrize("head", [
+    b"GET http:// HTTP/1.1", b"GET http://host HTTP/1.1", b"CONNECT a:80 HTTP/1.1", b"GET http://[::1/ HTTP/1.1",
+    b"POST / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: gzip"])
+def test_a_head_that_means_nothing_is_a_mistake_of_the_client_and_no_trace_in_the_log(head, server, caplog):
+    answer = read_until(server.raw(head + b"\r\nHost: x\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"message"' in answer
+    assert "Traceback" not in caplog.text
+    assert server.json("/version")[0] == 200
