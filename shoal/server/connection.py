@@ -218,6 +218,8 @@ class Connection(HttpToolsProtocol):
         if self.pipeline:
             self._running = self.pipeline[-1][0]    # the one that uvicorn begins now
         self._note_idle()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._await_reader()
         super().on_response_complete()
 
     def _look_for_hangup(self) -> None:
@@ -238,10 +240,21 @@ class Connection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._write_timer is not None:
+        if self._write_timer is not None and not self.transport.is_closing():
             self._write_timer.cancel()
 
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.transport.is_closing():
+            self._close()
+
+    def _close(self) -> None:
+        """Closes once all that was written is sent: whoever does not read is not waited for without end."""
+        self.transport.close()
+        self._await_reader()
+
     def _await_reader(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         self._write_timer = self.loop.call_later(self._limits.write_timeout, self._check_reader, self._num_unread())
 
     def _check_reader(self, before: int) -> None:
@@ -280,7 +293,7 @@ class Connection(HttpToolsProtocol):
             more = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in (error.headers or {}).items())
             self.transport.write(b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
                                  % (error.status, REASONS[error.status], len(body), more, body))
-        self.transport.close()
+        self._close()
 
     def _stop_timers(self) -> None:
         for timer in (self._head_timer, self._write_timer, self._hangup_timer):

@@ -180,3 +180,19 @@ def test_a_head_that_means_nothing_is_a_mistake_of_the_client_and_no_trace_in_th
     assert answer.startswith(b"HTTP/1.1 400 ") and b'"message"' in answer
     assert "Traceback" not in caplog.text
     assert server.json("/version")[0] == 200
+
+
+@pytest.mark.parametrize("last", [b"\x00 no HTTP\r\n\r\n", b""])
+def test_a_client_that_does_not_read_holds_no_connection_that_is_being_closed(last):
+    with FakeServer(write_timeout=0.5) as server:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", server.port))
+        connection.settimeout(20)
+        request = post("/tokenize", {"prompt": "a" * 3_000_000})    # answered by more than sockets hold
+        connection.sendall(request if last else request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+        connection.recv(1, socket.MSG_PEEK)
+        connection.sendall(last)
+        eventually(lambda: not any(one.laddr.port == server.port and one.raddr
+                                   for one in psutil.Process().net_connections() if one.laddr))
+        connection.close()
