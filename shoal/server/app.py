@@ -158,7 +158,10 @@ class Server:
     def _check_host(self, exchange: Exchange) -> None:
         """A page of a stranger whose name has come to mean this machine's address (DNS rebinding) still sends its own name as Host."""
         host = exchange.headers.get(b"host", b"").decode("latin-1")
-        name = urllib.parse.urlsplit("//" + host).hostname or ""
+        try:
+            name = urllib.parse.urlsplit("//" + host).hostname or ""
+        except ValueError:    # half an IPv6 address
+            name = host
         if name not in ("", "localhost", self.config.admin_host.lower()) and not is_address(name):
             raise ApiError(403, f"this port is asked as {host!r:.100}, and without keys it answers to addresses, "
                                 "localhost and --admin-host alone; set --api-key to have it answer under other names")
@@ -193,8 +196,10 @@ class Server:
 
     async def _preflight(self, exchange: Exchange) -> None:
         """A browser asks before a page of another site may call."""
-        asked_method = exchange.headers[b"access-control-request-method"].decode("latin-1")
-        asked_headers = exchange.headers.get(b"access-control-request-headers", b"").decode("latin-1")
+        asked = [exchange.headers.get(b"access-control-request-" + name, b"") for name in (b"method", b"headers")]
+        if not all(value.isascii() for value in asked):    # they come back in the answer's head
+            raise ApiError(400, "the method or the headers that are asked for are no ASCII")
+        asked_method, asked_headers = (value.decode("ascii") for value in asked)
         methods, headers = self.config.allowed_methods or ["*"], [h.lower() for h in self.config.allowed_headers or ["*"]]
         names = [h.strip().lower() for h in asked_headers.split(",") if h.strip()]
         wrong = [what for what, is_wrong in (("origin", self._allowed_origin(exchange) is None),

@@ -24,6 +24,7 @@ from shoal.server.request_log import RefusalLog
 MAX_HEADER_BYTES = 64 << 10    # of a head with its URL; trailers and the extensions of chunks get as much again
 CHUNK_BYTES = 24               # the framing of one chunk: its size in hex digits and two line ends, at the most
 SLICE_BYTES = 16 << 10         # parsed at once: hundreds of small requests, which wait for their turn as objects
+NO_HTTP = "what came is no HTTP"
 HANGUP_POLL_S = 0.5            # between looks at a client whose requests wait for their turn
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
@@ -63,12 +64,12 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class _TooLarge(Exception):
+class _Refused(Exception):
     """A callback of the parser raises this to stop it in the middle of what it was given."""
 
-
-class _BadTarget(Exception):
-    """Likewise, for a request whose target is no URL."""
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 class Connection(HttpToolsProtocol):
@@ -143,14 +144,11 @@ class Connection(HttpToolsProtocol):
             try:
                 rest = self._parse(rest)
             except httptools.HttpParserCallbackError as error:
-                if isinstance(error.__context__, _TooLarge):
-                    self._refuse(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
-                elif isinstance(error.__context__, _BadTarget):
-                    self._refuse(ApiError(400, "the request's target is no path, and no URL with a path"))
-                else:
+                if not isinstance(error.__context__, _Refused):
                     raise
+                self._refuse(error.__context__.error)
             except httptools.HttpParserError:
-                self._refuse(ApiError(400, "what came is no HTTP"))
+                self._refuse(ApiError(400, NO_HTTP))
             if self.transport.is_closing():
                 return
         if self._began_message:
@@ -212,7 +210,17 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += count
         self._known_bytes += count
         if self._head_bytes > MAX_HEADER_BYTES:
-            raise _TooLarge
+            raise _Refused(ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes"))
+
+    def _check_target(self) -> None:
+        """uvicorn fails where a request's target has no path, or one that is not ASCII: `CONNECT host:80`."""
+        try:
+            path = httptools.parse_url(self.url).path
+        except httptools.HttpParserInvalidURLError:
+            path = None
+        if path is None or not path.isascii():
+            raise _Refused(ApiError(400, f"the request's target {self.url.decode('latin-1')!r:.100} has no path of "
+                                         "ASCII characters; this server is no proxy"))
 
     def on_headers_complete(self) -> None:
         if self._is_told_again:
@@ -228,15 +236,6 @@ class Connection(HttpToolsProtocol):
             self._running = self.cycle
         elif self._hangup_timer is None:    # uvicorn reads no more, and so would not see that the client leaves
             self._hangup_timer = self.loop.call_later(HANGUP_POLL_S, self._look_for_hangup)
-
-    def _check_target(self) -> None:
-        """uvicorn believes that each target has a path, of ASCII."""
-        try:
-            path = httptools.parse_url(self.url).path
-        except httptools.HttpParserInvalidURLError:
-            path = None
-        if path is None or not path.isascii():
-            raise _BadTarget
 
     def on_chunk_header(self) -> None:
         self._known_bytes += CHUNK_BYTES
@@ -260,6 +259,8 @@ class Connection(HttpToolsProtocol):
         if self.pipeline:
             self._running = self.pipeline[-1][0]    # the one that uvicorn begins now
         self._note_idle()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._await_reader()
         super().on_response_complete()
         if self._kept and not self.pipeline:
             self.loop.call_soon(self.data_received, b"")    # not now: whose answer is complete calls us
@@ -284,10 +285,21 @@ class Connection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._write_timer is not None:
+        if self._write_timer is not None and not self.transport.is_closing():
             self._write_timer.cancel()
 
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.transport.is_closing():
+            self._close()
+
+    def _close(self) -> None:
+        """Closes once all that was written is sent: whoever does not read is not waited for without end."""
+        self.transport.close()
+        self._await_reader()
+
     def _await_reader(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         self._write_timer = self.loop.call_later(self._limits.write_timeout, self._check_reader, self._num_unread())
 
     def _check_reader(self, before: int) -> None:
@@ -326,7 +338,7 @@ class Connection(HttpToolsProtocol):
             more = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in (error.headers or {}).items())
             self.transport.write(b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
                                  % (error.status, REASONS[error.status], len(body), more, body))
-        self.transport.close()
+        self._close()
 
     def _stop_timers(self) -> None:
         for timer in (self._head_timer, self._write_timer, self._hangup_timer):

@@ -460,7 +460,7 @@ async def embed_text(exchange: Exchange) -> None:
 async def _prompts(model: ServedModel, texts: list[str], *, truncates: bool) -> list[Prompt]:
     """truncates: of what is too long the first tokens that fit."""
     limit = model.max_model_len if truncates else None
-    return [Prompt(ids[:limit]) for ids in await model.encode(texts)]
+    return [Prompt(ids[:limit]) for ids in await model.encode(texts, must_fit=not truncates)]
 
 
 # Models

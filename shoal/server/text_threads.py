@@ -66,6 +66,7 @@ class _Job(Generic[T]):
         self._thread: int | None = None    # None: not begun, or over
         self._began: float | None = None
         self._was_sent = False
+        self._is_unwanted = False
 
     def seconds_left(self, seconds: float) -> float:
         """Until it has run for so long. While it waits for its thread nothing of its time goes by."""
@@ -74,7 +75,11 @@ class _Job(Generic[T]):
         return max(GRACE_SECONDS, self._began + seconds - time.monotonic())
 
     def run(self) -> T:
-        self._thread, self._began = threading.get_ident(), time.monotonic()
+        with self._lock:
+            if self._is_unwanted:
+                raise Overtime
+            self._began = time.monotonic()
+            self._thread = threading.get_ident()
         try:
             return self._work()
         finally:
@@ -85,10 +90,11 @@ class _Job(Generic[T]):
                 _spend_time()
 
     def end(self) -> None:
-        """Raises Overtime in its thread, if it is running."""
+        """Raises Overtime in its thread, now if it is running and else as soon as it begins."""
         if self._was_sent:
             return
         with self._lock:
+            self._is_unwanted = True
             if self._thread is not None:
                 self._was_sent = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(Overtime))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.closed_schema import IDENTITY
 from shoal.errors import RequestError
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
@@ -297,12 +298,13 @@ def _calls_schema(schemas: dict[str, dict[str, Any]], many: bool) -> dict[str, A
 
 def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str, Any]:
     """One call, its arguments under this key. Each tool's schema becomes a definition, and what it refers to
-    within itself is looked for there."""
+    within itself is looked for there, whatever address the schema gave itself."""
     calls = [{"type": "object",
               "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{name}"}},
               "required": ["name", arguments], "additionalProperties": False} for name in schemas]
     return {"anyOf": calls,
-            "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in schemas.items()}}
+            "$defs": {name: _moved({key: value for key, value in schema.items() if key not in IDENTITY},
+                                   f"#/$defs/{name}") for name, schema in schemas.items()}}
 
 
 def _json_part(schema: Any) -> dict[str, Any]:

@@ -350,3 +350,29 @@ def test_a_handshake_that_never_ends_is_ended_by_the_server(certificate):
             with contextlib.suppress(ConnectionError):
                 assert one.recv(1) == b""
         assert 10 < time.monotonic() - start < 100
+
+
+@pytest.mark.parametrize("head", [
+    b"GET http:// HTTP/1.1", b"GET http://host HTTP/1.1", b"CONNECT a:80 HTTP/1.1", b"GET http://[::1/ HTTP/1.1",
+    b"POST / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: gzip"])
+def test_a_head_that_means_nothing_is_a_mistake_of_the_client_and_no_trace_in_the_log(head, server, caplog):
+    answer = read_until(server.raw(head + b"\r\nHost: x\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"message"' in answer
+    assert "Traceback" not in caplog.text
+    assert server.json("/version")[0] == 200
+
+
+@pytest.mark.parametrize("last", [b"\x00 no HTTP\r\n\r\n", b""])
+def test_a_client_that_does_not_read_holds_no_connection_that_is_being_closed(last):
+    with FakeServer(write_timeout=0.5) as server:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", server.port))
+        connection.settimeout(20)
+        request = post("/tokenize", {"prompt": "a" * 3_000_000})    # answered by more than sockets hold
+        connection.sendall(request if last else request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+        connection.recv(1, socket.MSG_PEEK)
+        connection.sendall(last)
+        eventually(lambda: not any(one.laddr.port == server.port and one.raddr
+                                   for one in psutil.Process().net_connections() if one.laddr))
+        connection.close()

@@ -181,8 +181,11 @@ def test_embeddings(served):
     assert sum(x * x for x in found["embeddings"][0]) == pytest.approx(1)
     one = served.json("/api/embed", {"input": "one"})[1]["embeddings"]
     assert served.json("/api/embeddings", {"prompt": "one"})[1]["embedding"] == one[0]
-    assert served.json("/api/embed", {"input": "x" * 5000})[0] == 200
-    assert len(served.last_request().prompt_token_ids) == 4096
+    for path, field in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
+        for length in (5000, 100_000):
+            assert served.json(path, {field: "x" * length})[0] == 200
+            assert len(served.last_request().prompt_token_ids) == 4096
+    assert served.json("/api/embed", {"input": "x" * 100_000, "truncate": False})[0] == 400
     assert served.json("/api/embed", {"input": []})[1]["embeddings"] == []
     assert served.json("/api/embeddings", {"prompt": ""})[1] == {"embedding": []}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fake_server import FakeServer
+from tests.fake_server import FakeServer, read_until
 
 COMPLETE = "/v1/completions"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
@@ -66,3 +66,18 @@ def test_a_folder_below_is_taken(server):
     assert server.json("/stop_profile", b"", admin=True)[1] == {"files": ["traces/today/one/fake.trace.json.gz"]}
     assert status(server, "/start_profile", b"", admin=True) == 200
     assert server.json("/stop_profile", b"", admin=True)[1] == {"files": ["traces/fake.trace.json.gz"]}
+
+
+@pytest.mark.parametrize("host", ["[x", "[x]", "[::1"])
+def test_a_host_that_is_half_an_address_is_a_borrowed_name(host, server):
+    assert status(server, "/is_sleeping", admin=True, Host=host) == 403
+
+
+@pytest.mark.parametrize("name", ["Access-Control-Request-Method", "Access-Control-Request-Headers"])
+def test_a_preflight_in_letters_beyond_ascii_is_refused(name):
+    asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "GET", name: "x-\xe9"}
+    lines = "".join(f"{key}: {value}\r\n" for key, value in asked.items())
+    with FakeServer(allowed_origins=["*"]) as server:
+        head = f"OPTIONS /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{lines}\r\n"
+        answer = read_until(server.raw(head.encode("latin-1")))
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"ASCII" in answer

@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import RequestError
 from shoal.server import model as server_model
 from shoal.server import protocol
-from shoal.server.text_threads import TextThreads
+from shoal.server.text_threads import Overtime, TextThreads, _Job
 from tests.fake_server import FakeServer, byte_tokenizer
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -178,6 +178,15 @@ def test_work_of_a_client_that_leaves_is_ended():
         threads.close()
 
     asyncio.run(run())
+
+
+def test_work_that_nobody_waits_for_any_more_is_not_begun():
+    begun = []
+    job = _Job(lambda: begun.append(True))
+    job.end()    # its client leaves, and only then a thread is free
+    with pytest.raises(Overtime):
+        job.run()
+    assert not begun
 
 
 def test_what_a_template_sees_is_plain():

@@ -188,6 +188,15 @@ def test_schemas_of_required_calls_keep_their_references():
     check(params.structured_outputs)
 
 
+def test_a_schema_with_an_address_of_its_own_keeps_its_references():
+    schema = {**SCHEMA, "$id": "https://x.example/weather", "$schema": "http://json-schema.org/draft-07/schema#"}
+    plan = plan_tools([{"type": "function", "function": {"name": "weather", "parameters": schema}}], "required", None, "hermes")
+    matcher = LLMatcher(BYTES, grammar_of(plan.structured))
+    good = b'[{"name": "weather", "parameters": {"city": "Rome"}}]'
+    assert matcher.try_consume_tokens(list(good)) == len(good)
+    assert LLMatcher(BYTES, grammar_of(plan.structured)).try_consume_tokens(list(good.replace(b"Rome", b"Oslo"))) < len(good)
+
+
 @pytest.mark.parametrize("template, tools, reasoning", [
     ("{{ x }}<tool_call>{{ y }}</tool_call> ... <think>", "hermes", "qwen3"), ("<|python_tag|>", "llama3_json", "none"),
     ("role == 'ipython'", "llama3_json", "none"), ("plain", "hermes", "none"), (None, "hermes", "none"),
