@@ -265,6 +265,10 @@ class Tokenizer:
                                **{**self.special_tokens_map, **variables})
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    def has_place_for_tools(self, chat_template: str | None = None) -> bool:
+        """Whether the template writes tools itself. Without a place they are described in the system message."""
+        return self._template(chat_template, True).reads_tools
+
     def _template(self, given: str | None, has_tools: bool) -> ChatTemplate:
         from shoal.chat_template import ChatTemplate  # here, as Jinja takes 50 ms to import and a plain prompt does without
         name = given or ("tool_use" if has_tools and "tool_use" in self.chat_templates else "default")

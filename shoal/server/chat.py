@@ -85,7 +85,7 @@ async def _prompt(model: ServedModel, request: ChatCompletionRequest, plan: Tool
                                      add_generation_prompt=request.add_generation_prompt,
                                      continue_final_message=request.continue_final_message,
                                      add_special_tokens=request.add_special_tokens, documents=request.documents, variables=variables,
-                                     must_fit=request.truncate_prompt_tokens is None)
+                                     must_fit=request.truncate_prompt_tokens is None, needs_tools=not plan.is_enforced)
     wanted = request.max_completion_tokens or request.max_tokens
     if wanted is not None and wanted >= model.max_model_len:
         wanted = None    # it is cut to what the prompt leaves, so the prompt is not cut for it

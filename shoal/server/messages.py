@@ -280,7 +280,8 @@ async def _prompt(request: CountTokensRequest, model: ServedModel, plan: ToolPla
     variables = {} if model.reasoning_parser == "none" else {"enable_thinking": thinks}
     # An answer that the caller began is gone on with.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    return await model.chat_prompt(messages, tools=plan.tools, continue_final_message=begun, variables=variables)
+    return await model.chat_prompt(messages, tools=plan.tools, continue_final_message=begun, variables=variables,
+                                   needs_tools=not plan.is_enforced)
 
 
 def to_chat(request: CountTokensRequest) -> list[dict[str, Any]]:

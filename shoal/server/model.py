@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from shoal.server.text_threads import TextThreads
 from shoal.tokenizer import LONG_TEXT, Tokenizer
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 HUGE_TEXT = 1 << 20        # characters: such texts are tokenized one at a time, as each may take 200 bytes of memory a character
 HEAD_CHARACTERS = 8        # for each token that fits: so much of a long text is tokenized first, to see whether the rest is worth it
@@ -104,9 +106,14 @@ class ServedModel:
                           chat_template: str | None = None, add_generation_prompt: bool | None = None,
                           continue_final_message: bool | None = None,
                           add_special_tokens: bool | None = None, documents: list[dict[str, Any]] | None = None,
-                          variables: dict[str, Any] | None = None, must_fit: bool = True) -> Prompt:
-        """A conversation through the model's chat template; must_fit as in `encode`. Raises RequestError with the template's own words
-        where it refuses."""
+                          variables: dict[str, Any] | None = None, must_fit: bool = True,
+                          needs_tools: bool = True) -> Prompt:
+        """A conversation through the model's chat template. Raises RequestError with the template's own words where
+        it refuses.
+
+        must_fit: as in `encode`. needs_tools: False where a grammar enforces the call; then the description of tools
+        is left out, with a warning, if the template has no place for it and the context no room.
+        """
         tokenizer = self.need_tokenizer()
         if chat_template is not None and not self.trust_request_chat_template and chat_template not in tokenizer.chat_templates:
             raise ApiError(400, "chat_template: this server takes no templates from requests; start it with --trust-request-chat-template, "
@@ -122,16 +129,27 @@ class ServedModel:
             variables["documents"] = documents
         generates = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
-        def render() -> str:
+        def render(tools: list[dict[str, Any]] | None) -> str:
             return tokenizer.apply_chat_template(messages, tools=tools, chat_template=chat_template, add_generation_prompt=generates,
                                                  continue_final_message=bool(continue_final_message),
                                                  tokenize=False, tool_call_parser=self.tool_call_parser,
                                                  **variables)
 
         # Always beside the loop and for a limited time: a template is a program, and may not end.
-        text = await self._threads.run_bounded(render, TEMPLATE_SECONDS, "messages: the chat template")
-        [ids] = await self.encode([text], bool(add_special_tokens), must_fit=must_fit)
-        return Prompt(ids, text)
+        async def rendered(tools: list[dict[str, Any]] | None, must_fit: bool) -> Prompt:
+            text = await self._threads.run_bounded(lambda: render(tools), TEMPLATE_SECONDS,
+                                                   "messages: the chat template")
+            [ids] = await self.encode([text], bool(add_special_tokens), must_fit=must_fit)
+            return Prompt(ids, text)
+
+        may_drop = bool(tools) and not needs_tools and not tokenizer.has_place_for_tools(chat_template)
+        prompt = await rendered(tools, must_fit and not may_drop)
+        if may_drop and len(prompt.token_ids) >= self.max_model_len:
+            logger.warning("the description of %d tools makes a prompt of %d tokens, and the model's context has %d: it is "
+                           "left out, and the grammar alone makes the call", len(tools or ()), len(prompt.token_ids),
+                           self.max_model_len)
+            prompt = await rendered(None, must_fit)
+        return prompt
 
     async def for_text(self, size: int, work: Callable[[], T]) -> T:
         """`work()`, in a thread if it handles as much text as `size` says."""

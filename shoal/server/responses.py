@@ -167,7 +167,8 @@ async def create_response(exchange: Exchange) -> None:
     plan.constrain(params, model.tool_call_parser)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = template_variables(None, effort, params, model.reasoning_parser)
-    prompt = await model.chat_prompt(to_chat(request), tools=plan.tools, variables=variables)
+    prompt = await model.chat_prompt(to_chat(request), tools=plan.tools, variables=variables,
+                                     needs_tools=not plan.is_enforced)
     parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
     writer = _Writer(_response(request, model, params, plan))
     exchange.error_event = writer.failed

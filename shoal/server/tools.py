@@ -62,6 +62,11 @@ class ToolPlan:
     is_limited: bool = False             # a call of another is no call
     structured: StructuredOutputsParams | None = None    # what enforces "required" and "named"
 
+    @property
+    def is_enforced(self) -> bool:
+        """Whether a grammar makes the answer a call, whatever the model knows of the tools."""
+        return self.mode in ("required", "named")
+
     def constrain(self, params: SamplingParams, parser: str) -> None:
         """Makes the request's grammar that of the plan, together with the format that it has already. parser:
         the model's."""

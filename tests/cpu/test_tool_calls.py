@@ -10,7 +10,7 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser, plan_tools
 from shoal.structured import check, grammar_of
-from tests.fake_server import byte_tokenizer, tool_server
+from tests.fake_server import FakeServer, byte_tokenizer, tool_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"], "additionalProperties": False,
           "$defs": {"City": {"enum": ["Paris", "Rome"]}}}
@@ -370,3 +370,22 @@ def test_llamas_format_is_read_too():
         assert streamed(client, tools=[TOOL, OTHER]) == ("", "", expected, "tool_calls")
         served.say(json.dumps({"name": "Bob", "age": 3}))
         assert streamed(client, tools=[TOOL, OTHER]) == (json.dumps({"name": "Bob", "age": 3}), "", [], "stop")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_description_without_room_is_left_out_of_a_call_that_a_grammar_makes(path, caplog):
+    """The tiny model's template has no place for tools, and its tokens are bytes."""
+    function = {"name": "pick", "description": "picks", "parameters": {"type": "object", "properties": {}}}
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5,
+                                 "tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+        "/v1/responses": {"input": "a", "max_output_tokens": 5, "tools": [{"type": "function", **function}],
+                          "tool_choice": "required"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "tool_choice": {"type": "any"},
+                         "tools": [{"name": "pick", "input_schema": function["parameters"]}]}}
+    with FakeServer(model={"tool_call_parser": "hermes"}) as server:
+        assert server.json(path, bodies[path])[0] == 200
+        assert "pick" not in server.last_prompt() and "it is left out" in caplog.text
+        if path == "/v1/chat/completions":
+            code, answer = server.json(path, {**bodies[path], "tool_choice": "auto"})
+            assert code == 400 and "maximum context length" in answer["error"]["message"]
