@@ -46,7 +46,8 @@ class CheckpointFiles:
         if self.file is None and not (self.folder / "config.json").exists():
             gguf = sorted(self.folder.glob("*.gguf"))
             way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
-            raise CheckpointError(f"{self.folder} holds no config.json, so it is no Hugging Face model; {way_out}")
+            raise CheckpointError(f"{self.folder} holds no config.json, so it is no Hugging Face model; "
+                                  f"{way_out}")
         return self
 
     @cached_property
@@ -71,7 +72,7 @@ class CheckpointFiles:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of a GGUF file's tensors, as they lie in it."""
+        """The bytes that a GGUF file's tensors take in it."""
         return sum(info.num_bytes for info in self.header.tensors.values())
 
     @cached_property
