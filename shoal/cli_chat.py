@@ -358,6 +358,8 @@ class _Shown:
 
     def speed(self) -> str:
         count, seconds = self._num_tokens, self._last - self._first
+        if not self.text:
+            return "[no text came; your message is taken back]"
         if count is None:
             return f"[first text after {self._first - self._asked:.2f} s]"
         rate = f"{(count - 1) / seconds:.1f} tokens/s, " if count > 1 and seconds > 0 else ""

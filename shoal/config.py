@@ -321,8 +321,9 @@ class ServerConfig:
     max_body_bytes: int = option(32 << 20, "of a request; more is a 413", section="limits of requests")
     max_total_body_bytes: int = option(1 << 30, "of all requests under way together; more are a 429")
     max_queued_requests: int = option(1024, "beyond what runs; more are a 429")
-    max_connections: int | None = option(None, "connections a port takes; beyond them the longest idle one is closed, and without one "
-                                               "the new one gets a 503; default: what the limit of open files leaves")
+    max_connections: int | None = option(
+        None, "connections a port takes; beyond them the longest idle one is closed, and without one the new "
+              "one gets a 503; default: what the limit of open files leaves")
     request_timeout: float | None = option(None, "seconds a request may take in all; a request's own `timeout` may be shorter")
     read_timeout: float = option(30.0, "seconds a client may take to send its request")
     write_timeout: float = option(120.0, "seconds a client may take none of its answer")
@@ -360,8 +361,8 @@ class ServerConfig:
             if value is not None and not (0 < value < math.inf or (value == 0 and not is_open)):
                 raise ConfigError(f"{name} {value!r} is not a finite number of seconds {'above' if is_open else 'from'} 0")
         if 0 < self.engine_timeout < 2:
-            raise ConfigError(f"engine_timeout {self.engine_timeout!r} is less than 2 s, as short as a busy machine may pause; choose 2 or "
-                              "more, or 0 for no limit")
+            raise ConfigError(f"engine_timeout {self.engine_timeout!r} is less than 2 s, as short as a busy "
+                              "machine may pause; choose 2 or more, or 0 for no limit")
         if self.allow_credentials and "*" in (self.allowed_origins or ()):
             raise ConfigError("allow_credentials with allowed_origins '*' is what no browser accepts; name the origins")
         for name, choices in (("tool_call_parser", ("auto", "hermes", "llama3_json", "none")),

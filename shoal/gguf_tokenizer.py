@@ -21,8 +21,8 @@ from shoal.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Of a SentencePiece vocabulary, every cut of every token is looked at. Published ones have 2 million
-# characters, and 64 in a token.
+# Every cut of every token of a SentencePiece vocabulary is looked at, so these bound it. Published ones have
+# 2 million characters, and 64 in a token.
 MAX_CHARACTERS, MAX_TOKEN_LEN = 16 << 20, 512
 WAY_OUT = "convert the model again, or give another tokenizer with the option `tokenizer`"
 

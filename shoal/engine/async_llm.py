@@ -25,7 +25,8 @@ T = TypeVar("T")
 MOST_RESTARTS = 3                    # in RESTART_WINDOW_S; then the engine stays dead
 RESTART_WINDOW_S = 600.0
 FLUSH_GRACE_S = 5.0                  # beyond kv_flush_timeout: the step in flight ends first
-SHORTAGE_PAUSE_S = 5.0               # between tries where the system has no process or descriptor left; these do not count
+# Where the system has no process or descriptor left, tries are so far apart, and they do not count.
+SHORTAGE_PAUSE_S = 5.0
 RESTART_PAUSES_S = (0.5, 5.0, 30.0)  # before each: the first gives a dead process's device memory time to come back
 
 logger = logging.getLogger(__name__)
@@ -85,9 +86,10 @@ class AsyncLLM:
     """Built by `start`; used in the loop that it was started in.
 
     `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a dead core is started again,
-    at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the requests that it took with it are
-    not repeated. A core that hangs (engine_timeout seconds without a sign of life, or without the end of a step) counts as dead: with
-    restart=True it is killed and started again, otherwise it is well again as soon as it goes on.
+    at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the
+    requests that it took with it are not repeated. A core that hangs (engine_timeout seconds without a sign
+    of life, or without the end of a step) counts as dead: with restart=True it is killed and started again,
+    otherwise it is well again as soon as it goes on.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
@@ -105,9 +107,13 @@ class AsyncLLM:
         self._watching: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, restart: bool = False, engine_timeout: float = 60.0) -> AsyncLLM:
-        """Returns when the engine is ready. Raises the UserError that kept it from starting, or EngineDeadError. engine_timeout: seconds
-        of silence after which the core counts as hung; 0: it never does."""
+    async def start(cls, config: EngineConfig, *, restart: bool = False,
+                    engine_timeout: float = 60.0) -> AsyncLLM:
+        """Returns when the engine is ready. Raises the UserError that kept it from starting, or
+        EngineDeadError.
+
+        engine_timeout: seconds of silence after which the core counts as hung; 0: it never does.
+        """
         self = cls(config, restart=restart, engine_timeout=engine_timeout)
         try:
             await self._start()
@@ -299,7 +305,8 @@ class AsyncLLM:
             try:
                 await self._start()
             except OSError as error:
-                logger.error("the engine did not start again: %s; the next try is in %g s", error, SHORTAGE_PAUSE_S)
+                logger.error("the engine did not start again: %s; the next try is in %g s", error,
+                             SHORTAGE_PAUSE_S)
                 self._restarts.pop()
                 await asyncio.sleep(SHORTAGE_PAUSE_S)
                 continue

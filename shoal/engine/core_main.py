@@ -128,7 +128,8 @@ class CoreLoop:
 
     def send_beats(self) -> NoReturn:
         """Runs in a thread of its own."""
-        on_cpu = self.core.config.device == "cpu"    # beside a GPU a host may spin while it waits, which proves nothing
+        # Beside a GPU a host may spin while it waits, so its processor time proves nothing.
+        on_cpu = self.core.config.device == "cpu"
         while True:
             self.outbox.put(Beat(self.progress, self.doing, time.process_time() if on_cpu else 0.0))
             time.sleep(BEAT_S)

@@ -46,13 +46,14 @@ class CoreProcess:
         self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._gone = asyncio.Event()
         self._tail = ""
-        with contextlib.ExitStack() as undo:    # of what there is when something cannot be had
+        with contextlib.ExitStack() as undo:    # It gives back what there is when something cannot be had.
             try:
                 self._context = zmq.Context()
                 undo.callback(self._context.destroy, linger=0)
                 self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))    # 0700
                 undo.callback(self._remove_folder)
-                self._to_core, self._from_core = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+                self._to_core = self._context.socket(zmq.PUSH)
+                self._from_core = self._context.socket(zmq.PULL)
                 self._to_core.sndhwm = self._from_core.rcvhwm = 0
                 self._to_core.bind(f"ipc://{self._folder}/in")
                 self._from_core.bind(f"ipc://{self._folder}/out")
@@ -60,7 +61,8 @@ class CoreProcess:
                 undo.callback(_end_at_once, self._process)
                 self._pidfd = os.pidfd_open(self._process.pid)
             except zmq.ZMQError as error:
-                raise OSError(error.errno, f"a socket to the engine's process cannot be opened: {error}") from None
+                why = f"a socket to the engine's process cannot be opened: {error}"
+                raise OSError(error.errno, why) from None
             undo.pop_all()
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
@@ -73,8 +75,8 @@ class CoreProcess:
     @classmethod
     async def start(cls, config: EngineConfig, on_message: Callable[[FromCore], None],
                     on_end: Callable[[EngineDeadError], None]) -> CoreProcess:
-        """Raises the UserError that kept the engine from starting, or EngineDeadError. on_end is not called for those. Raises OSError
-        where the system has no process or no descriptors left for it."""
+        """Raises the UserError that kept the engine from starting, or EngineDeadError. on_end is not called
+        for those. Raises OSError where the system has no process or no descriptors left for it."""
         self = cls(on_message, lambda error: None)
         try:
             await self._send_first(Start(config))

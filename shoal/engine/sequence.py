@@ -31,7 +31,8 @@ class Grammar(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may draw the next token now; False while what may follow is worked out beside the steps."""
+        """Whether a step may draw the next token now; False while what may follow is worked out beside the
+        steps."""
         ...
 
     def accept(self, token_id: int) -> bool:

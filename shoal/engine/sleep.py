@@ -40,8 +40,8 @@ class Sleeper:
         chosen = check_sleep(level, tags, mode)
         core, state, start = self.core, self.state, time.perf_counter()
         if level and not core.config.enable_sleep_mode:
-            raise ConfigError(f"sleep level {level} needs memory that can be given back; start the engine with the "
-                              "option enable_sleep_mode, or pause it with level 0")
+            raise ConfigError(f"sleep level {level} needs memory that can be given back; start the engine "
+                              "with the option enable_sleep_mode, or pause it with level 0")
         if mode == "wait" and core.has_work:
             raise UnavailableError("requests are still running, and mode 'wait' sleeps when they have ended; step the engine until then")
         going = [tag for tag in chosen if tag not in state.asleep] if level else []
@@ -142,5 +142,5 @@ def in_use(report: MemoryReport) -> str:
         return text
     others = max(0, report.in_use_bytes - report.region_bytes - report.process_bytes)
     regions, process = report.region_bytes / GIB, report.process_bytes / GIB
-    return (f"{text} ({regions:.2f} in regions, {process:.2f} elsewhere in PyTorch, {others / GIB:.2f} by contexts and "
-            "other processes)")
+    return (f"{text} ({regions:.2f} in regions, {process:.2f} elsewhere in PyTorch, {others / GIB:.2f} by "
+            "contexts and other processes)")

@@ -172,10 +172,10 @@ class Swapper:
         """Ends with the model awake and its requests let in, or with them sent away and everything as consistent as before."""
         turns, name = self.turns, switch.model
         try:
-            if turns.awake is not None:
-                start = time.monotonic()
-                await self._retire(turns.awake)
-                switch.sleep = time.monotonic() - start
+            start = time.monotonic()
+            for other in [n for n, model in self.models.items() if model.level is None and n != name]:
+                await self._retire(other)
+            switch.sleep = time.monotonic() - start
             start = time.monotonic()
             await self._wake(name)
             switch.ended = time.monotonic()
@@ -194,7 +194,8 @@ class Swapper:
         self._go_on()
 
     async def _retire(self, name: str) -> None:
-        """Puts the awake model to sleep; a dead one gives its memory back by itself."""
+        """Puts an awake model to sleep. A dead one gives its memory back by itself. One that hangs, or was
+        started again, does not, so it stays awake in our books, and the next switch tries again."""
         try:
             await self._put_to_sleep(name)
         except EngineDeadError:

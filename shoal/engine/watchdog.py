@@ -12,8 +12,8 @@ MOST_TICK_S = 2.0       # a longer time without a tick means that the watcher st
 class Watchdog:
     """Watches one core. It is silent if no beat comes, or if beats tell of a step that does not end.
 
-    Calls (waking, new weights, a profile) may take as long as they like, and so may a core without work. A step on the CPU may take
-    minutes, and is told from a hung one by the processor time that it uses.
+    Calls (waking, new weights, a profile) may take as long as they like, and so may a core without work. A
+    step on the CPU may take minutes, and is told from a hung one by the processor time that it uses.
     """
 
     def __init__(self, timeout_s: float) -> None:

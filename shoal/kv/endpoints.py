@@ -17,9 +17,9 @@ from shoal.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# of what comes in: a subscription, or a number; libzmq closes connections that announce more
+# A frame that comes in is a subscription or a number. Libzmq closes connections that announce more.
 MAX_FRAME_BYTES = 1024
-# a TCP peer that takes nothing for so long is disconnected, and what waits for it is freed
+# A TCP peer that takes nothing for so long is disconnected, and what waits for it is freed.
 DEAF_MS = 30_000
 LOOPBACK = ("lo", "localhost", "[::1]")
 

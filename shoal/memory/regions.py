@@ -168,9 +168,9 @@ class Regions:
         return found
 
     def in_use(self) -> dict[str, int]:
-        """Of the devices' memory, bytes: "in_use_bytes" by whomever, of them "region_bytes" in this set and
-        "process_bytes" in what else PyTorch holds in this process. The rest is that of contexts and of other
-        processes."""
+        """Says how many bytes of the devices' memory are taken: "in_use_bytes" by whomever, "region_bytes" by
+        this set, and "process_bytes" by what else PyTorch holds in this process. The rest belongs to
+        contexts and to other processes."""
         with self._lock:
             in_use = process = 0
             for device in {region.device for region in self._regions.values()}:

@@ -44,7 +44,7 @@ def checkpoint_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Of all matrices; norms and biases are left out."""
+    """Counts the weights of all matrices; norms and biases are left out."""
     c = config
     num_moe = sum(c.is_moe_layer(i) for i in range(c.num_layers))
     attention = 2 * c.hidden_size * c.head_dim * (c.num_heads + c.num_kv_heads)

@@ -23,8 +23,8 @@ TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32,
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 ROPE_FACTORS = "rope_freqs.weight"    # Llama 3's scaling: what each rotary frequency is divided by
-# Of what lies before the tensors' data. The largest published vocabularies take 10 MiB and a million values,
-# as texts of 60 bytes.
+# These bound what lies before the tensors' data. The largest published vocabularies take 10 MiB and a million
+# values.
 MAX_HEADER_BYTES, MAX_VALUES = 256 << 20, 4 << 20
 MAX_DIMS = 4                # GGML_MAX_DIMS
 MAX_NESTING = 4             # of arrays in arrays

@@ -21,6 +21,7 @@ from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
+IGNORE = ", or ignore the file with the option generation_config 'vllm'"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_DUPLICATES = ["*/*", "consolidated*"]    # the same weights in their authors' own layout
 
@@ -46,7 +47,8 @@ class CheckpointFiles:
         if self.file is None and not (self.folder / "config.json").exists():
             gguf = sorted(self.folder.glob("*.gguf"))
             way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
-            raise CheckpointError(f"{self.folder} holds no config.json, so it is no Hugging Face model; {way_out}")
+            raise CheckpointError(f"{self.folder} holds no config.json, so it is no Hugging Face model; "
+                                  f"{way_out}")
         return self
 
     @cached_property
@@ -71,7 +73,7 @@ class CheckpointFiles:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of a GGUF file's tensors, as they lie in it."""
+        """The bytes that a GGUF file's tensors take in it."""
         return sum(info.num_bytes for info in self.header.tensors.values())
 
     @cached_property
@@ -86,10 +88,10 @@ class CheckpointFiles:
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a text, by any of the files that say so. Llama 3 has several."""
-        named = self.generation_config.get("eos_token_id")
-        where = f"{self.path}/generation_config.json: eos_token_id"
-        ids = set(self.config.eos_token_ids) | set(token_ids(named, where))
+        ids = set(self.config.eos_token_ids)
         if self.file is None:
+            named = self._read_json("generation_config.json").get("eos_token_id")
+            ids |= set(token_ids(named, f"{self.folder / 'generation_config.json'}: eos_token_id"))
             ids |= set(_eos_of_tokenizer(self._read_json("tokenizer_config.json")))
         return tuple(sorted(ids))
 
@@ -147,11 +149,11 @@ def check_defaults(generation_config: dict[str, Any], where: str) -> None:
     defaults = sampling_defaults(generation_config)
     large = [name for name, value in defaults.items() if isinstance(value, int) and abs(value) >= 1 << 31]
     if large:
-        raise CheckpointError(f"{where}: {large[0]} has more than 31 bits; give a smaller one")
+        raise CheckpointError(f"{where}: {large[0]} has more than 31 bits; give a smaller one{IGNORE}")
     try:
         SamplingParams(**defaults)
     except RequestError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{where}: {error}{IGNORE}") from None
 
 
 def _eos_of_tokenizer(config: dict[str, Any]) -> list[int]:

@@ -166,6 +166,18 @@ async def test_a_model_that_cannot_wake_sends_its_requests_away_and_hurts_nobody
 
 
 @scenario
+async def test_a_model_that_hung_when_its_turn_ended_gives_way_once_it_goes_on():
+    swapper, engines, models = await build()
+    await run(models["a"], 0)
+    engines["a"]._dead = EngineDeadError("no sign of life for 60 s")
+    with pytest.raises(UnavailableError, match="could not be woken"):    # its memory is still taken
+        await run(models["b"], 1)
+    engines["a"]._dead = None
+    assert await run(models["b"], 2) == (4, FinishReason.LENGTH)
+    assert swapper.turns.awake == "b" and engines["a"].state.level == 1
+
+
+@scenario
 async def test_a_dead_model_says_so_and_the_others_go_on():
     _, engines, models = await build()
     await run(models["a"], 0)
