@@ -67,4 +67,5 @@ bench-gpu:
 	touch $@
 
 clean:
-	rm -rf .venv .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shoal/memory/_vmm*.so
+	find . -name __pycache__ -prune -exec rm -rf {} +

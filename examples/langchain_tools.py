@@ -3,6 +3,8 @@
     pip install langchain-openai
     shoal serve Qwen/Qwen3-8B &
     python examples/langchain_tools.py --model Qwen/Qwen3-8B
+
+Without a model's name, both `shoal serve` and this program take the small default model.
 """
 
 import argparse

@@ -1,9 +1,11 @@
 """Answers many questions in one go: a file of JSON lines in, a file of JSON lines out.
 
+    echo '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}' > questions.jsonl
     python examples/offline_batch.py questions.jsonl answers.jsonl --model Qwen/Qwen3-0.6B
 
-Each line of the input is an object with `messages`, and may have an `id`. All requests are given to the engine
-at once, as it batches them better than any loop outside could.
+Each line of the input is an object with `messages`, and may have an `id`. Without `--model` the small default
+model answers. All requests are given to the engine at once, as it batches them better than any loop outside
+could.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """A reinforcement-learning loop in which the trainer and the engine share one card.
 
+    pip install transformers
     python examples/rl_loop.py Qwen/Qwen3-0.6B --steps 20
 
 While one of them works, the other's memory is given back. The reward is a toy (answers that do not repeat

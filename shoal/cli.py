@@ -286,7 +286,10 @@ def _check_writable(name: str, path: str | None) -> None:
     """Raises ConfigError, so that nothing is measured in vain."""
     try:
         if path is not None:
+            was_there = os.path.lexists(path)
             open(path, "ab").close()
+            if not was_there:
+                os.remove(path)    # so that what fails later leaves no empty file
     except OSError as error:
         raise ConfigError(f"{name} {path!r} cannot be written: {error.strerror}; choose another") from None
 

@@ -121,7 +121,8 @@ class Parser(argparse.ArgumentParser):
             if not word.startswith("-") or word == "-" or " " in word or NEGATIVE_NUMBER.match(word):
                 if commands is not None and not is_value:
                     if word not in commands:
-                        hint = _nearest(word, commands) or f"there are {', '.join(commands)}"
+                        verb = "is" if len(commands) == 1 else "are"
+                        hint = _nearest(word, commands) or f"there {verb} {', '.join(commands)}"
                         self.error(f"there is no command {word!r}; {hint}")
                     break    # the rest is the command's
                 is_value = False

@@ -311,7 +311,8 @@ class ServerConfig:
         None, "names clients use; the first is the one answered with; default: the model as given",
         common=True)
     api_key: list[str] | None = option(
-        None, "any of them opens the /v1 endpoints; SHOAL_API_KEY adds some (comma-separated)", common=True,
+        None, "a request must bring one of them, but for health, metrics and pages; SHOAL_API_KEY adds some "
+              "(comma-separated)", common=True,
         section="who may call")
     api_key_file: str | None = option(None, "one key a line")
     allowed_origins: list[str] | None = option(None, 'CORS: sites whose pages may call; "*" for all; default: none')

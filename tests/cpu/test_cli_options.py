@@ -92,7 +92,7 @@ def test_the_version_is_told_by_the_module_too(capsys):
     ("models rmm x", "did you mean rm?"),
     ("generate", "PROMPT"),
     ("generate x y", "unrecognized arguments: y"),
-    ("completion tcsh", "bash"),
+    ("completion tcsh", "bash"), ("models list", "there is rm"),
 ])
 def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
     code, out, err = words(capsys, *line.split())
@@ -115,6 +115,15 @@ def test_an_impossible_value_is_one_line_with_the_way_out(line, hint, capsys, mo
     monkeypatch.setenv("NO_PROXY", "*")
     code, out, err = words(capsys, *line.split())
     assert code == 1 and not out and hint in err and len(err.splitlines()) == 1
+
+
+def test_a_benchmark_that_cannot_begin_leaves_no_empty_files_and_old_ones_as_they_were(tmp_path, capsys):
+    plot, result = tmp_path / "serve.png", tmp_path / "result.json"
+    result.write_text("of another day")
+    code, _, err = words(capsys, "bench", "serve", "--base-url", "http://127.0.0.1:1", "--plot", str(plot),
+                         "--save-result", "--result-filename", str(result))
+    assert code == 1 and "127.0.0.1:1" in err
+    assert not plot.exists() and result.read_text() == "of another day"
 
 
 def test_a_folder_that_holds_no_model_says_what_to_name(tmp_path, capsys):

@@ -44,6 +44,18 @@ def wheel(tmp_path_factory):
     return path
 
 
+def test_make_clean_leaves_nothing_of_an_installation_or_a_test_run(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    kept = [tmp_path / "Makefile", tmp_path / "shoal/memory/vmm.c"]
+    left = [".venv/bin/shoal", "build/lib/a.py", "shoal.egg-info/PKG-INFO", "shoal/memory/_vmm.cpython-312.so",
+            "shoal/__pycache__/api.cpython-312.pyc", ".hypothesis/examples/a", ".ruff_cache/a"]
+    for path in [*kept[1:], *(tmp_path / name for name in left)]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(kept)
+
+
 def test_the_sdist_holds_what_a_clone_holds(tmp_path):
     build("sdist", tmp_path)
     path, = tmp_path.glob("*.tar.gz")
