@@ -321,13 +321,14 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
 
 
 def _add_to_answer(message: dict[str, Any], i: int, item: dict[str, Any], kind: Any) -> None:
+    function: dict[str, Any]
     if kind == "message" and item.get("role") == "assistant":
         message["content"] += _content(i, item.get("content"))
     elif kind == "reasoning":
         thoughts = _content(i, item.get("content") or item.get("summary") or "")
         message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
     elif kind == "function_call":
-        function = {"name": _text(i, item, "name"), "arguments": _arguments(i, _text(i, item, "arguments"))}
+        function = {"name": _text(i, item, "name"), "arguments": _text(i, item, "arguments")}
         _add_call(message, i, item, function)
     elif kind == "custom_tool_call":              # of a tool whose input is text
         function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
@@ -353,13 +354,6 @@ def _text(i: int, item: dict[str, Any], name: str) -> str:
     if not isinstance(value := item.get(name), str):
         raise RequestError(f"input[{i}].{name} {value!r:.100} is no text")
     return value
-
-
-def _arguments(i: int, text: str) -> Any:
-    try:
-        return msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise RequestError(f"input[{i}].arguments {text!r:.80} are not JSON: {error}") from None
 
 
 def _content(i: int, content: Any) -> str:
