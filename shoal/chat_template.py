@@ -109,7 +109,10 @@ class ChatTemplate:
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list):
             raise RequestError(f"messages[{i}].tool_calls {calls!r:.80} are no list of calls")
-        for call in calls:
+        for k, call in enumerate(calls):
+            if not isinstance(call, dict) or not isinstance(call.get("function", {}), dict):
+                raise RequestError(f"messages[{i}].tool_calls[{k}] {call!r:.80} is no call; a call is "
+                                   f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}")
             _parse_arguments(call)
         return {**message, "content": content}
 
@@ -185,14 +188,14 @@ def _part_text(i: int, part: Any) -> str:
                        f"'text', 'text': ...}}")
 
 
-def _parse_arguments(call: Any) -> None:
+def _parse_arguments(call: dict[str, Any]) -> None:
     """OpenAI's API carries a tool call's arguments as JSON text; templates expect the value.
 
     Models make mistakes, and agents send them back with an error for the model to see: what is no JSON stays
     text.
     """
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    function = call.get("function", {})
+    if isinstance(function.get("arguments"), str):
         with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"] or "{}")
 
