@@ -5,6 +5,7 @@ A template comes with a checkpoint, so it is not trusted: it sees plain JSON val
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Sequence
@@ -108,8 +109,11 @@ class ChatTemplate:
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list):
             raise RequestError(f"messages[{i}].tool_calls {calls!r:.80} are no list of calls")
-        for call in calls:
-            _parse_arguments(i, call)
+        for k, call in enumerate(calls):
+            if not isinstance(call, dict) or not isinstance(call.get("function", {}), dict):
+                raise RequestError(f"messages[{i}].tool_calls[{k}] {call!r:.80} is no call; a call is "
+                                   f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}")
+            _parse_arguments(call)
         return {**message, "content": content}
 
 
@@ -184,15 +188,16 @@ def _part_text(i: int, part: Any) -> str:
                        f"'text', 'text': ...}}")
 
 
-def _parse_arguments(i: int, call: Any) -> None:
-    """OpenAI's API carries a tool call's arguments as JSON text; templates expect the value."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
+def _parse_arguments(call: dict[str, Any]) -> None:
+    """OpenAI's API carries a tool call's arguments as JSON text; templates expect the value.
+
+    Models make mistakes, and agents send them back with an error for the model to see: what is no JSON stays
+    text.
+    """
+    function = call.get("function", {})
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"messages[{i}].tool_calls has the arguments {function['arguments']!r:.80}, "
-                               f"which are not JSON: {error}") from None
 
 
 def _mark_end(message: dict[str, Any]) -> None:

@@ -81,10 +81,12 @@ def as_text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _call(call: Any, parser: str) -> str:
-    function = call.get("function", {}) if isinstance(call, dict) else {}
+def _call(call: dict[str, Any], parser: str) -> str:
+    """Some conversations have a call's name and arguments without `function` around them, as templates take
+    them too."""
+    function = call.get("function", call)
     name, arguments = function.get("name"), function.get("arguments", {})
     if parser == "llama3_json":
         return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{text}\n</tool_call>"

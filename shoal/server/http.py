@@ -152,15 +152,20 @@ class Exchange:
         """Cancels the handler when the client leaves. Runs beside it, once the body is in."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if not self.ended and self._task is not None:
+        if self._may_be_cancelled and self._task is not None:
             self.is_gone = True
             self._task.cancel()
 
     def stop(self, error: ApiError) -> None:
         """Ends the exchange from outside: its handler is cancelled, its client told `error`."""
-        if not self.ended and self._task is not None:
+        if self._may_be_cancelled and self._task is not None:
             self.end_error = error
             self._task.cancel()
+
+    @property
+    def _may_be_cancelled(self) -> bool:
+        """The handler runs. Once it has answered or failed, only the client's reading is waited for."""
+        return not self.ended and self.error is None
 
     # What the client gets
 

@@ -17,10 +17,23 @@ from shoal.server.model import Prompt, ServedModel
 from shoal.server.protocol import MinusOneOrMore, Positive, Words
 from shoal.server.shapes import AnthropicErrorResponse
 from shoal.server.tool_parsers import CallDelta, Part
-from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
+from shoal.server.tools import (
+    AnswerFormat,
+    ToolPlan,
+    check_finish,
+    plan_tools,
+    warn_left_out,
+    warn_unread,
+)
 
 ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
           408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+# Blocks of answers that only Anthropic's own servers can read, or wrote themselves.
+HOSTED_BLOCKS = frozenset({"redacted_thinking", "server_tool_use", "web_search_tool_result",
+                           "web_fetch_tool_result", "code_execution_tool_result",
+                           "bash_code_execution_tool_result", "text_editor_code_execution_tool_result"})
 
 
 class AnthropicTool(Struct, kw_only=True):
@@ -58,6 +71,7 @@ class CountTokensRequest(Struct, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None              # left out: no thinking, as Anthropic's API has it
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None     # its older name
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -115,7 +129,7 @@ async def create_message(exchange: Exchange) -> None:
     model = exchange.server.find(request.model)
     plan, params = _plan(exchange, request, model), _params(request, model)
     plan.constrain(params, model.tool_call_parser)
-    prompt = await _prompt(request, model, plan, params)
+    prompt = await _prompt(exchange, request, model, plan, params)
     parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
     writer = _Writer(request.model or model.name, len(prompt.token_ids))
     async with Generation(model, [prompt], params, request_id=exchange.request_id,
@@ -144,7 +158,7 @@ async def count_tokens(exchange: Exchange) -> None:
     model = exchange.server.find(request.model)
     plan, params = _plan(exchange, request, model), SamplingParams(structured_outputs=_structured(request))
     plan.constrain(params, model.tool_call_parser)
-    prompt = await _prompt(request, model, plan, params)
+    prompt = await _prompt(exchange, request, model, plan, params)
     await exchange.json(TokenCount(len(prompt.token_ids)))
 
 
@@ -264,8 +278,9 @@ def _plan(exchange: Exchange, request: CountTokensRequest, model: ServedModel) -
 
 
 def _structured(request: CountTokensRequest) -> StructuredOutputsParams | None:
-    config = request.output_config
-    return StructuredOutputsParams(json=config.format.schema) if config is not None and config.format is not None else None
+    form = request.output_config.format if request.output_config is not None else None
+    form = form or request.output_format
+    return StructuredOutputsParams(json=form.schema) if form is not None else None
 
 
 def _params(request: MessagesRequest, model: ServedModel) -> SamplingParams:
@@ -274,8 +289,9 @@ def _params(request: MessagesRequest, model: ServedModel) -> SamplingParams:
                           structured_outputs=_structured(request))
 
 
-async def _prompt(request: CountTokensRequest, model: ServedModel, plan: ToolPlan, params: SamplingParams) -> Prompt:
-    messages = to_chat(request)
+async def _prompt(exchange: Exchange, request: CountTokensRequest, model: ServedModel, plan: ToolPlan,
+                  params: SamplingParams) -> Prompt:
+    messages = _messages(exchange, request)
     thinks = request.thinking is not None and request.thinking.type != "disabled" and params.structured_outputs is None
     variables = {} if model.reasoning_parser == "none" else {"enable_thinking": thinks}
     # An answer that the caller began is gone on with.
@@ -284,7 +300,7 @@ async def _prompt(request: CountTokensRequest, model: ServedModel, plan: ToolPla
                                    needs_tools=not plan.is_enforced)
 
 
-def to_chat(request: CountTokensRequest) -> list[dict[str, Any]]:
+def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str, Any]]:
     """The conversation as messages of OpenAI's chat API. Raises RequestError."""
     if not request.messages:
         raise RequestError("messages is empty; send at least one")
@@ -299,6 +315,8 @@ def to_chat(request: CountTokensRequest) -> list[dict[str, Any]]:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(b, dict) for b in blocks):
             raise RequestError(f"{where} has the content {content!r:.100}, neither text nor a list of blocks")
+        for kind in sorted({str(b.get("type")) for b in blocks} & HOSTED_BLOCKS):
+            warn_unread(exchange, kind)
         messages += [_answer(where, blocks)] if role == "assistant" else _said(where, role, blocks)
     return messages
 
@@ -332,7 +350,7 @@ def _answer(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
             if not isinstance(block.get("thinking"), str):
                 raise RequestError(f"{where} has a thinking block without its text")
             message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
-        else:
+        elif kind not in HOSTED_BLOCKS:
             message["content"] += _text(where, [block])
     return message
 

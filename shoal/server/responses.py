@@ -24,7 +24,12 @@ from shoal.server.tools import (
     plan_tools,
     template_variables,
     warn_left_out,
+    warn_unread,
 )
+
+# Items that tell of what OpenAI's own servers did amid an answer. Codex sends them back with everything.
+HOSTED_ITEMS = frozenset({"web_search_call", "file_search_call", "code_interpreter_call",
+                          "image_generation_call", "mcp_call", "mcp_list_tools"})
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -167,7 +172,7 @@ async def create_response(exchange: Exchange) -> None:
     plan.constrain(params, model.tool_call_parser)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = template_variables(None, effort, params, model.reasoning_parser)
-    prompt = await model.chat_prompt(to_chat(request), tools=plan.tools, variables=variables,
+    prompt = await model.chat_prompt(_messages(exchange, request), tools=plan.tools, variables=variables,
                                      needs_tools=not plan.is_enforced)
     parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
     writer = _Writer(_response(request, model, params, plan))
@@ -289,7 +294,7 @@ class _Writer:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
-def to_chat(request: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, Any]]:
     """The request's items as messages of the chat API: what the model said in a row becomes one message."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": request.instructions}] if request.instructions else []
     items = request.input if isinstance(request.input, list) else [{"role": "user", "content": request.input}]
@@ -297,7 +302,9 @@ def to_chat(request: ResponsesRequest) -> list[dict[str, Any]]:
         raise RequestError("input is empty; give a text or a list of items")
     for i, item in enumerate(items):
         kind = item.get("type", "message")
-        if kind == "function_call_output":
+        if kind in HOSTED_ITEMS:
+            warn_unread(exchange, kind)
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             messages.append({"role": "tool", "tool_call_id": _text(i, item, "call_id"), "content": _content(i, item.get("output"))})
         elif kind == "message" and item.get("role") in ("system", "developer"):
             text = _content(i, item.get("content"))
@@ -315,32 +322,39 @@ def to_chat(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _add_to_answer(message: dict[str, Any], i: int, item: dict[str, Any], kind: Any) -> None:
+    function: dict[str, Any]
     if kind == "message" and item.get("role") == "assistant":
         message["content"] += _content(i, item.get("content"))
     elif kind == "reasoning":
         thoughts = _content(i, item.get("content") or item.get("summary") or "")
         message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
     elif kind == "function_call":
-        function = {"name": _text(i, item, "name"), "arguments": _arguments(i, _text(i, item, "arguments"))}
-        message.setdefault("tool_calls", []).append({"id": _text(i, item, "call_id"), "type": "function", "function": function})
+        function = {"name": _text(i, item, "name"), "arguments": _text(i, item, "arguments")}
+        _add_call(message, i, item, function)
+    elif kind == "custom_tool_call":              # of a tool whose input is text
+        function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
+        _add_call(message, i, item, function)
+    elif kind == "local_shell_call":
+        action = item.get("action")
+        if not isinstance(action, dict):
+            raise RequestError(f"input[{i}].action {action!r:.100} is no object")
+        _add_call(message, i, item, {"name": "local_shell", "arguments": action})
     elif kind == "message":
         raise RequestError(f"input[{i}] has the role {item.get('role')!r:.100}; there are user, assistant, system and developer")
     else:
-        raise RequestError(f"input[{i}] is of the type {kind!r:.100}; this server takes message, reasoning, function_call and "
-                           "function_call_output")
+        raise RequestError(f"input[{i}] is of the type {kind!r:.100}; this server takes message, "
+                           "reasoning, function_call, custom_tool_call, local_shell_call and the outputs of these")
+
+
+def _add_call(message: dict[str, Any], i: int, item: dict[str, Any], function: dict[str, Any]) -> None:
+    call = {"id": _text(i, item, "call_id"), "type": "function", "function": function}
+    message.setdefault("tool_calls", []).append(call)
 
 
 def _text(i: int, item: dict[str, Any], name: str) -> str:
     if not isinstance(value := item.get(name), str):
         raise RequestError(f"input[{i}].{name} {value!r:.100} is no text")
     return value
-
-
-def _arguments(i: int, text: str) -> Any:
-    try:
-        return msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise RequestError(f"input[{i}].arguments {text!r:.80} are not JSON: {error}") from None
 
 
 def _content(i: int, content: Any) -> str:

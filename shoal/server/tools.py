@@ -164,6 +164,13 @@ def warn_left_out(exchange: Exchange, kind: Any) -> None:
                                         f"out of {exchange.path}")
 
 
+def warn_unread(exchange: Exchange, kind: Any) -> None:
+    """In the log, once a client: a part of a conversation that only other servers can make something of."""
+    exchange.warn(f"part {kind!r:.60}", f"parts of a conversation of the type {kind!r:.60} come from other "
+                                        f"servers and mean nothing to this one: they are left out of "
+                                        f"{exchange.path}")
+
+
 def template_variables(given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:
     """Of the chat template: the request's own, and what its reasoning effort means.
 

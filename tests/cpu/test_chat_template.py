@@ -170,7 +170,9 @@ def test_without_a_template_the_error_says_how_to_give_one(tmp_path):
     ([{"content": "x"}], "role"), ([{"role": 5, "content": "x"}], "role"), ([{"role": "user", "content": 5}], "content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
     ([{"role": "user", "content": object()}], r"messages\[0\]"),
-    ([USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
+    ([USER, {"role": "assistant", "tool_calls": [{"function": None}]}], r"messages\[1\].tool_calls\[0\]"),
+    ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, 5]}],
+     r"messages\[1\].tool_calls\[1\]"),
 ])
 def test_malformed_messages_are_refused(messages, said, tmp_path):
     with pytest.raises(RequestError, match=said):

@@ -376,3 +376,14 @@ def test_a_client_that_does_not_read_holds_no_connection_that_is_being_closed(la
         eventually(lambda: not any(one.laddr.port == server.port and one.raddr
                                    for one in psutil.Process().net_connections() if one.laddr))
         connection.close()
+
+
+def test_a_client_that_leaves_before_it_is_told_of_its_mistake_leaves_no_trace_in_the_log(caplog):
+    with FakeServer() as server:
+        # What is asked second is a mistake, and its answer waits until the first one is read.
+        connection = server.raw(post("/tokenize", {"prompt": "a" * 3_000_000}) + post(COMPLETE, {"prompt": []}))
+        connection.recv(1, socket.MSG_PEEK)
+        eventually(lambda: any(one.error is not None for one in server.app.exchanges))
+        connection.close()
+        eventually(lambda: not server.app.exchanges)
+    assert "Exception in ASGI application" not in caplog.text

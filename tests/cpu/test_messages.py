@@ -92,6 +92,21 @@ def test_a_conversation_with_tools_comes_back(served, client):
                                          '<tool>sunny<user>So?<assistant><think>\n\n</think>\n\n')
 
 
+def test_what_anthropics_servers_wrote_for_themselves_is_left_out_and_told_once(served, client, caplog):
+    served.say("Yes.")
+    for _ in range(2):
+        ask(client, messages=[
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": [
+                {"type": "redacted_thinking", "data": "xx"},
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                {"type": "text", "text": "Hi."}]},
+            {"role": "user", "content": "So?"}])
+        assert served.last_prompt().startswith("<user>hello<assistant>Hi.<user>So?<assistant>")
+    assert len([m for m in caplog.messages if "left out" in m]) == 3
+
+
 def test_an_answer_that_was_begun_is_gone_on_with(served, client):
     served.say(" there")
     message = ask(client, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hello"}])
@@ -109,8 +124,10 @@ def test_tool_choices(served, client):
     assert ask(client, tools=[TOOL], tool_choice={"type": "none"}).content[0].text == "No." and "weather" not in served.last_prompt()
     served.say('{"a": 1}')
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    ask(client, extra_body={"output_config": {"format": {"type": "json_schema", "schema": schema}}})
-    assert served.last_request().params.structured_outputs.json == schema
+    form = {"type": "json_schema", "schema": schema}
+    for body in ({"output_config": {"format": form}}, {"output_format": form}):
+        ask(client, extra_body=body)
+        assert served.last_request().params.structured_outputs.json == schema
 
 
 OWN = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}

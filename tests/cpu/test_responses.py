@@ -83,6 +83,31 @@ def test_a_conversation_comes_back_as_items(served, client):
                              '<tool_call>weather{"city": "Paris"}</tool_call><tool>sunny<assistant>')
 
 
+def test_what_codex_did_with_another_server_comes_back(served, client, caplog):
+    served.say("Done.")
+    patch = {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin", "call_id": "1",
+             "status": "completed"}
+    shell = {"type": "local_shell_call", "call_id": "2", "status": "completed",
+             "action": {"type": "exec", "command": ["ls"]}}
+    items = [{"role": "user", "content": "hello"},
+             {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAA"},
+             {"type": "web_search_call", "id": "ws_1", "status": "completed",
+              "action": {"type": "search", "query": "q"}},
+             patch, {"type": "custom_tool_call_output", "call_id": "1", "output": "Success"},
+             shell, {"type": "function_call_output", "call_id": "2",
+                     "output": [{"type": "input_text", "text": "a.py"}]}]
+    options = {"store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+               "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "low"}}
+    for _ in range(2):
+        assert ask(client, input=items, **options).output_text == "Done."
+    assert served.last_prompt() == (
+        '<user>hello<assistant><tool_call>apply_patch{"input": "*** Begin"}</tool_call><tool>Success'
+        '<assistant><tool_call>local_shell{"type": "exec", "command": ["ls"]}</tool_call><tool>a.py'
+        '<assistant>')
+    [told] = [m for m in caplog.messages if "left out" in m]
+    assert "web_search_call" in told
+
+
 def test_a_named_tool_and_a_schema_become_grammars(served, client):
     served.say('{"city": "Rome"}')
     answer = ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
@@ -150,7 +175,7 @@ def test_more_tokens_than_fit_are_as_many_as_fit(served, client):
     ({"tools": [TOOL],
       "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}},
      "tool_choice"),
-    ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}]},
+    ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": None}]},
      "input[0].arguments"),
     ({"extra_body": {"max_tokens": 5}}, "max_tokens"), ({"extra_body": {"n": 2}}, "n"),
 ])

@@ -188,6 +188,19 @@ def test_schemas_of_required_calls_keep_their_references():
     check(params.structured_outputs)
 
 
+def test_a_call_whose_arguments_are_no_json_comes_back_as_text(served, client):
+    served.say("I try again.")
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Par'}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "the arguments are no JSON"}
+    answer = ask(client, messages=[{"role": "user", "content": "hello"},
+                                   {"role": "assistant", "tool_calls": [call]}, result])
+    assert answer.choices[0].message.content == "I try again."
+    assert r'<tool_call>weather"{\"city\": \"Par"</tool_call><tool>the arguments' in served.last_prompt()
+    item = {"type": "function_call", "call_id": "c", **call["function"]}
+    response = client.responses.create(model="tiny", input=[{"role": "user", "content": "hello"}, item])
+    assert response.output_text == "I try again." and r'weather"{\"city' in served.last_prompt()
+
+
 def test_a_schema_with_an_address_of_its_own_keeps_its_references():
     schema = {**SCHEMA, "$id": "https://x.example/weather", "$schema": "http://json-schema.org/draft-07/schema#"}
     plan = plan_tools([{"type": "function", "function": {"name": "weather", "parameters": schema}}], "required", None, "hermes")
