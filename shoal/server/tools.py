@@ -177,7 +177,7 @@ def name_unseen(content: Any) -> Any:
 
 
 def template_variables(given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:
-    """Of the chat template: the request's own, and what its reasoning effort means.
+    """The chat template's variables: the request's own, and what its reasoning effort means.
 
     A grammar holds from the first token on, so a model that would think before it is told not to.
     """
@@ -325,7 +325,7 @@ def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str
 
 
 def _json_part(schema: Any) -> dict[str, Any]:
-    """Of a structural tag."""
+    """A part of a structural tag."""
     return {"type": "json_schema", "json_schema": schema}
 
 
