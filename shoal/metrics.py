@@ -57,7 +57,7 @@ class Histogram:
 
 
 class ModelMetrics:
-    """Of one model. `begin` gives each sequence its RequestTimes."""
+    """The metrics of one model. `begin` gives each sequence its RequestTimes."""
 
     def __init__(self, model_name: str, max_model_len: int, cache_config: Mapping[str, str]) -> None:
         """cache_config: what vllm:cache_config_info says, by label."""
@@ -140,7 +140,7 @@ class ModelMetrics:
         yield steps.family(self.labels)
 
     def _tiers(self, stats: Stats) -> Iterable[Metric]:
-        """Of KV blocks below the device."""
+        """The metrics of KV blocks below the device."""
         dropped = CounterMetricFamily("shoal:kv_dropped_blocks", "KV blocks that left the device and are kept nowhere.", labels=LABELS)
         yield self._one(dropped, stats.kv_dropped_blocks)
         labels, tiers = (*LABELS, "tier"), stats.kv_tiers
@@ -222,7 +222,8 @@ class RequestTimes:
 
 
 class HttpMetrics:
-    """Of one port, with the names and labels of prometheus-fastapi-instrumentator, which vLLM's server uses.
+    """The metrics of one port, with the names and labels of prometheus-fastapi-instrumentator, which vLLM's
+    server uses.
 
     Labels are few, whatever clients send: a handler is a route's path or "none", a status "2xx" and the like.
     """

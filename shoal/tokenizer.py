@@ -386,7 +386,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Of Rust code: no Exception, and of a class that cannot be imported."""
+    """Whether Rust code panicked: that is no Exception, and its class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 

@@ -108,7 +108,7 @@ class Server:
                 self.count(exchange)
 
     def count(self, exchange: Exchange) -> None:
-        """Of a request that ends: a line in the log, and metrics. Called once."""
+        """Writes the line of a request that ends into the log, and counts it. Called once."""
         if exchange.route is None or not exchange.route.quiet:
             seconds = time.perf_counter() - exchange.arrival
             self.http_metrics.observe(exchange.method, exchange.handler, status_of(exchange), seconds)

@@ -40,7 +40,8 @@ class ApiError(ShoalError):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Of whatever a handler raised. What nobody foresaw is logged with its stack, and told without."""
+    """What a client is told of whatever a handler raised. What nobody foresaw is logged with its
+    stack, and told without."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):

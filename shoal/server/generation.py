@@ -174,12 +174,12 @@ class Generation:
 
     @property
     def times(self) -> list[RequestTimes]:
-        """Of each answer, once the block is entered."""
+        """Those of each answer, once the block is entered."""
         return [answer.times for answer in self._answers]
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
-        """Of each answer, once its first token is there."""
+        """Those of each answer, once its first token is there."""
         return [answer.prompt_logprobs for answer in self._answers]
 
     async def _deltas(self, i: int) -> AsyncIterator[Delta]:

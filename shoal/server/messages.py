@@ -21,6 +21,7 @@ from shoal.server.tools import (
     AnswerFormat,
     ToolPlan,
     check_finish,
+    name_unseen,
     plan_tools,
     warn_left_out,
     warn_unread,
@@ -329,7 +330,8 @@ def _said(where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str,
         if block.get("type") == "tool_result":
             if not isinstance(call := block.get("tool_use_id"), str):
                 raise RequestError(f"{where} has a tool_result without tool_use_id; name the call that it answers")
-            found.append({"role": "tool", "tool_call_id": call, "content": _text(where, block.get("content") or "")})
+            content = _text(where, name_unseen(block.get("content") or ""))
+            found.append({"role": "tool", "tool_call_id": call, "content": content})
         else:
             texts.append(block)
     if texts or not found:

@@ -14,10 +14,11 @@ from shoal.version import __version__
 if TYPE_CHECKING:
     from shoal.server.app import Route
 
-ERRORS = {400: "The request is malformed or impossible", 401: "The API key is missing or wrong", 404: "There is no such model",
+ERRORS = {400: "The request is malformed or impossible", 401: "The API key is missing or wrong",
+          403: "A web page of another site asks", 404: "There is no such model",
           408: "The body did not arrive in time", 413: "The body is too large", 429: "The queue is full; see Retry-After",
           500: "The engine failed", 503: "Not now: asleep, ending or dead; see Retry-After", 504: "The request's time is over"}
-# Of a stream each event is described, its data being JSON, or [DONE] at the end of OpenAI's older streams.
+# A stream is described by its event, whose data is JSON, or [DONE] at the end of OpenAI's older streams.
 EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}
 OF_A_GET = (401, 404, 500, 503)
 

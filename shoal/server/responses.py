@@ -21,6 +21,7 @@ from shoal.server.tools import (
     AnswerFormat,
     ToolPlan,
     check_finish,
+    name_unseen,
     plan_tools,
     template_variables,
     warn_left_out,
@@ -305,7 +306,8 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
         if kind in HOSTED_ITEMS:
             warn_unread(exchange, kind)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            messages.append({"role": "tool", "tool_call_id": _text(i, item, "call_id"), "content": _content(i, item.get("output"))})
+            messages.append({"role": "tool", "tool_call_id": _text(i, item, "call_id"),
+                             "content": _content(i, name_unseen(item.get("output")))})
         elif kind == "message" and item.get("role") in ("system", "developer"):
             text = _content(i, item.get("content"))
             if messages and all(m["role"] == "system" for m in messages):    # templates know one system message, at the start

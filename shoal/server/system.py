@@ -77,7 +77,7 @@ async def _families(model: ServedModel) -> Iterable[Metric]:
 
 
 async def stats_of(model: ServedModel) -> Stats:
-    """Of its engine, now or as they were last known. Raises EngineDeadError."""
+    """The figures of its engine, now or as they were last known. Raises EngineDeadError."""
     try:
         model.last_stats = await asyncio.wait_for(model.engine.stats(), PATIENCE_SECONDS)
     except TimeoutError:

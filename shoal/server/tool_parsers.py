@@ -397,5 +397,5 @@ def _new_id() -> str:
 
 
 def length_of_start(text: str, tag: str) -> int:
-    """Of the longest end of `text` that begins `tag`."""
+    """The length of the longest end of `text` that begins `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)

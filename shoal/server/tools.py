@@ -30,6 +30,7 @@ from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser,
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 CHOICES = ("auto", "none", "required")
+UNSEEN = ("image", "document", "input_image", "input_file")    # parts of a tool's result that are no text
 
 
 def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
@@ -171,8 +172,17 @@ def warn_unread(exchange: Exchange, kind: Any) -> None:
                                         f"{exchange.path}")
 
 
+def name_unseen(content: Any) -> Any:
+    """A tool's result with a text in the place of each picture and file. The model learns that it sees none;
+    a refusal would end an agent's conversation, as it sends the result again with every request."""
+    if not isinstance(content, list):
+        return content
+    return [{"type": "text", "text": f"[{part['type']} left out: this model reads text alone]"}
+            if isinstance(part, dict) and part.get("type") in UNSEEN else part for part in content]
+
+
 def template_variables(given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:
-    """Of the chat template: the request's own, and what its reasoning effort means.
+    """The chat template's variables: the request's own, and what its reasoning effort means.
 
     A grammar holds from the first token on, so a model that would think before it is told not to.
     """
@@ -320,7 +330,7 @@ def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str
 
 
 def _json_part(schema: Any) -> dict[str, Any]:
-    """Of a structural tag."""
+    """A part of a structural tag."""
     return {"type": "json_schema", "json_schema": schema}
 
 

@@ -107,6 +107,17 @@ def test_what_anthropics_servers_wrote_for_themselves_is_left_out_and_told_once(
     assert len([m for m in caplog.messages if "left out" in m]) == 3
 
 
+def test_a_picture_in_a_tools_result_is_named_as_the_model_sees_none(served, client):
+    served.say("I see none.")
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    ask(client, tools=[TOOL], messages=[
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c",
+                                      "content": [{"type": "text", "text": "map:"}, image]}]}])
+    assert "<tool>map:\n[image left out: this model reads text alone]<assistant>" in served.last_prompt()
+
+
 def test_an_answer_that_was_begun_is_gone_on_with(served, client):
     served.say(" there")
     message = ask(client, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hello"}])

@@ -108,6 +108,15 @@ def test_what_codex_did_with_another_server_comes_back(served, client, caplog):
     assert "web_search_call" in told
 
 
+def test_a_picture_in_a_tools_output_is_named_as_the_model_sees_none(served, client):
+    served.say("I see none.")
+    output = [{"type": "input_image", "image_url": "data:image/png;base64,aaaa"}]
+    ask(client, input=[{"role": "user", "content": "hello"},
+                       {"type": "function_call", "name": "view_image", "arguments": "{}", "call_id": "c"},
+                       {"type": "function_call_output", "call_id": "c", "output": output}])
+    assert "<tool>[input_image left out: this model reads text alone]<assistant>" in served.last_prompt()
+
+
 def test_a_named_tool_and_a_schema_become_grammars(served, client):
     served.say('{"city": "Rome"}')
     answer = ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
