@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -194,7 +193,11 @@ class CoreProcess:
             self._on_end(error)
 
     def _remove_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """It holds two sockets at the most. rmtree would need a descriptor, and there may be none left."""
+        for name in ("in", "out"):
+            (self._folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):    # it has gone already
+            self._folder.rmdir()
 
     def _pass_on(self) -> None:
         """Copies the core's output to our stderr."""

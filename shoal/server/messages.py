@@ -352,7 +352,7 @@ def _answer(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
             if not isinstance(block.get("thinking"), str):
                 raise RequestError(f"{where} has a thinking block without its text")
             message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
-        elif kind not in HOSTED_BLOCKS:
+        elif str(kind) not in HOSTED_BLOCKS:
             message["content"] += _text(where, [block])
     return message
 

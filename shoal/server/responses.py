@@ -303,8 +303,8 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
         raise RequestError("input is empty; give a text or a list of items")
     for i, item in enumerate(items):
         kind = item.get("type", "message")
-        if kind in HOSTED_ITEMS:
-            warn_unread(exchange, kind)
+        if str(kind) in HOSTED_ITEMS:
+            warn_unread(exchange, str(kind))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             messages.append({"role": "tool", "tool_call_id": _text(i, item, "call_id"),
                              "content": _content(i, name_unseen(item.get("output")))})

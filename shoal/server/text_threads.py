@@ -1,4 +1,7 @@
-"""The threads in which text becomes prompts, so that neither a long text nor an endless template holds up the event loop."""
+"""The threads in which text becomes prompts.
+
+They keep a long text, or a template that does not end, from holding up the event loop.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ class TextThreads:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def run_bounded(self, work: Callable[[], T], seconds: float, what: str) -> T:
-        """`work()`, ended after so many seconds: Python code alone can be, at its next line. Raises RequestError then, with `what`."""
+        """`work()`, ended after so many seconds: Python code alone can be, at its next line. Raises RequestError
+        then, with `what`."""
         job = _Job(work)
         future = asyncio.get_running_loop().run_in_executor(self._pool, job.run)
         try:
@@ -50,7 +54,8 @@ class TextThreads:
 
 
 class Overtime(BaseException):
-    """Raised in the middle of a piece of work by another thread. No template can catch it, nor any `except Exception`."""
+    """Raised in the middle of a piece of work by another thread. No template can catch it, nor any
+    `except Exception`."""
 
 
 class _Job(Generic[T]):
@@ -97,7 +102,8 @@ class _Job(Generic[T]):
             self._is_unwanted = True
             if self._thread is not None:
                 self._was_sent = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(Overtime))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread),
+                                                           ctypes.py_object(Overtime))
 
 
 def _spend_time() -> None:

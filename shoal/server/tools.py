@@ -178,7 +178,7 @@ def name_unseen(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     return [{"type": "text", "text": f"[{part['type']} left out: this model reads text alone]"}
-            if isinstance(part, dict) and part.get("type") in UNSEEN else part for part in content]
+            if isinstance(part, dict) and str(part.get("type")) in UNSEEN else part for part in content]
 
 
 def template_variables(given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:

@@ -279,12 +279,13 @@ def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_
         LLM(str(tmp_path), load_format="dummy", device="cpu", skip_tokenizer_init=True)
 
 
-@pytest.mark.parametrize("option", [dict(max_num_seqs=65536), dict(max_model_len=2**28)])
-def test_tables_that_no_machine_holds_are_refused_before_they_are_made(option):
+@pytest.mark.parametrize(("option", "words"), [
+    (dict(max_num_seqs=65536), r"max_num_seqs 65536 needs \d+ bytes for each sequence's state"),
+    (dict(max_model_len=2**28), r"tables of \d+ bytes for max_model_len \d+ and max_num_seqs \d+, are more")])
+def test_tables_that_no_machine_holds_are_refused_before_they_are_made(option, words):
     model = ModelConfig.from_hf(CONFIG | {"max_position_embeddings": 2**28, "num_attention_heads": 1,
                                           "head_dim": 4096}, "config.json")
-    with pytest.raises(ConfigError, match=r"tables of \d+ bytes for max_model_len \d+ and max_num_seqs \d+, "
-                                          r"are more"):
+    with pytest.raises(ConfigError, match=words):
         check_room(resolve_config(EngineConfig(device="cpu", **option), model, False), model, None)
 
 

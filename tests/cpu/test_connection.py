@@ -76,12 +76,18 @@ def test_requests_that_come_ahead_of_their_turn_are_answered_in_order(server):
     assert answers.count(b"HTTP/1.1 200 OK") == count and b"HTTP/1.1 4" not in answers
 
 
+def read_and_forget(connection):
+    with contextlib.suppress(OSError):
+        while connection.recv(1 << 16):
+            pass
+
+
 @pytest.mark.parametrize("reads", [True, False])
 def test_requests_that_come_ahead_of_their_turn_take_no_memory_without_end(reads, server):
     small = b"GET /ping HTTP/1.1\r\n\r\n"
     with server.raw(b"") as connection:
         if reads:
-            threading.Thread(target=read_until, args=(connection,), daemon=True).start()
+            threading.Thread(target=read_and_forget, args=(connection,), daemon=True).start()
         before = psutil.Process().memory_info().rss
         send_until_cut(connection, small * 20_000, 20 << 20)
         assert psutil.Process().memory_info().rss - before < 32 << 20

@@ -7,7 +7,7 @@ import urllib.request
 import anthropic
 import pytest
 
-from tests.fake_server import tool_server
+from tests.fake_server import FakeServer, tool_server
 
 CALL = '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"name": "weather", "description": "tells", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -203,3 +203,13 @@ def test_a_wrong_key_and_a_failing_engine_are_told_in_that_shape(served, client)
             ask(client)
     finally:
         served.engine.error_after = None
+
+
+@pytest.mark.parametrize("kind", [["text"], {"a": 1}, 5, None])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_block_of_a_type_that_is_none_is_a_mistake_of_the_client(kind, role):
+    blocks = [{"type": kind, "text": "a"}]
+    with FakeServer() as server:
+        for content in (blocks, [{"type": "tool_result", "tool_use_id": "x", "content": blocks}]):
+            body = {"messages": [{"role": role, "content": content}], "max_tokens": 1}
+            assert server.json("/v1/messages", body)[0] == 400

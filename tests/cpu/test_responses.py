@@ -5,6 +5,8 @@ import json
 import openai
 import pytest
 
+from tests.fake_server import FakeServer
+
 CALL = '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"type": "function", "name": "weather", "description": "tells", "strict": False,
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}}
@@ -203,3 +205,10 @@ def test_a_failure_in_mid_stream_is_an_event(served, client):
     finally:
         served.engine.error_after = None
     assert events[-1].type == "response.failed" and "told to fail" in events[-1].response.error.message
+
+
+@pytest.mark.parametrize("kind", [["message"], {"a": 1}, 5])
+def test_an_item_of_a_type_that_is_none_is_a_mistake_of_the_client(kind):
+    with FakeServer() as server:
+        item = {"type": kind, "role": "user", "content": "a"}
+        assert server.json("/v1/responses", {"input": [item], "max_output_tokens": 1})[0] == 400
