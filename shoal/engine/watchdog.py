@@ -6,7 +6,7 @@ from shoal.wire import BEAT_S, Beat
 
 CPU_PATIENCE = 10.0     # a step that computes on the CPU may take so many times as long as one that does not
 BUSY_SHARE = 0.1        # of a core: a process that uses more of it computes
-MOST_TICK_S = 2.0       # a longer time without a tick means that the watcher stood still, not the watched
+MOST_TICK_S = 1.0       # a longer time without a tick means that the watcher stood still, not the watched
 
 
 class Watchdog:
