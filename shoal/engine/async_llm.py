@@ -103,7 +103,7 @@ class AsyncLLM:
         self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)    # when
         self._restarting: asyncio.Task[None] | None = None
         self._is_hung = False                         # `dead` says so, and the core's process is still there
-        self._watchdog = Watchdog(engine_timeout)
+        self._watchdog: Watchdog                      # of the core that runs, and made with it
         self._watching: asyncio.TimerHandle | None = None
 
     @classmethod

@@ -156,7 +156,8 @@ class Server:
                                 "their site")
 
     def _check_host(self, exchange: Exchange) -> None:
-        """A page of a stranger whose name has come to mean this machine's address (DNS rebinding) still sends its own name as Host."""
+        """A page of a stranger whose name has come to mean this machine's address (DNS rebinding) still sends its own
+        name as Host."""
         host = exchange.headers.get(b"host", b"").decode("latin-1")
         try:
             name = urllib.parse.urlsplit("//" + host).hostname or ""

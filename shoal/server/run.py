@@ -195,8 +195,8 @@ def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
 
 
 def max_connections(config: ServerConfig) -> int:
-    """How many connections a port takes: what is configured, else what the limit of open files leaves beside RESERVED_FILES. The limit is
-    raised as far as it goes. Raises ConfigError for more connections than files."""
+    """How many connections a port takes: what is configured, else what the limit of open files leaves beside
+    RESERVED_FILES. The limit is raised as far as it goes. Raises ConfigError for more connections than files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -238,8 +238,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _LoopErrors:
-    """What asyncio says of callbacks that failed. Where files have run out it would say so for every connection that waits, thousands of
-    times a second; once in a while is enough."""
+    """What asyncio says of callbacks that failed. Where files have run out it would say so for every connection that
+    waits, thousands of times a second; once in a while is enough."""
 
     def __init__(self) -> None:
         self._said = -ACCEPT_LOG_SECONDS
