@@ -330,13 +330,14 @@ def open_checkpoint(path: Path, load: bool) -> None:
     assert all(i >= 0 for i in files.eos_token_ids) and isinstance(files.generation_config, dict)
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     assert np.isfinite(frequencies).all() and math.isfinite(factor)
-    check_room(resolve_config(EngineConfig(device="cpu", load_format="dummy"), config, files.kind == "gguf"),
-               config, None)
+    resolved = resolve_config(EngineConfig(device="cpu", load_format="dummy"), config, files.kind == "gguf")
+    check_room(resolved, config, None)
     check_shapes(files)
     tokenizer.decode(tokenizer.encode("Hello, world! 123"))
     if load:
         from shoal import LLM, SamplingParams
-        with LLM(str(path), device="cpu", kv_cache_memory_bytes=8 << 20, max_model_len=64) as llm:
+        with LLM(str(path), device="cpu", kv_cache_memory_bytes=8 << 20, 
+                 max_model_len=min(64, resolved.max_model_len)) as llm:
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
 
 

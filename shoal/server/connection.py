@@ -128,7 +128,8 @@ class Connection(HttpToolsProtocol):
         return bool(self.pipeline or self._kept)
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        """Hands to the parser what has its turn. A new message ends the keep-alive time, and not what comes of an
+        older one that is answered already, or the client could hold the connection without end."""
         was_kept = bool(self._kept)
         rest = memoryview(self._kept + data)
         self._kept = b""
@@ -192,6 +193,7 @@ class Connection(HttpToolsProtocol):
         if self._is_told_again:
             return
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         self._all.idle.pop(self, None)
         self._in_head = self._began_message = True
         self._between_messages = False

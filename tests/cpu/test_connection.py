@@ -18,6 +18,7 @@ import pytest
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
+from shoal.server import run
 from shoal.server.connection import MAX_HEADER_BYTES, Connection
 from shoal.server.run import max_connections, open_ports
 from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
@@ -158,6 +159,20 @@ def test_trailers_and_small_chunks_within_the_limits_are_taken(server):
     chunks = b"".join(b"1;name=value\r\n%c\r\n" % byte for byte in BODY.ljust(3000))
     connection = server.raw(CHUNKED + chunks + b"0\r\nX-Checksum: 1\r\n\r\n")
     assert b" 200 OK" in read_until(connection, b'"usage"')
+
+
+@pytest.mark.parametrize("late", [b"8\r\n{\"prompt\r\n0\r\n\r\n", b"8\r\n{\"pro", b"\r\n"])
+def test_what_comes_behind_an_answer_does_not_keep_the_connection_for_ever(late, monkeypatch):
+    monkeypatch.setattr(run, "KEEP_ALIVE_SECONDS", 1)
+    start = CHUNKED.replace(COMPLETE.encode(), b"/nowhere") if late != b"\r\n" else GET
+    with FakeServer() as server:
+        connection = server.raw(start)
+        connection.settimeout(30)
+        assert b"HTTP/1.1" in connection.recv(65536)
+        connection.sendall(late)
+        while connection.recv(65536):
+            pass
+        connection.close()
 
 
 def test_beyond_the_cap_the_longest_idle_connection_makes_room():
