@@ -20,7 +20,7 @@ TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/d
 JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 2)
 PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-slow check test-gpu bench bench-gpu clean
+.PHONY: demo test test-slow check format test-gpu bench bench-gpu clean
 
 demo: .venv/ready
 	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
@@ -34,8 +34,12 @@ test-slow: .venv/ready-test .venv-clients/ready
 	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow
 
 check: .venv/ready-test
+	$(BIN)/ruff format --check shoal tests benchmarks examples
 	$(BIN)/ruff check shoal tests benchmarks examples
 	$(BIN)/mypy
+
+format: .venv/ready-test
+	$(BIN)/ruff format shoal tests benchmarks examples
 
 # On a machine with a GPU, with the torch that is installed there.
 test-gpu:

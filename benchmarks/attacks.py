@@ -3,10 +3,11 @@
     python benchmarks/attacks.py                                # all of them, about ten minutes
     python benchmarks/attacks.py --only ghosts,grammar --json attacks.json
 
-Starts `shoal serve` with the default model and talks to 127.0.0.1 alone. Every attack is bounded in number and
-time, and runs in a process of its own at a low priority, as a real one would not sit on the server's cores. The
-stream is measured alone just before each attack: where others use the machine, both figures are slow. Believe
-their difference, and the ratio. The first two rows are no attacks: they tell what proper clients add. Needs psutil.
+Starts `shoal serve` with the default model and talks to 127.0.0.1 alone. Every attack is bounded in number
+and time, and runs in a process of its own at a low priority, as a real one would not sit on the server's
+cores. The stream is measured alone just before each attack: where others use the machine, both figures are
+slow. Believe their difference, and the ratio. The first two rows are no attacks: they tell what proper
+clients add. Needs psutil.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from tests.http_shapes import ADMIN_PATHS, BODIES, LAST, raw_request, spoilt_jso
 from tests.serving import Serve, until
 
 MODEL = "smollm2"
-SECONDS = 20.0           # an attack's most
-QUIET_SECONDS = 6.0      # that the stream is measured alone, at least
+SECONDS = 20.0  # an attack's most
+QUIET_SECONDS = 6.0  # that the stream is measured alone, at least
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
-RESET = struct.pack("ii", 1, 0)    # SO_LINGER: the end is a reset
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the end is a reset
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 GRAMMAR = "start: start start start | /./ | "
@@ -54,11 +55,13 @@ ATTACKS: dict[str, tuple[str, Attack]] = {}
 
 
 def attack(what: str) -> Callable[[Attack], Attack]:
-    """Adds the function to the table. It gets the port, and a function to call when all is prepared and the attack
-    begins; it returns how many answers of each status there were."""
+    """Adds the function to the table. It gets the port, and a function to call when all is prepared and the
+    attack begins; it returns how many answers of each status there were."""
+
     def add(function: Attack) -> Attack:
         ATTACKS[function.__name__] = (what, function)
         return function
+
     return add
 
 
@@ -68,8 +71,9 @@ def post(path: str, body: object) -> bytes:
 
 
 def completion(**more: Any) -> bytes:
-    return post("/v1/completions", {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True,
-                                    **more})
+    return post(
+        "/v1/completions", {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True, **more}
+    )
 
 
 def connect(port: int) -> socket.socket:
@@ -164,8 +168,9 @@ def extensions(port: int, begin: Callable[[], None]) -> collections.Counter[str]
     return flood(port, begin, CHUNKED, b"1;" + b"x" * 1000 + b"\r\n \r\n")
 
 
-def flood(port: int, begin: Callable[[], None], head: bytes, piece: bytes,
-          most: int = 400 << 20) -> collections.Counter[str]:
+def flood(
+    port: int, begin: Callable[[], None], head: bytes, piece: bytes, most: int = 400 << 20
+) -> collections.Counter[str]:
     """Sends `piece` again and again on one connection after the other."""
     begin()
     found: collections.Counter[str] = collections.Counter()
@@ -185,8 +190,9 @@ def flood(port: int, begin: Callable[[], None], head: bytes, piece: bytes,
 
 @attack("a grammar whose masks are slow, n = 8")
 def grammar(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
-    return repeated(port, begin, completion(n=8, max_tokens=300, stream=False,
-                                            structured_outputs={"grammar": GRAMMAR}), 1)
+    return repeated(
+        port, begin, completion(n=8, max_tokens=300, stream=False, structured_outputs={"grammar": GRAMMAR}), 1
+    )
 
 
 @attack("3 bodies of 11,000,000 []")
@@ -196,7 +202,12 @@ def brackets(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
 
 @attack("3 times allowed_token_ids of 16,000,000")
 def token_ids(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
-    return repeated(port, begin, post("/v1/completions", b'{"prompt":"a","allowed_token_ids":[' + b"1," * 15_999_999 + b"1]}"), 3)
+    return repeated(
+        port,
+        begin,
+        post("/v1/completions", b'{"prompt":"a","allowed_token_ids":[' + b"1," * 15_999_999 + b"1]}"),
+        3,
+    )
 
 
 @attack("500 heads of 60 KB, 500 beyond the limit")
@@ -205,7 +216,14 @@ def heads(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
     found: collections.Counter[str] = collections.Counter()
     for _ in range(500):
         for count in (60, 70):
-            found[ask(port, b"GET /version HTTP/1.1\r\nHost: x\r\n" + (b"X-A: " + b"b" * 1017 + b"\r\n") * count + b"\r\n")] += 1
+            found[
+                ask(
+                    port,
+                    b"GET /version HTTP/1.1\r\nHost: x\r\n"
+                    + (b"X-A: " + b"b" * 1017 + b"\r\n") * count
+                    + b"\r\n",
+                )
+            ] += 1
     return found
 
 
@@ -250,7 +268,7 @@ def disconnects(port: int, begin: Callable[[], None]) -> collections.Counter[str
     async def one() -> str:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         stage = rng.random()
-        writer.write(data[:rng.randrange(len(data))] if stage < 0.4 else data + GET * rng.randrange(3))
+        writer.write(data[: rng.randrange(len(data))] if stage < 0.4 else data + GET * rng.randrange(3))
         try:
             await writer.drain()
             if stage > 0.7:
@@ -273,7 +291,7 @@ def slowloris(port: int, begin: Callable[[], None]) -> collections.Counter[str]:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             for at in range(20):
-                writer.write(data[at:at + 1])
+                writer.write(data[at : at + 1])
                 await asyncio.sleep(0.5)
         except ConnectionError:
             return "cut off"
@@ -327,9 +345,11 @@ def one_each(port: int, begin: Callable[[], None], requests: list[bytes]) -> col
     return together(begin, [one] * len(requests), at_once=20)
 
 
-def together(begin: Callable[[], None], clients: list[Callable[[], Any]],
-             at_once: int = 2000) -> collections.Counter[str]:
+def together(
+    begin: Callable[[], None], clients: list[Callable[[], Any]], at_once: int = 2000
+) -> collections.Counter[str]:
     """The counted results of so many coroutines, `at_once` of them side by side. Stops in time."""
+
     async def main() -> collections.Counter[str]:
         found: collections.Counter[str] = collections.Counter()
         left, end = iter(clients), time.monotonic() + SECONDS
@@ -358,8 +378,15 @@ class Stream:
 
     def __init__(self, port: int, tokens: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        self._body = json.dumps({"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True,
-                                 "stream": True, "temperature": 0})
+        self._body = json.dumps(
+            {
+                "prompt": "Once upon a time",
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                "stream": True,
+                "temperature": 0,
+            }
+        )
 
     def gaps(self) -> list[float]:
         """Seconds between the tokens of one answer."""
@@ -413,7 +440,7 @@ def in_own_process(name: str, port: int, began: Any, results: Any) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     try:
         results.put(dict(ATTACKS[name][1](port, began.set)))
-    except Exception as error:    # noqa: BLE001 - the row says it
+    except Exception as error:  # noqa: BLE001 - the row says it
         results.put({f"{type(error).__name__}: {error}"[:100]: 1})
     finally:
         began.set()
@@ -459,13 +486,24 @@ def measure(server: Serve, name: str, tokens: int) -> dict[str, Any]:
         seconds = time.monotonic() - start
         attacker.join(10)
     row: dict[str, Any] = {
-        "attack": name, "what": ATTACKS[name][0], "statuses": statuses, "seconds": round(seconds, 1),
-        "failure": failure, "quiet_ms": figures(quiet), "beside_ms": figures(beside),
-        "front_before_mb": memory.before[0] >> 20, "front_peak_mb": memory.peak[0] >> 20,
-        "engine_before_mb": memory.before[1] >> 20, "engine_peak_mb": memory.peak[1] >> 20,
-        "log_bytes": server.log.stat().st_size - log_before, "answers_after": False}
+        "attack": name,
+        "what": ATTACKS[name][0],
+        "statuses": statuses,
+        "seconds": round(seconds, 1),
+        "failure": failure,
+        "quiet_ms": figures(quiet),
+        "beside_ms": figures(beside),
+        "front_before_mb": memory.before[0] >> 20,
+        "front_peak_mb": memory.peak[0] >> 20,
+        "engine_before_mb": memory.before[1] >> 20,
+        "engine_peak_mb": memory.peak[1] >> 20,
+        "log_bytes": server.log.stat().st_size - log_before,
+        "answers_after": False,
+    }
     try:
-        until(lambda: sum(map(server.metric, ("vllm:num_requests_running", "vllm:num_requests_waiting"))) == 0)
+        until(
+            lambda: sum(map(server.metric, ("vllm:num_requests_running", "vllm:num_requests_waiting"))) == 0
+        )
         row["answers_after"] = server.ask("/health")[0] == 200 and bool(Stream(server.port, 5).gaps())
     except (AssertionError, OSError, RuntimeError):
         pass
@@ -476,32 +514,51 @@ def figures(gaps: list[float]) -> dict[str, float]:
     """Milliseconds."""
     if len(gaps) < 2:
         return {}
-    return {"median": 1e3 * statistics.median(gaps), "p99": 1e3 * statistics.quantiles(gaps, n=100)[98],
-            "worst": 1e3 * max(gaps), "count": len(gaps)}
+    return {
+        "median": 1e3 * statistics.median(gaps),
+        "p99": 1e3 * statistics.quantiles(gaps, n=100)[98],
+        "worst": 1e3 * max(gaps),
+        "count": len(gaps),
+    }
 
 
 def print_row(row: dict[str, Any]) -> None:
     statuses = ", ".join(f"{count} {status}" for status, count in row["statuses"].items())
-    quiet, beside = ([f"{found[name]:.0f}" if found else "-" for name in ("median", "worst")]
-                     for found in (row["quiet_ms"], row["beside_ms"]))
+    quiet, beside = (
+        [f"{found[name]:.0f}" if found else "-" for name in ("median", "worst")]
+        for found in (row["quiet_ms"], row["beside_ms"])
+    )
     added = f"{row['beside_ms']['worst'] - row['quiet_ms']['worst']:+.0f}" if row["beside_ms"] else "-"
     well = " ".join(["yes" if row["answers_after"] else "NO", row["failure"] or ""]).strip()
-    cells = [row["what"], statuses, ", ".join(quiet), ", ".join(beside), added, row["front_peak_mb"],
-             row["engine_peak_mb"], well]
+    cells = [
+        row["what"],
+        statuses,
+        ", ".join(quiet),
+        ", ".join(beside),
+        added,
+        row["front_peak_mb"],
+        row["engine_peak_mb"],
+        well,
+    ]
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help=f"some of them: {','.join(ATTACKS)}")
     parser.add_argument("--tokens", type=int, default=150, help="of each honest answer (default: 150)")
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(ATTACKS)
     rows = []
-    print("| attack | answers | gap alone, ms: median, worst | beside it | added to the worst | front's peak, MB "
-          "| engine's peak, MB | well after |\n|---|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| attack | answers | gap alone, ms: median, worst | beside it | added to the worst | front's peak, "
+        "MB "
+        "| engine's peak, MB | well after |\n|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         server = Serve(Path(folder), MODEL)
         try:
@@ -512,8 +569,9 @@ def main() -> None:
         finally:
             server.stop()
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"tokens": arguments.tokens, "cores": os.cpu_count(),
-                                                    "rows": rows}, indent=1) + "\n")
+        Path(arguments.json).write_text(
+            json.dumps({"tokens": arguments.tokens, "cores": os.cpu_count(), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

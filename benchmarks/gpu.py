@@ -1,10 +1,12 @@
 """Workloads against the peers' figures and against physics, on one GPU (or several), with random weights.
 
-    python benchmarks/gpu.py [--models qwen3-0.6b,qwen3-8b] [--workloads nano,single,...] [--tp 1] [--json out.json]
+    python benchmarks/gpu.py [--models qwen3-0.6b,qwen3-8b] [--workloads nano,single,...] [--tp 1] [--json
+    out.json]
 
-Prints one line a workload: seconds (the better of two runs after a warm-up that fills no prefix cache), tokens a second, ms a token,
-the ratio to vLLM 0.24 and to nano-vllm on one H200, the fraction of the physical floor, the part of the GPU's time between steps in a
-run of its own. `python benchmarks/performance.py out.json` draws it.
+Prints one line a workload: seconds (the better of two runs after a warm-up that fills no prefix cache),
+tokens a second, ms a token, the ratio to vLLM 0.24 and to nano-vllm on one H200, the fraction of the physical
+floor, the part of the GPU's time between steps in a run of its own. `python benchmarks/performance.py
+out.json` draws it.
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ START = time.perf_counter()
 
 # Seconds of a whole run on one H200: vLLM 0.24, nano-vllm bb823b3.
 PEERS = {
-    ("qwen3-0.6b", "nano"): (5.85, 6.47), ("qwen3-8b", "nano"): (14.75, 15.98),
-    ("qwen3-0.6b", "single"): (0.876, 1.085), ("qwen3-8b", "single"): (2.708, 3.000),
-    ("qwen3-0.6b", "prefill"): (0.387, 0.4305), ("qwen3-8b", "prefill"): (3.275, 3.309),
-    ("qwen3-0.6b", "decode"): (3.56, 4.03), ("qwen3-8b", "decode"): (8.88, 9.34),
-    ("qwen3-0.6b", "shared"): (1.16, 1.03), ("qwen3-8b", "shared"): (2.36, None),
+    ("qwen3-0.6b", "nano"): (5.85, 6.47),
+    ("qwen3-8b", "nano"): (14.75, 15.98),
+    ("qwen3-0.6b", "single"): (0.876, 1.085),
+    ("qwen3-8b", "single"): (2.708, 3.000),
+    ("qwen3-0.6b", "prefill"): (0.387, 0.4305),
+    ("qwen3-8b", "prefill"): (3.275, 3.309),
+    ("qwen3-0.6b", "decode"): (3.56, 4.03),
+    ("qwen3-8b", "decode"): (8.88, 9.34),
+    ("qwen3-0.6b", "shared"): (1.16, 1.03),
+    ("qwen3-8b", "shared"): (2.36, None),
 }
 COMPARED = ["nano", "single", "prefill", "decode", "shared"]
 OTHERS = ["four", "service", "tiny", "long", "tree"]
-SHARED = {"shared": 2048}    # tokens that all prompts begin with
-CEILINGS = 4.28e12, 680e12   # of an H200: bytes a second of a copy, operations a second of a product
+SHARED = {"shared": 2048}  # tokens that all prompts begin with
+CEILINGS = 4.28e12, 680e12  # of an H200: bytes a second of a copy, operations a second of a product
 
 
 def other_workload(name: str) -> tuple[list[list[int]], list[int]]:
@@ -38,15 +45,19 @@ def other_workload(name: str) -> tuple[list[list[int]], list[int]]:
     def tokens(count: int) -> list[int]:
         return [random.randint(0, 10000) for _ in range(count)]
 
-    if name == "four":       # four streams
+    if name == "four":  # four streams
         return [tokens(1024) for _ in range(4)], [256] * 4
-    if name == "service":    # a small service's 32 streams
+    if name == "service":  # a small service's 32 streams
         return [tokens(512) for _ in range(32)], [256] * 32
-    if name == "tiny":       # thousands of tiny requests
-        return [tokens(random.randint(8, 40)) for _ in range(2000)], [random.randint(1, 12) for _ in range(2000)]
-    if name == "long":       # long contexts
+    if name == "tiny":  # thousands of tiny requests
+        return [tokens(random.randint(8, 40)) for _ in range(2000)], [
+            random.randint(1, 12) for _ in range(2000)
+        ]
+    if name == "long":  # long contexts
         return [tokens(30000) for _ in range(8)], [64] * 8
-    if name == "tree":       # a tree of shared prefixes: 2 of 1,024 tokens, 4 more of 1,024 under each, 16 requests under each of those
+    # a tree of shared prefixes: 2 of 1,024 tokens, 4 more of 1,024 under each, 16 requests under each of
+    # those
+    if name == "tree":
         documents = [trunk + tokens(1024) for trunk in [tokens(1024) for _ in range(2)] for _ in range(4)]
         return [document + tokens(64) for document in documents for _ in range(16)], [64] * 128
     raise SystemExit(f"no workload {name!r}; there are {', '.join(COMPARED + OTHERS)}")
@@ -60,9 +71,11 @@ def run_workload(llm, name: str, kind: str) -> dict:
     from shoal.models.floor import Ceilings
 
     prompts, lengths = workload(kind) if kind in COMPARED else other_workload(kind)
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in lengths]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in lengths
+    ]
     runs = []
-    for _ in range(3):    # the first is the warm-up
+    for _ in range(3):  # the first is the warm-up
         llm.reset_prefix_cache()
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -72,15 +85,35 @@ def run_workload(llm, name: str, kind: str) -> dict:
     idle = idle_share(llm, prompts, params)
     seconds, out, into = min(runs[1:]), sum(lengths), sum(map(len, prompts))
     vllm, nano = PEERS.get((name, kind), (None, None))
-    least = floor_of(llm, Ceilings(*CEILINGS)).run([len(p) for p in prompts], lengths, llm.core.config.max_num_seqs, SHARED.get(kind, 0))
-    floor = None if kind == "tree" else least.seconds / seconds    # a tree's shared reads are not reckoned
-    row = dict(model=name, workload=kind, seconds=seconds, runs=runs, out_tokens_per_s=out / seconds, in_tokens_per_s=into / seconds,
-               ms_per_token=seconds / max(lengths) * 1e3, vs_vllm=vllm and vllm / seconds, vs_nano=nano and nano / seconds,
-               floor=floor, floor_seconds=least.seconds, bytes_moved=least.bytes_moved, operations=least.operations, idle=idle)
-    print(f"{name:11} {kind:8} {seconds:7.3f} s {row['out_tokens_per_s']:9.0f} out/s {row['in_tokens_per_s']:9.0f} in/s "
-          f"{row['ms_per_token']:7.3f} ms/token   idle {idle or 0:5.1%}"
-          + (f"   floor {floor:5.1%}" if floor else "") + (f"   vLLM/ours {vllm / seconds:5.2f}" if vllm else "")
-          + (f"   nano/ours {nano / seconds:5.2f}" if nano else ""), flush=True)
+    least = floor_of(llm, Ceilings(*CEILINGS)).run(
+        [len(p) for p in prompts], lengths, llm.core.config.max_num_seqs, SHARED.get(kind, 0)
+    )
+    floor = None if kind == "tree" else least.seconds / seconds  # a tree's shared reads are not reckoned
+    row = dict(
+        model=name,
+        workload=kind,
+        seconds=seconds,
+        runs=runs,
+        out_tokens_per_s=out / seconds,
+        in_tokens_per_s=into / seconds,
+        ms_per_token=seconds / max(lengths) * 1e3,
+        vs_vllm=vllm and vllm / seconds,
+        vs_nano=nano and nano / seconds,
+        floor=floor,
+        floor_seconds=least.seconds,
+        bytes_moved=least.bytes_moved,
+        operations=least.operations,
+        idle=idle,
+    )
+    print(
+        f"{name:11} {kind:8} {seconds:7.3f} s {row['out_tokens_per_s']:9.0f} out/s "
+        f"{row['in_tokens_per_s']:9.0f} in/s "
+        f"{row['ms_per_token']:7.3f} ms/token   idle {idle or 0:5.1%}"
+        + (f"   floor {floor:5.1%}" if floor else "")
+        + (f"   vLLM/ours {vllm / seconds:5.2f}" if vllm else "")
+        + (f"   nano/ours {nano / seconds:5.2f}" if nano else ""),
+        flush=True,
+    )
     return row
 
 
@@ -91,12 +124,28 @@ def run_model(name: str, workloads: list[str], tp: int, options: dict) -> list[d
 
     path = write_model(tempfile.mkdtemp(), name)
     start = time.perf_counter()
-    options = dict(load_format="dummy", max_model_len=32768 if "long" in workloads else 4608, tensor_parallel_size=tp) | options
+    options = (
+        dict(
+            load_format="dummy", max_model_len=32768 if "long" in workloads else 4608, tensor_parallel_size=tp
+        )
+        | options
+    )
     llm = LLM(path, **options)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
-    rows = [dict(model=name, workload="start-up", seconds=time.perf_counter() - start, with_imports=time.perf_counter() - START)]
-    print(f"{name:11} start-up {rows[0]['seconds']:.2f} s ({rows[0]['with_imports']:.2f} s since the process began), "
-          f"{llm.core.num_blocks} blocks", flush=True)
+    rows = [
+        dict(
+            model=name,
+            workload="start-up",
+            seconds=time.perf_counter() - start,
+            with_imports=time.perf_counter() - START,
+        )
+    ]
+    print(
+        f"{name:11} start-up {rows[0]['seconds']:.2f} s ({rows[0]['with_imports']:.2f} s since the process "
+        "began), "
+        f"{llm.core.num_blocks} blocks",
+        flush=True,
+    )
     rows += [run_workload(llm, name, kind) for kind in workloads]
     llm.exit()
     return rows

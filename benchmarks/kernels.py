@@ -2,8 +2,9 @@
 
     python benchmarks/kernels.py [--quick] [linear] [norm] [silu] [rope] [sample] [moe] [batch] [launch]
 
-For each case the default, and what other cuts reach (--quick leaves them out). Runs in CUDA graphs, as the engine's decode steps do; over
-as many copies of the data as keep the L2 cache cold where a step would find it so.
+For each case the default, and what other cuts reach (--quick leaves them out). Runs in CUDA graphs, as the
+engine's decode steps do; over as many copies of the data as keep the L2 cache cold where a step would find it
+so.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from shoal.kernels.state import FIELDS, Field, StateLayout
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
-COPY_TB = 4.28            # read and write, H200
-COLD_BYTES = 300 << 20    # six times an H200's L2
-LAUNCHES = 24             # a graph
+COPY_TB = 4.28  # read and write, H200
+COLD_BYTES = 300 << 20  # six times an H200's L2
+LAUNCHES = 24  # a graph
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -53,7 +54,9 @@ def microseconds_of(run: Callable[[int], object], copies: int) -> float:
     return best
 
 
-def show(op: str, shape: str, us: float, num_bytes: float, others: list[tuple[float, str]] | None = None) -> None:
+def show(
+    op: str, shape: str, us: float, num_bytes: float, others: list[tuple[float, str]] | None = None
+) -> None:
     rate = num_bytes / us / 1e6
     print(f"{op:14s} {shape:34s} {us:9.2f} us {rate:6.2f} TB/s {rate / COPY_TB:5.0%}", flush=True)
     for other_us, cut in sorted(others or [])[:4]:
@@ -68,26 +71,71 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=BF16)
 
 
-PRODUCTS = ((4096, 1024, False), (1024, 2048, False), (6144, 1024, True), (1024, 3072, False), (151936, 1024, False),
-            (6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False), (151936, 4096, False))
-TILES = [linear.Tiles(*cut) for cut in (
-    (4, 512, 4), (8, 512, 4), (4, 512, 2), (2, 512, 2), (4, 256, 1), (1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (1, 2048, 4), (2, 2048, 4),
-    (2, 2048, 8), (16, 128, 2, 6), (32, 128, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 5), (128, 128, 8, 3))]
+PRODUCTS = (
+    (4096, 1024, False),
+    (1024, 2048, False),
+    (6144, 1024, True),
+    (1024, 3072, False),
+    (151936, 1024, False),
+    (6144, 4096, False),
+    (4096, 4096, False),
+    (24576, 4096, True),
+    (4096, 12288, False),
+    (151936, 4096, False),
+)
+TILES = [
+    linear.Tiles(*cut)
+    for cut in (
+        (4, 512, 4),
+        (8, 512, 4),
+        (4, 512, 2),
+        (2, 512, 2),
+        (4, 256, 1),
+        (1, 1024, 4),
+        (2, 1024, 4),
+        (4, 1024, 4),
+        (1, 2048, 4),
+        (2, 2048, 4),
+        (2, 2048, 8),
+        (16, 128, 2, 6),
+        (32, 128, 4, 4),
+        (64, 64, 4, 4),
+        (64, 128, 4, 3),
+        (64, 128, 4, 5),
+        (128, 128, 8, 3),
+    )
+]
 
 
-HOPPER_TILES = [hopper_linear.HopperTiles(*cut) for cut in (
-    (8, 64), (16, 64), (32, 64), (32, 64, 2), (32, 64, 3), (64, 16, 2), (64, 32), (64, 32, 2), (64, 64), (64, 128, 1, 64),
-    (128, 64, 1, 64))]
+HOPPER_TILES = [
+    hopper_linear.HopperTiles(*cut)
+    for cut in (
+        (8, 64),
+        (16, 64),
+        (32, 64),
+        (32, 64, 2),
+        (32, 64, 3),
+        (64, 16, 2),
+        (64, 32),
+        (64, 32, 2),
+        (64, 64),
+        (64, 128, 1, 64),
+        (128, 64, 1, 64),
+    )
+]
 
 
 def bench_linear(sweep: bool) -> None:
-    """qwen3-0.6b's and 8b's products (weight rows x inputs), gate and up with their activation, beside cuBLAS."""
+    """qwen3-0.6b's and 8b's products (weight rows x inputs), gate and up with their activation, beside
+    cuBLAS."""
     for outs, columns, gated in PRODUCTS:
         num_bytes = outs * columns * 2
         weights = [randn(outs, columns) for _ in range(max(1, min(60, COLD_BYTES // num_bytes)))]
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             x = randn(rows, columns)
-            ops, name = (triton_ops.linear_silu_mul, "linear_silu_mul") if gated else (triton_ops.linear, "linear")
+            ops, name = (
+                (triton_ops.linear_silu_mul, "linear_silu_mul") if gated else (triton_ops.linear, "linear")
+            )
             others = [(microseconds_of(partial(_cublas, x, weights, gated), len(weights)), "cuBLAS")]
             for tiles in TILES if sweep else ():
                 in_registers = rows * (1 + gated) * tiles.outs * tiles.columns <= 192 * 32 * tiles.num_warps
@@ -95,19 +143,30 @@ def bench_linear(sweep: bool) -> None:
                     run = partial(_product, tiles, x, weights, gated)
                     others.append((microseconds_of(run, len(weights)), f"{astuple(tiles)}"))
             for cut in HOPPER_TILES if sweep and rows > 1 and hopper_linear.num_sms(x.device) else ():
-                if (cut.splits == 1 or not gated) and (rows <= cut.rows or cut.rows >= 64) and cut.stages(columns, gated) > 1:
+                if (
+                    (cut.splits == 1 or not gated)
+                    and (rows <= cut.rows or cut.rows >= 64)
+                    and cut.stages(columns, gated) > 1
+                ):
                     hopper = partial(_hopper, cut, x, weights, gated)
                     others.append((microseconds_of(hopper, len(weights)), f"{astuple(cut)} on Hopper"))
-            us = microseconds_of(lambda i, op=ops, x=x, weights=weights: op(x, weights[i], None), len(weights))
+            us = microseconds_of(
+                lambda i, op=ops, x=x, weights=weights: op(x, weights[i], None), len(weights)
+            )
             show(name, f"{rows} rows, {outs} x {columns}", us, num_bytes, others)
-            if outs <= columns:    # such products end half a layer
+            if outs <= columns:  # such products end half a layer
                 add = partial(_linear_add, x, weights, randn(rows, outs))
-                show("linear_add", f"{rows} rows, {outs} x {columns}", microseconds_of(add, len(weights)), num_bytes)
+                show(
+                    "linear_add",
+                    f"{rows} rows, {outs} x {columns}",
+                    microseconds_of(add, len(weights)),
+                    num_bytes,
+                )
 
 
 def _linear_add(x: torch.Tensor, weights: list[torch.Tensor], residual: torch.Tensor, i: int) -> None:
     left = triton_ops.linear_add(x, weights[i], None, residual)
-    if left is not None:    # to the next norm, whose reading of it counts here
+    if left is not None:  # to the next norm, whose reading of it counts here
         residual += left
 
 
@@ -116,11 +175,15 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -
     return triton_ops.silu_mul(y) if gated else y
 
 
-def _product(tiles: linear.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -> torch.Tensor:
+def _product(
+    tiles: linear.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
+) -> torch.Tensor:
     return linear.product(tiles, x, weights[i], None, gated)
 
 
-def _hopper(tiles: hopper_linear.HopperTiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -> torch.Tensor:
+def _hopper(
+    tiles: hopper_linear.HopperTiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
+) -> torch.Tensor:
     return hopper_linear.hopper_product(tiles, x, weights[i], None, gated)
 
 
@@ -145,64 +208,123 @@ def bench_silu(sweep: bool) -> None:
 
 
 def bench_rope(sweep: bool) -> None:
-    for tokens, heads, kv_heads in ((1, 16, 8), (8, 16, 8), (64, 16, 8), (256, 16, 8), (1024, 16, 8), (16384, 16, 8), (256, 32, 8),
-                                    (16384, 32, 8)):
+    for tokens, heads, kv_heads in (
+        (1, 16, 8),
+        (8, 16, 8),
+        (64, 16, 8),
+        (256, 16, 8),
+        (1024, 16, 8),
+        (16384, 16, 8),
+        (256, 32, 8),
+        (16384, 32, 8),
+    ):
         prefill = tokens > 256
-        num_blocks = tokens // 16 if prefill else tokens    # a prefill's tokens are neighbours, a decode's are not
+        # a prefill's tokens are neighbours, a decode's are not
+        num_blocks = tokens // 16 if prefill else tokens
         layers = max(1, min(28, COLD_BYTES // (num_blocks * 2 * kv_heads * 16 * 128 * 2)))
         kv = torch.zeros(num_blocks, layers, 2, kv_heads, 16, 128, dtype=BF16, device=DEVICE)
         at = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
         tables = torch.randperm(num_blocks, device=DEVICE).int().view(-1, 64 if prefill else 1)
         rows, positions = (at // 1024, at % 1024) if prefill else (at, at % 16)
-        qkv, weight, cos_sin = randn(tokens, (heads + 2 * kv_heads) * 128), randn(128), torch.randn(4096, 128, device=DEVICE)
-        store = partial(triton_ops.qk_norm_rope_store, qkv, weight, weight, 1e-6, cos_sin, positions, rows, tables)
+        qkv, weight, cos_sin = (
+            randn(tokens, (heads + 2 * kv_heads) * 128),
+            randn(128),
+            torch.randn(4096, 128, device=DEVICE),
+        )
+        store = partial(
+            triton_ops.qk_norm_rope_store, qkv, weight, weight, 1e-6, cos_sin, positions, rows, tables
+        )
         run = partial(_store_layer, store, kv, heads, kv_heads)
         others = []
         for count in (2, 4, 8, 16, 32) if sweep else ():
             with mock.patch.object(rope, "heads_per_program", return_value=count):
                 others.append((microseconds_of(run, layers), f"{count} heads a program"))
         num_bytes = tokens * 128 * 2 * (2 * (heads + kv_heads) + 3 * kv_heads)
-        show("qk_norm_rope", f"{tokens} tokens, {heads} + {kv_heads} heads", microseconds_of(run, layers), num_bytes, others)
+        show(
+            "qk_norm_rope",
+            f"{tokens} tokens, {heads} + {kv_heads} heads",
+            microseconds_of(run, layers),
+            num_bytes,
+            others,
+        )
 
 
 def _store_layer(store: Callable[..., None], kv: torch.Tensor, heads: int, kv_heads: int, layer: int) -> None:
     store(kv[:, layer], heads, kv_heads)
 
 
-SAMPLING = {"greedy": (0.0, 0, 1.0), "temperature": (0.6, 0, 1.0), "top_k 20, top_p 0.95": (0.6, 20, 0.95), "top_p 0.95": (1.0, 0, 0.95),
-            "top_k 2000": (1.0, 2000, 1.0)}    # temperature, top_k, top_p
+SAMPLING = {
+    "greedy": (0.0, 0, 1.0),
+    "temperature": (0.6, 0, 1.0),
+    "top_k 20, top_p 0.95": (0.6, 20, 0.95),
+    "top_p 0.95": (1.0, 0, 0.95),
+    "top_k 2000": (1.0, 2000, 1.0),
+}  # temperature, top_k, top_p
 
 
-PICKS = (4, 8, 16, 32)    # warps of the second kernel
+PICKS = (4, 8, 16, 32)  # warps of the second kernel
 
 
 def bench_sample(sweep: bool) -> None:
     for num_seqs in (1, 8, 64, 256):
         layout = StateLayout(num_seqs, 16)
-        table, rows, out = layout.table(zeros(layout.size)), torch.arange(num_seqs, dtype=torch.int32, device=DEVICE), zeros(num_seqs)
+        table, rows, out = (
+            layout.table(zeros(layout.size)),
+            torch.arange(num_seqs, dtype=torch.int32, device=DEVICE),
+            zeros(num_seqs),
+        )
         for scale, kind in ((3.0, "peaked"), (0.5, "flat")):
             run = partial(triton_ops.sample, randn(num_seqs, 151936) * scale, rows, rows, table, out)
             for name, (temperature, top_k, top_p) in SAMPLING.items():
                 if kind == "flat" and name in ("greedy", "temperature"):
                     continue
                 table[:, Field.TOP_K] = top_k
-                table.view(torch.float32)[:, Field.TEMPERATURE], table.view(torch.float32)[:, Field.TOP_P] = temperature, top_p
+                table.view(torch.float32)[:, Field.TEMPERATURE], table.view(torch.float32)[:, Field.TOP_P] = (
+                    temperature,
+                    top_p,
+                )
                 others = []
                 for tiles in (1, 2, 4, 8) if sweep and kind == "peaked" else ():
                     for warps in PICKS:
-                        with mock.patch.multiple(sample, tiles_per_program=mock.Mock(return_value=tiles), PICK_WARPS=warps):
+                        with mock.patch.multiple(
+                            sample, tiles_per_program=mock.Mock(return_value=tiles), PICK_WARPS=warps
+                        ):
                             others.append((microseconds(run), f"{tiles} tiles a program, {warps} warps pick"))
-                show("sample", f"{num_seqs} x 151936 {kind}, {name}", microseconds(run), num_seqs * 151936 * 2, others)
+                show(
+                    "sample",
+                    f"{num_seqs} x 151936 {kind}, {name}",
+                    microseconds(run),
+                    num_seqs * 151936 * 2,
+                    others,
+                )
 
 
-MOE_BLOCKS = [moe.Blocks(*cut) for cut in (
-    (16, 32, 128, 4, 4), (16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 64, 64, 4, 5), (16, 128, 64, 4, 4), (16, 64, 256, 4, 2),
-    (32, 64, 128, 4, 3), (32, 128, 64, 4, 3), (64, 64, 64, 4, 3), (64, 64, 64, 4, 4), (64, 128, 64, 8, 3), (64, 128, 64, 4, 3),
-    (128, 64, 64, 4, 3), (128, 64, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 8, 4))]
+MOE_BLOCKS = [
+    moe.Blocks(*cut)
+    for cut in (
+        (16, 32, 128, 4, 4),
+        (16, 64, 128, 4, 3),
+        (16, 64, 128, 4, 4),
+        (16, 64, 64, 4, 5),
+        (16, 128, 64, 4, 4),
+        (16, 64, 256, 4, 2),
+        (32, 64, 128, 4, 3),
+        (32, 128, 64, 4, 3),
+        (64, 64, 64, 4, 3),
+        (64, 64, 64, 4, 4),
+        (64, 128, 64, 8, 3),
+        (64, 128, 64, 4, 3),
+        (128, 64, 64, 4, 3),
+        (128, 64, 64, 8, 3),
+        (128, 128, 64, 8, 3),
+        (128, 128, 32, 8, 4),
+    )
+]
 
 
 def bench_moe(sweep: bool) -> None:
-    """qwen3-30b-a3b's layer: 128 experts of 768, 8 a token. Bytes: the weights of the experts that are hit."""
+    """qwen3-30b-a3b's layer: 128 experts of 768, 8 a token. Bytes: the weights of the experts that are
+    hit."""
     experts, top_k, hidden, size = 128, 8, 2048, 768
     w13, w2 = randn(experts, 2 * size, hidden) / 50, randn(experts, hidden, size) / 30
     for tokens in (1, 4, 16, 64, 256, 1024, 8192):
@@ -210,10 +332,21 @@ def bench_moe(sweep: bool) -> None:
         hit = len(reference.route(router, top_k, True)[1].unique())
         others = []
         for blocks in MOE_BLOCKS if sweep else ():
-            others.append((microseconds(partial(moe.moe_with, blocks, x, router, w13, w2, top_k, True)), f"{astuple(blocks)}"))
+            others.append(
+                (
+                    microseconds(partial(moe.moe_with, blocks, x, router, w13, w2, top_k, True)),
+                    f"{astuple(blocks)}",
+                )
+            )
         us = microseconds(partial(triton_ops.moe, x, router, w13, w2, top_k, True))
         flops = tokens * top_k * 6 * hidden * size
-        show("moe", f"{tokens} tokens, {hit} experts, {flops / us / 1e6:.0f} TFLOP/s", us, hit * 3 * hidden * size * 2, others)
+        show(
+            "moe",
+            f"{tokens} tokens, {hit} experts, {flops / us / 1e6:.0f} TFLOP/s",
+            us,
+            hit * 3 * hidden * size * 2,
+            others,
+        )
 
 
 def bench_batch(sweep: bool) -> None:
@@ -221,8 +354,18 @@ def bench_batch(sweep: bool) -> None:
     state = zeros(layout.size)
     rows, out = torch.arange(256, dtype=torch.int32, device=DEVICE), [zeros(256) for _ in range(3)]
     addresses = torch.randperm(layout.size, device=DEVICE)[:256].int()
-    show("begin_decode", "256 rows", microseconds(lambda: triton_ops.begin_decode(rows, layout.table(state), *out)), 256 * (32 * 2 + 16))
-    show("apply_updates", "256 values", microseconds(lambda: triton_ops.apply_updates(state, addresses, rows)), 256 * 40)
+    show(
+        "begin_decode",
+        "256 rows",
+        microseconds(lambda: triton_ops.begin_decode(rows, layout.table(state), *out)),
+        256 * (32 * 2 + 16),
+    )
+    show(
+        "apply_updates",
+        "256 values",
+        microseconds(lambda: triton_ops.apply_updates(state, addresses, rows)),
+        256 * 40,
+    )
     ids, weight = torch.randint(0, 151936, (16384,), dtype=torch.int32, device=DEVICE), randn(151936, 1024)
     show("embed", "16384 x 1024", microseconds(lambda: triton_ops.embed(ids, weight)), 16384 * 1024 * 4)
 
@@ -236,7 +379,9 @@ def bench_launch(sweep: bool) -> None:
     calls: dict[str, Callable[[], object]] = {
         "add_rms_norm": lambda: triton_ops.add_rms_norm(x, x, weight, 1e-6),
         "silu_mul": lambda: triton_ops.silu_mul(qkv),
-        "qk_norm_rope": lambda: triton_ops.qk_norm_rope_store(qkv, head_weight, head_weight, 1e-6, cos_sin, at, at, tables, kv, 16, 8),
+        "qk_norm_rope": lambda: triton_ops.qk_norm_rope_store(
+            qkv, head_weight, head_weight, 1e-6, cos_sin, at, at, tables, kv, 16, 8
+        ),
     }
     for name, call in calls.items():
         call()
@@ -249,9 +394,19 @@ def bench_launch(sweep: bool) -> None:
 
 
 def main() -> None:
-    parts = {"linear": bench_linear, "norm": bench_norm, "silu": bench_silu, "rope": bench_rope, "sample": bench_sample, "moe": bench_moe,
-             "batch": bench_batch, "launch": bench_launch}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {
+        "linear": bench_linear,
+        "norm": bench_norm,
+        "silu": bench_silu,
+        "rope": bench_rope,
+        "sample": bench_sample,
+        "moe": bench_moe,
+        "batch": bench_batch,
+        "launch": bench_launch,
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
     parser.add_argument("--quick", action="store_true", help="the defaults only")
     arguments = parser.parse_args()

@@ -2,8 +2,9 @@
 
     python benchmarks/kv_copy.py [--json PATH]
 
-Blocks of 16 tokens at scattered ids, between the device and pinned host memory, by the copy engines and by the kernel; layer by layer as a
-copy stream does it; and, within the device, from one tensor-parallel size and layout to another. The best of several runs.
+Blocks of 16 tokens at scattered ids, between the device and pinned host memory, by the copy engines and by
+the kernel; layer by layer as a copy stream does it; and, within the device, from one tensor-parallel size and
+layout to another. The best of several runs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ from shoal.kv.storage import device_memory, memory_of, pinned_memory
 from shoal.kv.view import BlockView
 
 QWEN3_8B = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16)
-BLOCKS = {"qwen3-8b": QWEN3_8B.block_bytes, "qwen3-0.6b": 28 * QWEN3_8B.block_layer_bytes, "qwen3-8b, tp 8": QWEN3_8B.block_bytes // 8,
-          "128 KiB": 128 << 10, "64 KiB": 64 << 10, "16 KiB": 16 << 10}
+BLOCKS = {
+    "qwen3-8b": QWEN3_8B.block_bytes,
+    "qwen3-0.6b": 28 * QWEN3_8B.block_layer_bytes,
+    "qwen3-8b, tp 8": QWEN3_8B.block_bytes // 8,
+    "128 KiB": 128 << 10,
+    "64 KiB": 64 << 10,
+    "16 KiB": 16 << 10,
+}
 TOTAL = 1 << 30
-WAYS = {"engines": 1, "kernel": 1 << 60}    # DMA_BYTES
+WAYS = {"engines": 1, "kernel": 1 << 60}  # DMA_BYTES
 
 
 def seconds(run: Callable[[], object], stream: torch.cuda.Stream, times: int = 5) -> float:
@@ -42,12 +49,14 @@ def seconds(run: Callable[[], object], stream: torch.cuda.Stream, times: int = 5
         run()
         end.record(stream)
         end.synchronize()
-        if i:    # the first compiles
+        if i:  # the first compiles
             best = min(best, start.elapsed_time(end) / 1e3)
     return best
 
 
-def row(rows: list[dict[str, Any]], case: str, way: str, num_bytes: int, took: float, plain: float, **more: float) -> None:
+def row(
+    rows: list[dict[str, Any]], case: str, way: str, num_bytes: int, took: float, plain: float, **more: float
+) -> None:
     """`plain`: GB/s of one large copy."""
     rate = num_bytes / took / 1e9
     rows.append(dict(case=case, way=way, gb_per_s=round(rate, 2), of_plain=round(rate / plain, 4), **more))
@@ -71,19 +80,25 @@ def over_pcie(rows: list[dict[str, Any]]) -> None:
 
         plain = TOTAL / seconds(plain_copy, stream) / 1e9
         print(f"{direction}: one copy of 1 GiB {plain:.1f} GB/s", flush=True)
-        rows.append(dict(case=f"{direction}, one copy of 1 GiB", way="plain", gb_per_s=round(plain, 2), of_plain=1.0))
+        rows.append(
+            dict(case=f"{direction}, one copy of 1 GiB", way="plain", gb_per_s=round(plain, 2), of_plain=1.0)
+        )
         for name, block_bytes in BLOCKS.items():
             count = min(TOTAL // block_bytes, 8192)
             slots, blocks = rng.sample(range(count), count), rng.sample(range(count), count)
-            rows_of = [memory[:count * block_bytes].view(count, -1) for memory in (kv, slab)]
+            rows_of = [memory[: count * block_bytes].view(count, -1) for memory in (kv, slab)]
             for way, threshold in WAYS.items():
                 with mock.patch.object(copy, "DMA_BYTES", threshold):
-                    def run(rows_of: Any = rows_of, blocks: Any = blocks, slots: Any = slots, out: bool = out) -> None:
+
+                    def run(
+                        rows_of: Any = rows_of, blocks: Any = blocks, slots: Any = slots, out: bool = out
+                    ) -> None:
                         device, host = rows_of
                         if out:
                             gather_blocks(device, blocks, host, slots, stream)
                         else:
                             scatter_blocks(host, slots, device, blocks, stream)
+
                     took = seconds(run, stream, 3)
                     start = time.perf_counter()
                     run()
@@ -130,19 +145,40 @@ def within_the_device(rows: list[dict[str, Any]]) -> None:
     rows.append(dict(case="device, one copy", way="plain", gb_per_s=round(plain, 1), of_plain=1.0))
     engine, others = Layout.WHOLE_BLOCKS, Layout.KV_FIRST
     ids = [rng.sample(range(num_blocks), num_blocks) for _ in range(2)]
-    for layouts, sizes in (((engine, engine), (1, 4)), ((engine, engine), (4, 1)), ((engine, engine), (1, 8)), ((engine, engine), (2, 8)),
-                           ((others, others), (1, 4)), ((others, others), (4, 1)), ((others, engine), (1, 1)), ((engine, others), (1, 4)),
-                           ((engine, engine), (1, 1))):
+    for layouts, sizes in (
+        ((engine, engine), (1, 4)),
+        ((engine, engine), (4, 1)),
+        ((engine, engine), (1, 8)),
+        ((engine, engine), (2, 8)),
+        ((others, others), (1, 4)),
+        ((others, others), (4, 1)),
+        ((others, engine), (1, 1)),
+        ((engine, others), (1, 4)),
+        ((engine, engine), (1, 1)),
+    ):
         sides = []
         for storage, layout, size in zip(storages, layouts, sizes):
             shards = [replace(QWEN3_8B, layout=layout, tp_size=size, tp_rank=rank) for rank in range(size)]
-            sides.append([BlockView.over(shard, num_blocks, storage, i * shard.block_bytes * num_blocks) for i, shard in enumerate(shards)])
+            sides.append(
+                [
+                    BlockView.over(shard, num_blocks, storage, i * shard.block_bytes * num_blocks)
+                    for i, shard in enumerate(shards)
+                ]
+            )
         start = time.perf_counter()
-        reshard(sides[0], ids[0], sides[1], ids[1], stream)    # compiles
+        reshard(sides[0], ids[0], sides[1], ids[1], stream)  # compiles
         torch.cuda.synchronize()
         first = time.perf_counter() - start
         took = seconds(lambda sides=sides: reshard(sides[0], ids[0], sides[1], ids[1], stream), stream)
-        row(rows, f"device, tp {sizes[0]} to {sizes[1]}, {layouts[0]} to {layouts[1]}", "kernel", 2 * num_bytes, took, plain, first_s=first)
+        row(
+            rows,
+            f"device, tp {sizes[0]} to {sizes[1]}, {layouts[0]} to {layouts[1]}",
+            "kernel",
+            2 * num_bytes,
+            took,
+            plain,
+            first_s=first,
+        )
 
 
 def main() -> None:

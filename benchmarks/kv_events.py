@@ -2,8 +2,8 @@
 
     python benchmarks/kv_events.py --steps 1500
 
-Pure Python, no model: the host's work of a step (schedule, update, hand events over), with a pause after it in which the publisher runs, as
-it does while a device computes.
+Pure Python, no model: the host's work of a step (schedule, update, hand events over), with a pause after it
+in which the publisher runs, as it does while a device computes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from shoal.kv.events import KvEvents
 def start(events: KvEvents | None) -> Scheduler:
     """All prompts computed."""
     r = random.Random(0)
-    scheduler = Scheduler(num_blocks=40_000, block_size=16, max_num_seqs=256, max_num_batched_tokens=16384, max_model_len=8192,
-                          events=events)
+    scheduler = Scheduler(
+        num_blocks=40_000,
+        block_size=16,
+        max_num_seqs=256,
+        max_num_batched_tokens=16384,
+        max_model_len=8192,
+        events=events,
+    )
     for i in range(256):
-        prompt = [r.randrange(50_000) for _ in range(200 + i % 16)]    # a sixteenth of the sequences fill a block in each step
+        # a sixteenth of the sequences fill a block in each step
+        prompt = [r.randrange(50_000) for _ in range(200 + i % 16)]
         scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=7000, ignore_eos=True)))
     while any(seq.num_computed < seq.num_prompt_tokens for seq in (*scheduler.waiting, *scheduler.running)):
         step(scheduler)
@@ -48,7 +55,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--pause", type=float, default=0.001, help="seconds after a step (default: 0.001)")
     arguments = parser.parse_args()
-    events = KvEvents(KVEventsConfig(enable_kv_cache_events=True, endpoint="inproc://kv-events-benchmark"), 16)
+    events = KvEvents(
+        KVEventsConfig(enable_kv_cache_events=True, endpoint="inproc://kv-events-benchmark"), 16
+    )
     schedulers = {"without events": start(None), "published": start(events)}
     seconds: dict[str, list[float]] = {name: [] for name in schedulers}
     for _ in range(arguments.steps):
@@ -57,7 +66,10 @@ def main() -> None:
             time.sleep(arguments.pause)
     events.close()
     for name, measured in seconds.items():
-        print(f"{name:>15}: median {statistics.median(measured) * 1e6:.0f} us a step, mean {statistics.mean(measured) * 1e6:.0f}")
+        print(
+            f"{name:>15}: median {statistics.median(measured) * 1e6:.0f} us a step, mean "
+            f"{statistics.mean(measured) * 1e6:.0f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What the tiers below the device give and cost on one GPU, with random weights of a published shape.
 
-    python benchmarks/offload.py conversations [--conversations 64] [--turns 8] [--prefix 8000] [--json out.json]
-    python benchmarks/offload.py decode        what offloading costs a decode batch of 256
-    python benchmarks/offload.py restart       a disk tier: what a second engine finds, against none
+    python benchmarks/offload.py conversations [--conversations 64] [--turns 8] [--prefix 8000] [--json
+    out.json] python benchmarks/offload.py decode        what offloading costs a decode batch of 256 python
+    benchmarks/offload.py restart       a disk tier: what a second engine finds, against none
 
-conversations: 8 at a time, in turn, so that each comes back when 64 others have passed through a cache of a third of what they need. A turn
-adds 32 tokens of the user's and 64 of the model's. Time to first token from the second turn on, with a host tier and without any.
+conversations: 8 at a time, in turn, so that each comes back when 64 others have passed through a cache of a
+third of what they need. A turn adds 32 tokens of the user's and 64 of the model's. Time to first token from
+the second turn on, with a host tier and without any.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def tokens(r: Random, count: int) -> list[int]:
     return [r.randrange(VOCABULARY) for _ in range(count)]
 
 
-def ask(core: Any, prompts: list[list[int]], max_tokens: int, name: str) -> tuple[list[list[int]], list[float], list[int]]:
+def ask(
+    core: Any, prompts: list[list[int]], max_tokens: int, name: str
+) -> tuple[list[list[int]], list[float], list[int]]:
     """All at once: answers, seconds to each one's first token, cached tokens of each."""
     from shoal import SamplingParams
     from shoal.api import Request
@@ -52,7 +55,10 @@ def build(model: str, **options: Any) -> Any:
 
     start = time.perf_counter()
     llm = LLM(model, load_format="dummy", max_model_len=16384, max_num_seqs=256, **options)
-    print(f"start-up {time.perf_counter() - start:.1f} s, {llm.core.num_blocks} blocks of {llm.core.runner.block_bytes / 2**20:.2f} MiB")
+    print(
+        f"start-up {time.perf_counter() - start:.1f} s, {llm.core.num_blocks} blocks of "
+        f"{llm.core.runner.block_bytes / 2**20:.2f} MiB"
+    )
     return llm
 
 
@@ -87,7 +93,7 @@ def talk(core: Any, args: argparse.Namespace, turns: int, name: str) -> list[dic
         cached = asked = 0
         start = time.perf_counter()
         for at in range(0, len(histories), AT_ONCE):
-            group = histories[at:at + AT_ONCE]
+            group = histories[at : at + AT_ONCE]
             for history in group:
                 history += tokens(r, QUESTION)
             answers, times, found = ask(core, group, ANSWER, f"{name}-{turn}-{at}")
@@ -96,10 +102,23 @@ def talk(core: Any, args: argparse.Namespace, turns: int, name: str) -> list[dic
             ttft += times
             cached += sum(found)
             asked += sum(map(len, group))
-        rows.append(dict(tiers=name, turn=turn + 1, mean_ttft_s=statistics.mean(ttft), median_ttft_s=statistics.median(ttft),
-                         max_ttft_s=max(ttft), seconds=time.perf_counter() - start, cached=cached / asked))
-        print("{tiers:>6} turn {turn}: first token after {mean_ttft_s:.3f} s on average, {median_ttft_s:.3f} median, {max_ttft_s:.3f} at "
-              "worst; {cached:.0%} cached; {seconds:.1f} s".format(**rows[-1]), flush=True)
+        rows.append(
+            dict(
+                tiers=name,
+                turn=turn + 1,
+                mean_ttft_s=statistics.mean(ttft),
+                median_ttft_s=statistics.median(ttft),
+                max_ttft_s=max(ttft),
+                seconds=time.perf_counter() - start,
+                cached=cached / asked,
+            )
+        )
+        print(
+            "{tiers:>6} turn {turn}: first token after {mean_ttft_s:.3f} s on average, {median_ttft_s:.3f} "
+            "median, {max_ttft_s:.3f} at "
+            "worst; {cached:.0%} cached; {seconds:.1f} s".format(**rows[-1]),
+            flush=True,
+        )
     return rows
 
 
@@ -107,27 +126,45 @@ def conversations(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     longest = args.prefix + args.turns * (QUESTION + ANSWER)
     num_blocks = args.conversations * -(-longest // 16)
     block_bytes = args.block_bytes
-    llm = build(model, num_gpu_blocks_override=num_blocks // 3, kv_host_bytes=int(num_blocks * 1.03) * block_bytes)
+    llm = build(
+        model, num_gpu_blocks_override=num_blocks // 3, kv_host_bytes=int(num_blocks * 1.03) * block_bytes
+    )
     core = llm.core
-    print(f"{num_blocks} blocks in all, {num_blocks * block_bytes / 2**30:.1f} GiB; pinned after {wait_for_slots(core):.1f} s more")
+    print(
+        f"{num_blocks} blocks in all, {num_blocks * block_bytes / 2**30:.1f} GiB; pinned after "
+        f"{wait_for_slots(core):.1f} s more"
+    )
     tiers = without_tiers(core)
     rows = talk(core, args, min(args.turns, args.turns_without), "none")
     with_tiers(core, tiers)
     rows += talk(core, args, args.turns, "host")
-    later = {name: [row["mean_ttft_s"] for row in rows if row["tiers"] == name and row["turn"] > 1] for name in ("none", "host")}
+    later = {
+        name: [row["mean_ttft_s"] for row in rows if row["tiers"] == name and row["turn"] > 1]
+        for name in ("none", "host")
+    }
     gain = statistics.mean(later["none"]) / statistics.mean(later["host"])
     stats = llm.stats()
-    print(f"from the second turn on {gain:.1f} times sooner; {stats.kv_tiers}; dropped {stats.kv_dropped_blocks}; "
-          f"a block is computed in {core.tiers.offloader.token.seconds * 16e3:.3f} ms, fetched in "
-          f"{core.tiers.offloader.books.rates['host'].seconds * 1e3:.3f} ms")
-    rows.append(dict(gain=gain, fetched_blocks=stats.kv_tiers["host"].fetched_blocks, dropped_blocks=stats.kv_dropped_blocks))
+    print(
+        f"from the second turn on {gain:.1f} times sooner; {stats.kv_tiers}; dropped "
+        f"{stats.kv_dropped_blocks}; "
+        f"a block is computed in {core.tiers.offloader.token.seconds * 16e3:.3f} ms, fetched in "
+        f"{core.tiers.offloader.books.rates['host'].seconds * 1e3:.3f} ms"
+    )
+    rows.append(
+        dict(
+            gain=gain,
+            fetched_blocks=stats.kv_tiers["host"].fetched_blocks,
+            dropped_blocks=stats.kv_dropped_blocks,
+        )
+    )
     llm.exit()
     return rows
 
 
 def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """256 sequences from 256 to 496 tokens. Under "evict" they take the blocks of a cache full of others' prefixes, which are copied out
-    ahead of them; under "register" every block that they fill is copied out at once. Either is 36 MiB a step."""
+    """256 sequences from 256 to 496 tokens. Under "evict" they take the blocks of a cache full of others'
+    prefixes, which are copied out ahead of them; under "register" every block that they fill is copied out at
+    once. Either is 36 MiB a step."""
     llm = build(model, num_gpu_blocks_override=256 * 34, kv_host_bytes=int(256 * 34 * args.block_bytes))
     core, r, rows = llm.core, Random(3), []
     fill = [tokens(r, 4080) for _ in range(core.num_blocks * 16 // 4080)]
@@ -149,9 +186,16 @@ def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(dict(tiers=name, repeat=repeat, step_s=seconds, copied_blocks=copied))
             print(f"{name:>8}: {seconds * 1e3:.3f} ms a step of 256, {copied} blocks copied out", flush=True)
             core.reset_prefix_cache()
-    best = {name: min(row["step_s"] for row in rows if row["tiers"] == name) for name in ("none", "evict", "register")}
-    rows.append(dict(cost_evict=best["evict"] / best["none"] - 1, cost_register=best["register"] / best["none"] - 1))
-    print("cost: " + ", ".join(f"{name} {best[name] / best['none'] - 1:+.2%}" for name in ("evict", "register")))
+    best = {
+        name: min(row["step_s"] for row in rows if row["tiers"] == name)
+        for name in ("none", "evict", "register")
+    }
+    rows.append(
+        dict(cost_evict=best["evict"] / best["none"] - 1, cost_register=best["register"] / best["none"] - 1)
+    )
+    print(
+        "cost: " + ", ".join(f"{name} {best[name] / best['none'] - 1:+.2%}" for name in ("evict", "register"))
+    )
     llm.exit()
     return rows
 
@@ -177,8 +221,14 @@ def restart(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     num_blocks = AT_ONCE * -(-longest // 16)
     rows = []
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
-        options = dict(num_gpu_blocks_override=num_blocks + 64, kv_host_bytes=num_blocks * args.block_bytes, kv_disk_path=folder,
-                       kv_disk_bytes=2 * num_blocks * args.block_bytes, kv_flush_timeout=60.0, kv_load_policy="always")
+        options = dict(
+            num_gpu_blocks_override=num_blocks + 64,
+            kv_host_bytes=num_blocks * args.block_bytes,
+            kv_disk_path=folder,
+            kv_disk_bytes=2 * num_blocks * args.block_bytes,
+            kv_flush_timeout=60.0,
+            kv_load_policy="always",
+        )
         for name in ("first", "second"):
             llm = build(model, **options)
             wait_for_slots(llm.core)
@@ -188,21 +238,37 @@ def restart(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             disk = llm.stats().kv_tiers["disk"]
             start = time.perf_counter()
             llm.exit()
-            rows.append(dict(engine=name, mean_ttft_s=statistics.mean(ttft), max_ttft_s=max(ttft), cached_tokens=sum(cached),
-                             fetched_blocks=disk.fetched_blocks, stored_blocks=disk.stored_blocks, exit_s=time.perf_counter() - start))
+            rows.append(
+                dict(
+                    engine=name,
+                    mean_ttft_s=statistics.mean(ttft),
+                    max_ttft_s=max(ttft),
+                    cached_tokens=sum(cached),
+                    fetched_blocks=disk.fetched_blocks,
+                    stored_blocks=disk.stored_blocks,
+                    exit_s=time.perf_counter() - start,
+                )
+            )
             print(rows[-1], flush=True)
     rows.append(dict(gain=rows[0]["mean_ttft_s"] / rows[1]["mean_ttft_s"]))
-    print(f"{num_blocks * args.block_bytes / 2**30:.1f} GiB; a second engine's first tokens come {rows[-1]['gain']:.1f} times sooner")
+    print(
+        f"{num_blocks * args.block_bytes / 2**30:.1f} GiB; a second engine's first tokens come "
+        f"{rows[-1]['gain']:.1f} times sooner"
+    )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=("conversations", "decode", "restart"))
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--turns-without", type=int, default=2, help="of the run without tiers: they are all alike, and slow")
+    parser.add_argument(
+        "--turns-without", type=int, default=2, help="of the run without tiers: they are all alike, and slow"
+    )
     parser.add_argument("--prefix", type=int, default=8000)
     parser.add_argument("--disk", help="folder of the disk that is measured; default: the temporary one")
     parser.add_argument("--json")
@@ -212,9 +278,13 @@ def main() -> None:
     from workloads import SHAPES, write_model
 
     shape = SHAPES[args.model]
-    args.block_bytes = 2 * 2 * 16 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    args.block_bytes = (
+        2 * 2 * 16 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    )
     with tempfile.TemporaryDirectory() as root:
-        rows = {"conversations": conversations, "decode": decode, "restart": restart}[args.part](write_model(root, args.model), args)
+        rows = {"conversations": conversations, "decode": decode, "restart": restart}[args.part](
+            write_model(root, args.model), args
+        )
     if args.json:
         write_json(args.json, rows)
 

@@ -1,6 +1,6 @@
 """Draws what benchmarks/gpu.py measured into docs/performance.md: a table, bars beside vLLM, and a roofline.
 
-    python benchmarks/performance.py benchmarks/results/h200.json
+python benchmarks/performance.py benchmarks/results/h200.json
 """
 
 from __future__ import annotations
@@ -14,21 +14,37 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 COLOURS = {"qwen3-0.6b": "#1f77b4", "qwen3-8b": "#d62728"}
-BANDWIDTH, ARITHMETIC = 4.28e12, 680e12    # an H200's ceilings, as in benchmarks/gpu.py
+BANDWIDTH, ARITHMETIC = 4.28e12, 680e12  # an H200's ceilings, as in benchmarks/gpu.py
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    titles = ["model", "workload", "seconds, two runs", "out tok/s", "in tok/s", "ms a token", "of the floor", "GPU idle", "vLLM / ours",
-              "nano-vllm / ours"]
+    titles = [
+        "model",
+        "workload",
+        "seconds, two runs",
+        "out tok/s",
+        "in tok/s",
+        "ms a token",
+        "of the floor",
+        "GPU idle",
+        "vLLM / ours",
+        "nano-vllm / ours",
+    ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
         if row["workload"] == "start-up":
             lines.append(f"| {row['model']} | start-up | {row['seconds']:.2f} | | | | | | | |")
             continue
         runs = ", ".join(f"{seconds:.3f}" for seconds in row["runs"][1:])
-        cells = [runs, f"{row['out_tokens_per_s']:,.0f}", f"{row['in_tokens_per_s']:,.0f}", f"{row['ms_per_token']:.3f}",
-                 _or_dash(row["floor"], ".0%"), _or_dash(row["idle"], ".1%"),
-                 *(_or_dash(row[name], ".2f") for name in ("vs_vllm", "vs_nano"))]
+        cells = [
+            runs,
+            f"{row['out_tokens_per_s']:,.0f}",
+            f"{row['in_tokens_per_s']:,.0f}",
+            f"{row['ms_per_token']:.3f}",
+            _or_dash(row["floor"], ".0%"),
+            _or_dash(row["idle"], ".1%"),
+            *(_or_dash(row[name], ".2f") for name in ("vs_vllm", "vs_nano")),
+        ]
         lines.append(f"| {row['model']} | {row['workload']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -41,11 +57,17 @@ def draw_bars(rows: list[dict[str, Any]], path: Path) -> None:
     compared = [row for row in rows if row.get("vs_vllm")]
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    axes.bar(range(len(compared)), [row["vs_vllm"] for row in compared], color=[COLOURS.get(row["model"], "grey") for row in compared])
+    axes.bar(
+        range(len(compared)),
+        [row["vs_vllm"] for row in compared],
+        color=[COLOURS.get(row["model"], "grey") for row in compared],
+    )
     for i, row in enumerate(compared):
         axes.text(i, row["vs_vllm"], f"{row['vs_vllm']:.2f}", ha="center", va="bottom")
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(compared)), [f"{row['workload']}\n{row['model']}" for row in compared], fontsize=8)
+    axes.set_xticks(
+        range(len(compared)), [f"{row['workload']}\n{row['model']}" for row in compared], fontsize=8
+    )
     axes.set_ylabel("times as fast as vLLM 0.24")
     figure.savefig(path, dpi=110)
 
@@ -79,17 +101,19 @@ def main() -> None:
     draw_roofline(rows, images / "performance-roofline.png")
     (ROOT / "docs" / "performance.md").write_text(f"""# Performance
 
-{measured["gpu"]}, torch {measured["torch"]}, commit {measured["commit"][:10]}, {measured["date"]}: `{measured["command"]}`.
-Drawn by `make bench-gpu`. bf16, random weights, temperature 0.6, `ignore_eos`, token ids, an empty prefix cache before each run; the better
-of two runs after a warm-up counts. Workloads and peers' figures: `benchmarks/workloads.py`, `benchmarks/gpu.py`; the floor:
-`shoal/models/floor.py`; the GPU's idle time is what lies between steps, in a run of its own. More: `benchmarks/results/README.md`.
+{measured["gpu"]}, torch {measured["torch"]}, commit {measured["commit"][:10]}, {measured["date"]}:
+`{measured["command"]}`.
+Drawn by `make bench-gpu`. bf16, random weights, temperature 0.6, `ignore_eos`, token ids, an empty prefix cache
+before each run; the better of two runs after a warm-up counts. Workloads and peers' figures:
+`benchmarks/workloads.py`, `benchmarks/gpu.py`; the floor: `shoal/models/floor.py`; the GPU's idle time is what
+lies between steps, in a run of its own. More: `benchmarks/results/README.md`.
 
 {table(rows)}
 
 ![Beside vLLM](images/performance-bars.png)
 
-Each point is a whole workload; the line is what the GPU could do with that many operations a byte. A point's distance to it is what is left
-to gain.
+Each point is a whole workload; the line is what the GPU could do with that many operations a byte. A point's
+distance to it is what is left to gain.
 
 ![Roofline](images/performance-roofline.png)
 """)

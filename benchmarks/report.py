@@ -14,5 +14,15 @@ def write_json(path: str, rows: Any) -> None:
 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     with open(path, "w") as file:
-        json.dump(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=commit, date=time.strftime("%Y-%m-%d"),
-                       command=" ".join(sys.argv), rows=rows), file, indent=1)
+        json.dump(
+            dict(
+                gpu=torch.cuda.get_device_name(),
+                torch=torch.__version__,
+                commit=commit,
+                date=time.strftime("%Y-%m-%d"),
+                command=" ".join(sys.argv),
+                rows=rows,
+            ),
+            file,
+            indent=1,
+        )

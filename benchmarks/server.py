@@ -1,17 +1,19 @@
-"""The speed of the front: streamed tokens a second of our server and of one that streams as vLLM's does, on the same fake engine.
+"""The speed of the front: streamed tokens a second of our server and of one that streams as vLLM's does, on
+the same fake engine.
 
     python benchmarks/server.py                       # servers in turn, 256 streams at once
     python benchmarks/server.py --servers asyncio,fastapi --streams 64 --json result.json
     python benchmarks/server.py --profile asyncio     # where our server's time goes
 
-Each server is one process on one core, with an engine that yields a token whenever it is asked, SmolLM2's tokenizer and chat template.
-The client, in a process of its own on the other core, only counts `data:` lines as they come: the server is what is measured. Servers take
-turns, so that a busy machine slows all of them: believe the ratios, and those by the server's CPU seconds most. Beside Shoal this needs
-fastapi, granian, orjson, psutil and uvloop.
+Each server is one process on one core, with an engine that yields a token whenever it is asked, SmolLM2's
+tokenizer and chat template. The client, in a process of its own on the other core, only counts `data:` lines
+as they come: the server is what is measured. Servers take turns, so that a busy machine slows all of them:
+believe the ratios, and those by the server's CPU seconds most. Beside Shoal this needs fastapi, granian,
+orjson, psutil and uvloop.
 
-`fastapi` streams a token as vLLM 0.24 does: an output object from the engine, a DecodeStream's text, three pydantic models whose validators
-look for unknown fields, `model_dump_json(exclude_unset=True)`, prometheus_client for each gap, and Starlette's StreamingResponse under CORS
-middleware.
+`fastapi` streams a token as vLLM 0.24 does: an output object from the engine, a DecodeStream's text, three
+pydantic models whose validators look for unknown fields, `model_dump_json(exclude_unset=True)`,
+prometheus_client for each gap, and Starlette's StreamingResponse under CORS middleware.
 """
 
 import argparse
@@ -28,10 +30,35 @@ from collections.abc import AsyncIterator
 
 import psutil
 
-SERVERS = ("asyncio", "uvloop", "granian", "fastapi")    # the first two: our application under uvicorn, by event loop
+# the first two: our application under uvicorn, by event loop
+SERVERS = ("asyncio", "uvloop", "granian", "fastapi")
 START_SECONDS = 60
-BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)    # vLLM's, of gaps
-REPLY = 'The sea is wide and "deep"; its tides come and go.\n\n1. The moon pulls.\n2. The earth turns under it, day after day.\n'
+# vLLM's, of gaps
+BUCKETS = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+REPLY = (
+    'The sea is wide and "deep"; its tides come and go.\n\n1. The moon pulls.\n2. The earth turns under '
+    "it, day after day.\n"
+)
 
 
 # The servers: each function runs one until it is killed
@@ -42,6 +69,7 @@ def load_model():
     from shoal.fake import FakeEngine
     from shoal.tokenizer import load_tokenizer
     from shoal.weights.source import resolve
+
     tokenizer = load_tokenizer(resolve("smollm2"))
     return tokenizer, FakeEngine(len(tokenizer), reply=tokenizer.encode(REPLY, add_special_tokens=False))
 
@@ -50,14 +78,23 @@ def our_app():
     from shoal.config import ServerConfig
     from shoal.server.app import create_app
     from shoal.server.model import ServedModel
+
     tokenizer, engine = load_model()
-    model = ServedModel(["smollm2"], engine, tokenizer, max_model_len=8192, vocab_size=len(tokenizer),
-                        eos_token_ids=tokenizer.eos_token_ids, max_num_seqs=1024)
+    model = ServedModel(
+        ["smollm2"],
+        engine,
+        tokenizer,
+        max_model_len=8192,
+        vocab_size=len(tokenizer),
+        eos_token_ids=tokenizer.eos_token_ids,
+        max_num_seqs=1024,
+    )
     return create_app([model], ServerConfig())
 
 
 class GranianApp:
-    """Our application, built when the loop runs, as ServedModel wants it. Granian imports it by name in its worker."""
+    """Our application, built when the loop runs, as ServedModel wants it. Granian imports it by name in its
+    worker."""
 
     def __init__(self):
         self.app = None
@@ -93,14 +130,30 @@ def serve_asyncio(port: int) -> None:
 def serve_granian(port: int) -> None:
     from granian import Granian
     from granian.constants import Interfaces, Loops
+
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    Granian("server:granian_app", "127.0.0.1", port, interface=Interfaces.ASGINL, loop=Loops.uvloop, log_enabled=False).serve()
+    Granian(
+        "server:granian_app",
+        "127.0.0.1",
+        port,
+        interface=Interfaces.ASGINL,
+        loop=Loops.uvloop,
+        log_enabled=False,
+    ).serve()
 
 
 def serve_fastapi(port: int) -> None:
     import uvicorn
 
-    uvicorn.run(fastapi_app(), host="127.0.0.1", port=port, http="httptools", loop="uvloop", log_level="warning", access_log=False)
+    uvicorn.run(
+        fastapi_app(),
+        host="127.0.0.1",
+        port=port,
+        http="httptools",
+        loop="uvloop",
+        log_level="warning",
+        access_log=False,
+    )
 
 
 def fastapi_app():
@@ -201,7 +254,9 @@ def fastapi_app():
         outputs: list[CompletionOutput] = field(default_factory=list)
         finished: bool = False
 
-    gaps = Histogram("inter_token_latency_seconds", "Between tokens.", ["model_name"], buckets=BUCKETS).labels("smollm2")
+    gaps = Histogram(
+        "inter_token_latency_seconds", "Between tokens.", ["model_name"], buckets=BUCKETS
+    ).labels("smollm2")
     generated = Counter("generation_tokens", "Tokens generated.", ["model_name"]).labels("smollm2")
 
     async def generate(request: EngineRequest) -> AsyncIterator[RequestOutput]:
@@ -214,15 +269,25 @@ def fastapi_app():
             last = now
             text = "".join(stream.step(backend, token_id) or "" for token_id in out.token_ids)
             reason = None if out.finish_reason is None else str(out.finish_reason)
-            yield RequestOutput(request.request_id, request.prompt_token_ids,
-                                [CompletionOutput(0, text, out.token_ids, None, None, reason, out.stop_reason)], reason is not None)
+            yield RequestOutput(
+                request.request_id,
+                request.prompt_token_ids,
+                [CompletionOutput(0, text, out.token_ids, None, None, reason, out.stop_reason)],
+                reason is not None,
+            )
 
     async def events(body: ChatRequest, request: EngineRequest) -> AsyncIterator[str]:
         created, num_tokens, first = int(time.time()), 0, True
         include_usage = body.stream_options is not None and body.stream_options.include_usage
 
         def data(**more: Any) -> str:
-            chunk = StreamResponse(id=request.request_id, object="chat.completion.chunk", created=created, model="smollm2", **more)
+            chunk = StreamResponse(
+                id=request.request_id,
+                object="chat.completion.chunk",
+                created=created,
+                model="smollm2",
+                **more,
+            )
             return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
 
         async for result in generate(request):
@@ -234,17 +299,29 @@ def fastapi_app():
                 delta = DeltaMessage(content=output.text)
                 num_tokens += len(output.token_ids)
                 if output.finish_reason is None:
-                    choice = StreamChoice(index=0, delta=delta, logprobs=None, finish_reason=None, token_ids=None)
+                    choice = StreamChoice(
+                        index=0, delta=delta, logprobs=None, finish_reason=None, token_ids=None
+                    )
                 else:
-                    choice = StreamChoice(index=0, delta=delta, logprobs=None, finish_reason=output.finish_reason,
-                                          stop_reason=output.stop_reason)
+                    choice = StreamChoice(
+                        index=0,
+                        delta=delta,
+                        logprobs=None,
+                        finish_reason=output.finish_reason,
+                        stop_reason=output.stop_reason,
+                    )
                 yield data(choices=[choice])
         if include_usage:
-            yield data(choices=[], usage=Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens))
+            yield data(
+                choices=[],
+                usage=Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens),
+            )
         yield "data: [DONE]\n\n"
 
     app = FastAPI()
-    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=False, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(
+        CORSMiddleware, allow_origins=["*"], allow_credentials=False, allow_methods=["*"], allow_headers=["*"]
+    )
 
     async def validate_json(request: Request) -> None:
         if request.headers.get("content-type", "").lower().split(";")[0] != "application/json":
@@ -281,7 +358,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         data = self.tail + data
         self.lines += data.count(b"data: ")
-        self.tail = data[-5:]    # a mark cut in two is found with the next piece
+        self.tail = data[-5:]  # a mark cut in two is found with the next piece
         if not self.first and self.lines:
             self.first = time.perf_counter()
 
@@ -290,28 +367,48 @@ class Stream(asyncio.Protocol):
 
 
 async def spin() -> None:
-    """Keeps the client's core awake: in a virtual machine, waking it for each chunk costs the server more than making the chunk."""
+    """Keeps the client's core awake: in a virtual machine, waking it for each chunk costs the server more
+    than making the chunk."""
     while True:
         await asyncio.sleep(0)
 
 
 async def load(port: int, streams: int, tokens: int) -> dict[str, float]:
-    body = json.dumps({"model": "smollm2", "messages": [{"role": "user", "content": "Tell me about the sea."}], "max_tokens": tokens,
-                       "temperature": 0, "ignore_eos": True, "stream": True}).encode()
-    request = (b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
-               b"Content-Length: %d\r\n\r\n" % len(body)) + body
+    body = json.dumps(
+        {
+            "model": "smollm2",
+            "messages": [{"role": "user", "content": "Tell me about the sea."}],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    ) + body
     loop, start = asyncio.get_running_loop(), time.perf_counter()
-    protocols = [(await loop.create_connection(lambda: Stream(request), "127.0.0.1", port))[1] for _ in range(streams)]
+    protocols = [
+        (await loop.create_connection(lambda: Stream(request), "127.0.0.1", port))[1] for _ in range(streams)
+    ]
     spinning = asyncio.create_task(spin())
     await asyncio.gather(*(p.done for p in protocols))
     spinning.cancel()
     seconds = time.perf_counter() - start
-    short = [p.lines for p in protocols if not tokens + 1 <= p.lines <= tokens + 3]    # a role, tokens, the end, [DONE]
+    # a role, tokens, the end, [DONE]
+    short = [p.lines for p in protocols if not tokens + 1 <= p.lines <= tokens + 3]
     if short:
-        raise SystemExit(f"{len(short)} of {streams} streams had {short[:5]} lines, not {tokens} and a few: not a token a chunk")
-    return {"seconds": seconds, "tokens_per_s": streams * tokens / seconds,
-            "median_first_s": statistics.median(p.first - p.sent for p in protocols),
-            "last_first_s": max(p.first - p.sent for p in protocols)}
+        raise SystemExit(
+            f"{len(short)} of {streams} streams had {short[:5]} lines, not {tokens} and a few: not a token "
+            "a chunk"
+        )
+    return {
+        "seconds": seconds,
+        "tokens_per_s": streams * tokens / seconds,
+        "median_first_s": statistics.median(p.first - p.sent for p in protocols),
+        "last_first_s": max(p.first - p.sent for p in protocols),
+    }
 
 
 class Running:
@@ -321,7 +418,9 @@ class Running:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
-        self.process = subprocess.Popen([sys.executable, *more, __file__, "--serve", name, "--port", str(self.port)])
+        self.process = subprocess.Popen(
+            [sys.executable, *more, __file__, "--serve", name, "--port", str(self.port)]
+        )
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -357,7 +456,7 @@ def compare(names: list[str], streams: int, tokens: int, rounds: int) -> dict[st
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     try:
         for server in running.values():
-            asyncio.run(load(server.port, 16, 64))    # warm
+            asyncio.run(load(server.port, 16, 64))  # warm
             server.pin(cores[:1])
         for i in range(rounds):
             for name in names:
@@ -365,28 +464,44 @@ def compare(names: list[str], streams: int, tokens: int, rounds: int) -> dict[st
                 found = asyncio.run(load(running[name].port, streams, tokens))
                 found["tokens_per_cpu_s"] = streams * tokens / (running[name].cpu_seconds() - before)
                 figures[name].append(found)
-                print(f"round {i + 1}  {name:8} {found['tokens_per_s']:9,.0f} tokens/s, {found['tokens_per_cpu_s']:9,.0f} a CPU second, "
-                      f"first after {found['median_first_s']:.2f} s, the last stream's {found['last_first_s']:.2f} s", flush=True)
+                print(
+                    f"round {i + 1}  {name:8} {found['tokens_per_s']:9,.0f} tokens/s, "
+                    f"{found['tokens_per_cpu_s']:9,.0f} a CPU second, "
+                    f"first after {found['median_first_s']:.2f} s, the last stream's "
+                    f"{found['last_first_s']:.2f} s",
+                    flush=True,
+                )
     finally:
         for server in running.values():
             server.close()
-    return {name: {key: statistics.median(f[key] for f in found) for key in found[0]} for name, found in figures.items()}
+    return {
+        name: {key: statistics.median(f[key] for f in found) for key in found[0]}
+        for name, found in figures.items()
+    }
 
 
 def compare_json(repeat: int = 50_000) -> dict[str, float]:
-    """Microseconds a chunk: the whole object dumped by each library, and only its text spliced into a prefix that is made once."""
+    """Microseconds a chunk: the whole object dumped by each library, and only its text spliced into a prefix
+    that is made once."""
     import msgspec
     import orjson
 
     def chunk(text: str) -> dict:
-        return {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "object": "chat.completion.chunk", "created": 1760000000,
-                "model": "smollm2", "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}]}
+        return {
+            "id": "chatcmpl-0123456789abcdef0123456789abcdef",
+            "object": "chat.completion.chunk",
+            "created": 1760000000,
+            "model": "smollm2",
+            "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}],
+        }
 
     before, after = orjson.dumps(chunk("\0")).split(b'"\\u0000"')
     encode = msgspec.json.Encoder().encode
     libraries = {"json": lambda value: json.dumps(value).encode(), "orjson": orjson.dumps, "msgspec": encode}
     ways = {name: lambda t, dump=dump: dump(chunk(t)) for name, dump in libraries.items()}
-    ways |= {f"spliced, {name}": lambda t, dump=dump: before + dump(t) + after for name, dump in libraries.items()}
+    ways |= {
+        f"spliced, {name}": lambda t, dump=dump: before + dump(t) + after for name, dump in libraries.items()
+    }
     texts = [" the", " sea", "\n", ' "quoted"', " été", "…"]
     found = {}
     for name, way in ways.items():
@@ -402,18 +517,27 @@ def compare_json(repeat: int = 50_000) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--servers", default=",".join(SERVERS))
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--profile", choices=SERVERS, help="run this one alone under cProfile and print what takes its time")
+    parser.add_argument(
+        "--profile", choices=SERVERS, help="run this one alone under cProfile and print what takes its time"
+    )
     parser.add_argument("--serve", choices=SERVERS, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve = {"asyncio": serve_asyncio, "uvloop": serve_uvloop, "granian": serve_granian, "fastapi": serve_fastapi}
+        serve = {
+            "asyncio": serve_asyncio,
+            "uvloop": serve_uvloop,
+            "granian": serve_granian,
+            "fastapi": serve_fastapi,
+        }
         serve[arguments.serve](arguments.port)
         return
     if arguments.profile:
@@ -424,7 +548,10 @@ def main() -> None:
         return
     found = compare(arguments.servers.split(","), arguments.streams, arguments.tokens, arguments.rounds)
     for name, figures in found.items():
-        print(f"{name:8} {figures['tokens_per_s']:9,.0f} tokens/s, {figures['tokens_per_cpu_s']:9,.0f} a CPU second")
+        print(
+            f"{name:8} {figures['tokens_per_s']:9,.0f} tokens/s, {figures['tokens_per_cpu_s']:9,.0f} a CPU "
+            "second"
+        )
         if "fastapi" in found and name != "fastapi":
             for key in ("tokens_per_s", "tokens_per_cpu_s"):
                 figures[f"{key}_to_fastapi"] = figures[key] / found["fastapi"][key]
@@ -435,8 +562,18 @@ def main() -> None:
     if arguments.json:
         versions = {"python": platform.python_version(), "cores": os.cpu_count()}
         with open(arguments.json, "w") as file:
-            json.dump({"streams": arguments.streams, "tokens": arguments.tokens, "rounds": arguments.rounds, "servers": found,
-                       "us_a_chunk": chunks, **versions}, file, indent=1)
+            json.dump(
+                {
+                    "streams": arguments.streams,
+                    "tokens": arguments.tokens,
+                    "rounds": arguments.rounds,
+                    "servers": found,
+                    "us_a_chunk": chunks,
+                    **versions,
+                },
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

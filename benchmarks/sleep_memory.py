@@ -1,6 +1,7 @@
 """Giving a GPU's memory back and taking it again: python benchmarks/sleep_memory.py [kept GB] [dropped GB]
 
-Weights as an 8B model has them and a large KV cache, without an engine. Prints seconds; the bound is the copy alone.
+Weights as an 8B model has them and a large KV cache, without an engine. Prints seconds; the bound is the copy
+alone.
 """
 
 import sys
@@ -11,8 +12,9 @@ import torch
 from shoal.memory.regions import Regions
 
 GIB = 2**30
-kept_bytes, dropped_bytes = (int(float(a) * 1e9) for a in (sys.argv[1:] + ["16", "110"][len(sys.argv) - 1:]))
-LAYER = [6144 * 4096, 4096 * 4096, 24576 * 4096, 12288 * 4096, 4096, 4096, 128, 128]      # elements of a layer's weights, bf16
+kept_bytes, dropped_bytes = (int(float(a) * 1e9) for a in (sys.argv[1:] + ["16", "110"][len(sys.argv) - 1 :]))
+# elements of a layer's weights, bf16
+LAYER = [6144 * 4096, 4096 * 4096, 24576 * 4096, 12288 * 4096, 4096, 4096, 128, 128]
 
 
 def free():
@@ -31,8 +33,6 @@ def fill(regions):
     return weights, cache
 
 
-
-
 def measure(regions, name, waits=(0.0,)):
     out = []
     for keep in (["weights"], []):
@@ -42,9 +42,17 @@ def measure(regions, name, waits=(0.0,)):
                 pauses.append(regions.pause(keep=keep).seconds)
                 time.sleep(wait)
                 resumes[wait].append(regions.resume().seconds)
-        out += [f"pause {min(pauses):.3f}-{max(pauses):.3f}",
-                *(f"resume{f' after {w:g} s' if w else ''} {min(r):.3f}-{max(r):.3f}" for w, r in resumes.items())]
-    print(f"{name:44s} level 1: {', '.join(out[:len(out) // 2])}; level 2: {', '.join(out[len(out) // 2:])}", flush=True)
+        out += [
+            f"pause {min(pauses):.3f}-{max(pauses):.3f}",
+            *(
+                f"resume{f' after {w:g} s' if w else ''} {min(r):.3f}-{max(r):.3f}"
+                for w, r in resumes.items()
+            ),
+        ]
+    print(
+        f"{name:44s} level 1: {', '.join(out[: len(out) // 2])}; level 2: {', '.join(out[len(out) // 2 :])}",
+        flush=True,
+    )
 
 
 def main():
@@ -56,8 +64,11 @@ def main():
     start = time.perf_counter()
     weights, cache = fill(regions)
     torch.cuda.synchronize()
-    print(f"filled {len(weights)} weights in {time.perf_counter() - start:.2f} s; usage {regions.usage()}; pieces "
-          f"{[regions._usage(r).pieces for r in regions._regions.values()]}")
+    print(
+        f"filled {len(weights)} weights in {time.perf_counter() - start:.2f} s; usage {regions.usage()}; "
+        "pieces "
+        f"{[regions._usage(r).pieces for r in regions._regions.values()]}"
+    )
     sums, addresses = [int(w.long().sum()) for w in weights], [w.data_ptr() for w in weights]
 
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
@@ -73,9 +84,15 @@ def main():
         cache[:GIB].copy_(host, non_blocking=True)
     torch.cuda.synchronize()
     back = 4 * GIB / (time.perf_counter() - start)
-    print(f"bounds: out {kept_bytes / out:.3f} s ({out / 1e9:.1f} GB/s), back {kept_bytes / back:.3f} s ({back / 1e9:.1f} GB/s)")
+    print(
+        f"bounds: out {kept_bytes / out:.3f} s ({out / 1e9:.1f} GB/s), back {kept_bytes / back:.3f} s "
+        f"({back / 1e9:.1f} GB/s)"
+    )
 
-    print(f"first pause, nothing pinned before: {regions.pause()}; {(total - free()) / GIB:.2f} GiB in use on the device")
+    print(
+        f"first pause, nothing pinned before: {regions.pause()}; {(total - free()) / GIB:.2f} GiB in use on "
+        "the device"
+    )
     print(f"resume: {regions.resume()}", flush=True)
     assert [int(w.long().sum()) for w in weights] == sums and [w.data_ptr() for w in weights] == addresses
     measure(regions, "as it is", waits=(0.0, 6.0))
@@ -102,7 +119,10 @@ def main():
     start = time.perf_counter()
     regions.prepare_host(wait=True)
     print(f"pinned {regions.host_usage()['pinned'] / GIB:.1f} GiB in {time.perf_counter() - start:.2f} s")
-    print(f"first pause, pinned before: {regions.pause()}; {(total - free()) / GIB:.2f} GiB in use on the device")
+    print(
+        f"first pause, pinned before: {regions.pause()}; {(total - free()) / GIB:.2f} GiB in use on the "
+        "device"
+    )
     regions.resume()
 
 

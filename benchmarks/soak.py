@@ -2,11 +2,11 @@
 
     python benchmarks/soak.py --minutes 30 --json soak.json
 
-Starts `shoal serve` with the default model and a short queue, and keeps more clients at it than it takes: streams, whole answers, chats,
-constrained texts, prompts that share a beginning and prompts that don't, clients that leave, and requests that
-are wrong. A line each half minute; at its end it waits until all is quiet and says what is left. Exits with 1
-where something is: requests, descriptors, threads, KV blocks, or memory that grew by more than a tenth and 64 MB
-over the second half. Needs psutil.
+Starts `shoal serve` with the default model and a short queue, and keeps more clients at it than it takes:
+streams, whole answers, chats, constrained texts, prompts that share a beginning and prompts that don't,
+clients that leave, and requests that are wrong. A line each half minute; at its end it waits until all is
+quiet and says what is left. Exits with 1 where something is: requests, descriptors, threads, KV blocks, or
+memory that grew by more than a tenth and 64 MB over the second half. Needs psutil.
 """
 
 from __future__ import annotations
@@ -33,10 +33,26 @@ from tests.serving import Serve, until
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 LINE_S, SAMPLE_S = 30.0, 1.0
-# Pools begin their threads when they are first needed: two for text and one for grammars in the front, one for grammars
-# and two for slow masks in the engine; and one a processor for the tokenizers of each and for the masks of steps.
+# Pools begin their threads when they are first needed: two for text and one for grammars in the front, one
+# for grammars and two for slow masks in the engine; and one a processor for the tokenizers of each and for
+# the masks of steps.
 LATE_THREADS = 6 + 3 * (os.cpu_count() or 1)
-WORDS = ("the", "sea", "is", "wide", "and", "deep", "its", "tides", "come", "go", "day", "after", "under", "moon")
+WORDS = (
+    "the",
+    "sea",
+    "is",
+    "wide",
+    "and",
+    "deep",
+    "its",
+    "tides",
+    "come",
+    "go",
+    "day",
+    "after",
+    "under",
+    "moon",
+)
 PATHS = [path for path in BODIES if path not in ADMIN_PATHS]
 
 
@@ -49,15 +65,20 @@ def request_of(rng: random.Random) -> tuple[bytes, float | None]:
         path = rng.choice(PATHS)
         return http_post(path, spoilt_json(rng, BODIES[path])), 5.0
     length = rng.choice((5, 50, 300, 1500))
-    text = " ".join(rng.choices(WORDS,
-                                k=length)) if rng.random() < 0.5 else "Once upon a time " * (length // 4)
-    common: dict[str, Any] = {"max_tokens": rng.choice((1, 8, 40, 120)), "stream": rng.random() < 0.6,
-                              "temperature": rng.random()}
+    text = (
+        " ".join(rng.choices(WORDS, k=length)) if rng.random() < 0.5 else "Once upon a time " * (length // 4)
+    )
+    common: dict[str, Any] = {
+        "max_tokens": rng.choice((1, 8, 40, 120)),
+        "stream": rng.random() < 0.6,
+        "temperature": rng.random(),
+    }
     if rng.random() < 0.1:
         common["structured_outputs"] = {"regex": "[a-z]{5,20}"}
     if rng.random() < 0.1:
-        common |= {"logprobs": 3, "frequency_penalty": 0.5} if kind < 0.6 else {"logprobs": True,
-                                                                                "top_logprobs": 3}
+        common |= (
+            {"logprobs": 3, "frequency_penalty": 0.5} if kind < 0.6 else {"logprobs": True, "top_logprobs": 3}
+        )
     if rng.random() < 0.05:
         common["n"] = 4
     if kind < 0.6:
@@ -67,7 +88,11 @@ def request_of(rng: random.Random) -> tuple[bytes, float | None]:
 
 
 def http_post(path: str, data: bytes) -> bytes:
-    return b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data
+    return (
+        b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        % (path.encode(), len(data))
+        + data
+    )
 
 
 async def client(port: int, seed: int, end: float, statuses: collections.Counter[str]) -> None:
@@ -100,32 +125,42 @@ async def client(port: int, seed: int, end: float, statuses: collections.Counter
 
 def sample(server: Serve) -> dict[str, float]:
     front, engines = psutil.Process(server.process.pid), server.cores()
-    return {"front_mb": front.memory_info().rss / 2**20,
-            "engine_mb": sum(p.memory_info().rss for p in engines) / 2**20,
-            "fds": front.num_fds() + sum(p.num_fds() for p in engines),
-            "threads": front.num_threads() + sum(p.num_threads() for p in engines), "processes": len(engines),
-            "log_mb": server.log.stat().st_size / 2**20}
+    return {
+        "front_mb": front.memory_info().rss / 2**20,
+        "engine_mb": sum(p.memory_info().rss for p in engines) / 2**20,
+        "fds": front.num_fds() + sum(p.num_fds() for p in engines),
+        "threads": front.num_threads() + sum(p.num_threads() for p in engines),
+        "processes": len(engines),
+        "log_mb": server.log.stat().st_size / 2**20,
+    }
 
 
-async def watch(server: Serve, end: float, statuses: collections.Counter[str],
-                samples: list[dict[str, float]]) -> None:
+async def watch(
+    server: Serve, end: float, statuses: collections.Counter[str], samples: list[dict[str, float]]
+) -> None:
     start, told = time.monotonic(), 0.0
     while (now := time.monotonic()) < end:
         samples.append({"s": now - start, **sample(server)})
         if now - told >= LINE_S:
             told, last = now, samples[-1]
-            cells = [f"{last['s'] / 60:.1f}", *(f"{last[name]:.0f}" for name in ("front_mb", "engine_mb", "fds", "threads", "log_mb")),
-                     ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))]
+            cells = [
+                f"{last['s'] / 60:.1f}",
+                *(f"{last[name]:.0f}" for name in ("front_mb", "engine_mb", "fds", "threads", "log_mb")),
+                ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())),
+            ]
             print(f"| {' | '.join(cells)} |", flush=True)
         await asyncio.sleep(SAMPLE_S)
 
 
-async def soak(server: Serve, minutes: float, clients: int) -> tuple[collections.Counter[str],
-                                                                     list[dict[str, float]]]:
+async def soak(
+    server: Serve, minutes: float, clients: int
+) -> tuple[collections.Counter[str], list[dict[str, float]]]:
     end, statuses = time.monotonic() + 60 * minutes, collections.Counter[str]()
     samples: list[dict[str, float]] = []
-    await asyncio.gather(watch(server, end, statuses, samples),
-                         *(client(server.port, i, end, statuses) for i in range(clients)))
+    await asyncio.gather(
+        watch(server, end, statuses, samples),
+        *(client(server.port, i, end, statuses) for i in range(clients)),
+    )
     return statuses, samples
 
 
@@ -137,9 +172,13 @@ def what_is_left(server: Serve, before: dict[str, float], samples: list[dict[str
         return [f"{name} is {server.metric(name)}" for name in metrics]
     time.sleep(3)
     after, found = sample(server), []
-    half, last = samples[len(samples) // 2:len(samples) * 5 // 8], samples[-len(samples) // 8:]
+    half, last = samples[len(samples) // 2 : len(samples) * 5 // 8], samples[-len(samples) // 8 :]
     most_threads = before["threads"] + LATE_THREADS
-    for name, limit in (("fds", before["fds"] + 2), ("threads", most_threads), ("processes", before["processes"])):
+    for name, limit in (
+        ("fds", before["fds"] + 2),
+        ("threads", most_threads),
+        ("processes", before["processes"]),
+    ):
         if after[name] > limit:
             found.append(f"{name} grew from {before[name]:.0f} to {after[name]:.0f}")
     for name in ("front_mb", "engine_mb"):
@@ -154,11 +193,16 @@ def what_is_left(server: Serve, before: dict[str, float], samples: list[dict[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--clients", type=int, default=200,
-                        help="at once; 64 run and 64 wait, the rest is refused (default: 200)")
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=200,
+        help="at once; 64 run and 64 wait, the rest is refused (default: 200)",
+    )
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -167,20 +211,30 @@ def main() -> int:
             server.ready()
             server.ask("/v1/completions", {"prompt": "a", "max_tokens": 8})
             before = sample(server)
-            print("| minute | front, MB | engine, MB | descriptors | threads | log, MB | answers |", flush=True)
+            print(
+                "| minute | front, MB | engine, MB | descriptors | threads | log, MB | answers |", flush=True
+            )
             print("|---|---|---|---|---|---|---|", flush=True)
             statuses, samples = asyncio.run(soak(server, arguments.minutes, arguments.clients))
             left = what_is_left(server, before, samples)
         finally:
             server.stop()
-    wrong = [f"{count} answers of {status}" for status,
-             count in statuses.items() if status[0] == "5" and status not in ("503", "504")]
+    wrong = [
+        f"{count} answers of {status}"
+        for status, count in statuses.items()
+        if status[0] == "5" and status not in ("503", "504")
+    ]
     wrong += [f"{statuses['TIMED OUT']} timed out"] if statuses["TIMED OUT"] else []
     print("\n".join([*left, *wrong]) or "nothing is left behind")
     if arguments.json:
-        result = {"minutes": arguments.minutes, "clients": arguments.clients, "statuses": statuses,
-                  "before": before, "left": left + wrong,
-                  "samples": samples[::10]}
+        result = {
+            "minutes": arguments.minutes,
+            "clients": arguments.clients,
+            "statuses": statuses,
+            "before": before,
+            "left": left + wrong,
+            "samples": samples[::10],
+        }
         Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
     return 1 if left or wrong else 0
 

@@ -1,9 +1,12 @@
-"""Microseconds of a decode step by the number of sequences: what a change to kernels is measured by before whole workloads are.
+"""Microseconds of a decode step by the number of sequences: what a change to kernels is measured by before
+whole workloads are.
 
-    python benchmarks/steps.py [--models qwen3-0.6b,qwen3-8b] [--rows 1,4,16,64,256] [--context 1000] [--tokens 128]
+    python benchmarks/steps.py [--models qwen3-0.6b,qwen3-8b] [--rows 1,4,16,64,256] [--context 1000]
+    [--tokens 128]
 
-All sequences have as many tokens. A run of `tokens` steps more, minus one without them, over their number: prompts, which are in the
-prefix cache by then, and whatever else a run costs fall out. The best of some runs each. Random weights.
+All sequences have as many tokens. A run of `tokens` steps more, minus one without them, over their number:
+prompts, which are in the prefix cache by then, and whatever else a run costs fall out. The best of some runs
+each. Random weights.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import tempfile
 import time
 from random import Random
 
-FEW = 8    # steps of the run that is subtracted
+FEW = 8  # steps of the run that is subtracted
 
 
 def microseconds(llm, rows: int, context: int, tokens: int) -> float:
@@ -28,7 +31,7 @@ def microseconds(llm, rows: int, context: int, tokens: int) -> float:
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
 
-    seconds(FEW)    # fills the prefix cache
+    seconds(FEW)  # fills the prefix cache
     few, many = min(seconds(FEW) for _ in range(4)), min(seconds(FEW + tokens) for _ in range(3))
     return (many - few) / tokens * 1e6
 
@@ -46,9 +49,15 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.models.split(","):
         longest = arguments.context + arguments.tokens + FEW
-        llm = LLM(write_model(tempfile.mkdtemp(), name), load_format="dummy", max_model_len=max(4608, longest))
+        llm = LLM(
+            write_model(tempfile.mkdtemp(), name), load_format="dummy", max_model_len=max(4608, longest)
+        )
         for rows in map(int, arguments.rows.split(",")):
-            print(f"{name:11} {rows:4d} rows {microseconds(llm, rows, arguments.context, arguments.tokens):9.1f} us", flush=True)
+            print(
+                f"{name:11} {rows:4d} rows "
+                f"{microseconds(llm, rows, arguments.context, arguments.tokens):9.1f} us",
+                flush=True,
+            )
         llm.exit()
 
 

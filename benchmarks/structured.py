@@ -1,8 +1,10 @@
-"""What structured outputs cost a step: generation of the same shape with and without a grammar, in turns, as a ratio.
+"""What structured outputs cost a step: generation of the same shape with and without a grammar, in turns, as
+a ratio.
 
     python -m benchmarks.structured [--model smollm2] [--streams 1 8 32] [--repeat 5] [--beside 2]
 
-`tokens` tokens are drawn by each stream either way: the grammars (words without end, an array of 1000 objects) go on for as long.
+`tokens` tokens are drawn by each stream either way: the grammars (words without end, an array of 1000
+objects) go on for as long.
 `--beside`: as many processes of one busy Python loop each run meanwhile.
 """
 
@@ -20,13 +22,24 @@ from shoal import LLM, SamplingParams, StructuredOutputsParams
 
 GRAMMARS = {
     "regex": StructuredOutputsParams(regex=r"([a-z]+ )*[A-Z]{100}"),
-    "json": StructuredOutputsParams(json={"type": "array", "minItems": 1000, "items": {
-        "type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}}),
+    "json": StructuredOutputsParams(
+        json={
+            "type": "array",
+            "minItems": 1000,
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+                "required": ["name", "age"],
+            },
+        }
+    ),
 }
 
 
 def seconds(llm: LLM, streams: int, tokens: int, structured: StructuredOutputsParams | None) -> float:
-    params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=1, ignore_eos=True, structured_outputs=structured)
+    params = SamplingParams(
+        max_tokens=tokens, temperature=1.0, seed=1, ignore_eos=True, structured_outputs=structured
+    )
     prompts = [[i + 40, *range(100, 116)] for i in range(streams)]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -63,7 +76,10 @@ def main() -> None:
                     found.append(seconds(llm, streams, args.tokens, GRAMMARS.get(name)))
             plain = statistics.median(times["plain"])
             medians = {name: statistics.median(t) for name, t in times.items()}
-            print(f"{streams} streams, a step:", ", ".join(f"{name} {1e3 * t:.2f} ms ({t / plain:.2f} x)" for name, t in medians.items()))
+            print(
+                f"{streams} streams, a step:",
+                ", ".join(f"{name} {1e3 * t:.2f} ms ({t / plain:.2f} x)" for name, t in medians.items()),
+            )
 
 
 if __name__ == "__main__":

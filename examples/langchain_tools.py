@@ -33,8 +33,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     arguments = parser.parse_args()
 
-    model = ChatOpenAI(base_url=arguments.base_url, api_key="none", model=arguments.model, temperature=0,
-                       max_tokens=200)
+    model = ChatOpenAI(
+        base_url=arguments.base_url, api_key="none", model=arguments.model, temperature=0, max_tokens=200
+    )
     print("shape:", model.with_structured_output(City, method="json_schema").invoke("Tell me about Paris."))
     caller = model.bind_tools([get_weather], tool_choice="get_weather")
     for call in caller.invoke("What is the weather in Paris?").tool_calls:

@@ -30,8 +30,11 @@ def main() -> None:
     with arguments.answers.open("w") as file:
         for number, (question, output) in enumerate(zip(questions, outputs)):
             answer = output.outputs[0]
-            line = {"id": question.get("id", number), "answer": answer.text,
-                    "finish_reason": answer.finish_reason}
+            line = {
+                "id": question.get("id", number),
+                "answer": answer.text,
+                "finish_reason": answer.finish_reason,
+            }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     print(f"{len(questions)} answers in {arguments.answers}")
 

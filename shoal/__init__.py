@@ -23,14 +23,29 @@ from shoal.version import __version__
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
 
-__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput",
-           "EmbeddingOutput", "EmbeddingRequestOutput", "EngineArgs", "Logprob", "RequestOutput", "SamplingParams",
-           "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
     """`LLM` needs torch, which takes seconds to import; it is loaded when it is first named."""
     if name == "LLM":
         from shoal.engine.llm import LLM
+
         return LLM
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

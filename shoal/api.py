@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from shoal.errors import ConfigError, RequestError
 
 MAX_LOGIT_BIAS = 100.0
-MEMORY_TAGS = ("weights", "kv_cache")        # the regions that can sleep
-SLEEP_MODES = ("abort", "wait", "keep")      # what becomes of requests that run
+MEMORY_TAGS = ("weights", "kv_cache")  # the regions that can sleep
+SLEEP_MODES = ("abort", "wait", "keep")  # what becomes of requests that run
 # Upper bounds by which steps are counted: vLLM's.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -23,10 +23,10 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class FinishReason(enum.StrEnum):
     """Why a request ended. Every request ends exactly once, with one of these."""
 
-    STOP = "stop"        # an end-of-text id, a stop id or a stop string
-    LENGTH = "length"    # max_tokens, max_model_len or the whole cache reached
-    ABORT = "abort"      # the caller took it back
-    ERROR = "error"      # the engine failed
+    STOP = "stop"  # an end-of-text id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, max_model_len or the whole cache reached
+    ABORT = "abort"  # the caller took it back
+    ERROR = "error"  # the engine failed
 
 
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -34,16 +34,17 @@ STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "struct
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What the text of an answer must be: exactly one of the fields is given. Names are vLLM's; raises RequestError otherwise."""
+    """What the text of an answer must be: exactly one of the fields is given. Names are vLLM's; raises
+    RequestError otherwise."""
 
-    json: str | dict[str, Any] | bool | None = None    # a JSON schema, or its text
+    json: str | dict[str, Any] | bool | None = None  # a JSON schema, or its text
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = None                         # Lark, or GBNF/EBNF where it begins with `root ::=`
-    json_object: bool | None = None                    # any JSON object
+    grammar: str | None = None  # Lark, or GBNF/EBNF where it begins with `root ::=`
+    json_object: bool | None = None  # any JSON object
     # Alternatives and sequences of texts and JSON, in xgrammar's form, or their JSON text.
     structural_tag: str | dict[str, Any] | None = None
-    whitespace_pattern: str | None = None              # between the tokens of JSON
+    whitespace_pattern: str | None = None  # between the tokens of JSON
     # Objects have the keys that their schema names and no others, unless it says so itself. None: as
     # structured_outputs_config says.
     disable_additional_properties: bool | None = None
@@ -52,14 +53,22 @@ class StructuredOutputsParams:
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             what = f"gives {' and '.join(given)}" if given else "gives none of its kinds"
-            raise RequestError(f"structured_outputs {what}; give exactly one of "
-                               f"{', '.join(STRUCTURED_KINDS)}")
-        if self.choice is not None and (not isinstance(self.choice, list) or not all(isinstance(c, str) and c for c in self.choice)
-                                        or not self.choice):
-            raise RequestError(f"structured_outputs.choice {self.choice!r:.80} is not a list of texts; give at least one")
+            raise RequestError(
+                f"structured_outputs {what}; give exactly one of {', '.join(STRUCTURED_KINDS)}"
+            )
+        if self.choice is not None and (
+            not isinstance(self.choice, list)
+            or not all(isinstance(c, str) and c for c in self.choice)
+            or not self.choice
+        ):
+            raise RequestError(
+                f"structured_outputs.choice {self.choice!r:.80} is not a list of texts; give at least one"
+            )
         for name in ("regex", "grammar", "whitespace_pattern"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
-                raise RequestError(f"structured_outputs.{name} {getattr(self, name)!r:.80} is no text; give a string")
+                raise RequestError(
+                    f"structured_outputs.{name} {getattr(self, name)!r:.80} is no text; give a string"
+                )
 
 
 @dataclass(slots=True)
@@ -94,7 +103,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    skip_reading_prefix_cache: bool = False     # compute every prompt token, even if its KV is cached
+    skip_reading_prefix_cache: bool = False  # compute every prompt token, even if its KV is cached
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -127,34 +136,58 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or raise max_tokens")
+                raise RequestError(
+                    f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or "
+                    "raise max_tokens"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), -1)
         if self.seed is not None and not isinstance(self.seed, int):
             raise RequestError(f"seed {self.seed!r} is not an integer; give one, or leave it out")
         if not all(isinstance(s, str) and s for s in self.stop or ()):
-            raise RequestError(f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one character")
+            raise RequestError(
+                f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one "
+                "character"
+            )
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need text, and this request is for token ids alone (detokenize "
-                               "is off); use stop_token_ids")
+            raise RequestError(
+                "stop strings need text, and this request is for token ids alone (detokenize "
+                "is off); use stop_token_ids"
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
             if ids and not all(isinstance(i, int) and i >= 0 for i in ids):
-                raise RequestError(f"{name} {ids!r} holds something that is no token id; give integers from 0 up")
+                raise RequestError(
+                    f"{name} {ids!r} holds something that is no token id; give integers from 0 up"
+                )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty, so no token could ever be drawn; name at least one id or leave it out")
+            raise RequestError(
+                "allowed_token_ids is empty, so no token could ever be drawn; name at least one id or leave "
+                "it out"
+            )
         if not all(isinstance(w, str) and w for w in self.bad_words or ()):
-            raise RequestError(f"bad_words {self.bad_words!r} holds an empty or non-text entry; a bad word needs at least one character")
+            raise RequestError(
+                f"bad_words {self.bad_words!r} holds an empty or non-text entry; a bad word needs at least "
+                "one character"
+            )
         if self.logit_bias is not None:
             try:
                 self.logit_bias = {int(i): float(b) for i, b in self.logit_bias.items()}
             except (TypeError, ValueError, AttributeError):
-                raise RequestError(f"logit_bias {self.logit_bias!r} is not a map from token id to number") from None
+                raise RequestError(
+                    f"logit_bias {self.logit_bias!r} is not a map from token id to number"
+                ) from None
             for token_id, bias in self.logit_bias.items():
                 if token_id < 0 or math.isnan(bias):
-                    raise RequestError(f"logit_bias {{{token_id}: {bias}}} is not a token id from 0 up and a number; mend or drop it")
-            self.logit_bias = {i: min(max(b, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for i, b in self.logit_bias.items()}    # as vLLM
+                    raise RequestError(
+                        f"logit_bias {{{token_id}: {bias}}} is not a token id from 0 up and a number; mend "
+                        f"or drop it"
+                    )
+            # as vLLM
+            self.logit_bias = {
+                i: min(max(b, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for i, b in self.logit_bias.items()
+            }
 
     @property
     def has_penalties(self) -> bool:
@@ -206,18 +239,19 @@ def _check_integer(name: str, value: object, low: int) -> None:
 
 @dataclass(slots=True)
 class Request:
-    """One sequence to generate: token ids in, `Output`s out. `params.n` is 1 here: `n` is fanned out above the engine."""
+    """One sequence to generate: token ids in, `Output`s out. `params.n` is 1 here: `n` is fanned out above
+    the engine."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    priority: int = 0                      # lower runs first
-    arrival: float = 0.0                   # seconds, any clock; breaks ties of priority
-    cache_salt: str | None = None          # part of the block keys: requests share a prefix only under one salt
-    adapter: str | None = None             # likewise
-    embed: bool = False                    # no tokens: the pooled hidden state of the prompt, in the one Output
-    eos_token_ids: tuple[int, ...] = ()    # all end-of-text ids of the model; not checked under ignore_eos
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()    # params.bad_words, tokenized
+    priority: int = 0  # lower runs first
+    arrival: float = 0.0  # seconds, any clock; breaks ties of priority
+    cache_salt: str | None = None  # part of the block keys: requests share a prefix only under one salt
+    adapter: str | None = None  # likewise
+    embed: bool = False  # no tokens: the pooled hidden state of the prompt, in the one Output
+    eos_token_ids: tuple[int, ...] = ()  # all end-of-text ids of the model; not checked under ignore_eos
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words, tokenized
 
 
 @dataclass(slots=True)
@@ -239,13 +273,15 @@ class Output:
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None    # once, with the first token
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None     # the stop id or stop string that ended it; None for an end-of-text id
-    num_cached_tokens: int = 0               # prompt tokens that the prefix cache held
-    queued_seconds: float = 0.0              # how long the request waited for its first step; with its first token
-    embedding: list[float] | None = None     # of a request that asked for it: [hidden size], of unit length
-    error: str | None = None                 # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
+    # the stop id or stop string that ended it; None for an end-of-text id
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache held
+    queued_seconds: float = 0.0  # how long the request waited for its first step; with its first token
+    embedding: list[float] | None = None  # of a request that asked for it: [hidden size], of unit length
+    # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -255,9 +291,9 @@ class KvTierStats:
     capacity_bytes: int = 0
     used_bytes: int = 0
     block_bytes: int = 0
-    stored_blocks: int = 0                 # that came from above
-    fetched_blocks: int = 0                # brought back to the device
-    failed_blocks: int = 0                 # whose transfer failed: they were computed again, or are lost here
+    stored_blocks: int = 0  # that came from above
+    fetched_blocks: int = 0  # brought back to the device
+    failed_blocks: int = 0  # whose transfer failed: they were computed again, or are lost here
 
 
 @dataclass(slots=True)
@@ -266,17 +302,17 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
-    num_deferred: int = 0                  # of those: for a grammar, a store, a sleeping model
+    num_deferred: int = 0  # of those: for a grammar, a store, a sleeping model
     num_blocks: int = 0
-    num_free_blocks: int = 0               # free or evictable
+    num_free_blocks: int = 0  # free or evictable
     num_preemptions: int = 0
-    prefix_cache_queries: int = 0          # tokens looked up
-    prefix_cache_hits: int = 0             # tokens found
-    external_prefix_cache_queries: int = 0    # tokens not found there and looked up in the tiers below
-    external_prefix_cache_hits: int = 0    # tokens fetched
-    kv_dropped_blocks: int = 0             # evicted from the device, and kept nowhere else
-    kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)    # "host", "disk", "store", those there are
-    step_tokens: int = 0                   # computed in all steps
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    external_prefix_cache_queries: int = 0  # tokens not found there and looked up in the tiers below
+    external_prefix_cache_hits: int = 0  # tokens fetched
+    kv_dropped_blocks: int = 0  # evicted from the device, and kept nowhere else
+    kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)  # "host", "disk", "store", those there are
+    step_tokens: int = 0  # computed in all steps
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     @property
@@ -288,22 +324,23 @@ class Stats:
 class ModelSummary:
     """What a model's files say of it, for whoever lists models. Nothing in here is needed to run it."""
 
-    architecture: str = ""                 # "llama", "qwen3"
-    format: str = ""                       # "gguf" | "safetensors"
+    architecture: str = ""  # "llama", "qwen3"
+    format: str = ""  # "gguf" | "safetensors"
     num_parameters: int = 0
-    quantization: str = ""                 # the type of most weights: "Q4_K", "BF16"
-    num_bytes: int = 0                     # of the files with weights
-    modified: float = 0.0                  # seconds since 1970
-    digest: str = "0" * 64                 # hexadecimal, another for other files
-    sizes: Mapping[str, int] = field(default_factory=dict)    # "embedding_length" and more of GGUF's names
+    quantization: str = ""  # the type of most weights: "Q4_K", "BF16"
+    num_bytes: int = 0  # of the files with weights
+    modified: float = 0.0  # seconds since 1970
+    digest: str = "0" * 64  # hexadecimal, another for other files
+    sizes: Mapping[str, int] = field(default_factory=dict)  # "embedding_length" and more of GGUF's names
 
 
 class Engine(Protocol):
     """A request in, a stream of outputs out: a worker, a router, a prefill/decode pair, a fake."""
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """The last Output has a finish_reason. Outputs that a slow reader leaves waiting are merged. Closing the iterator early aborts the
-        request. Raises RequestError (impossible here), UnavailableError (asleep, paused, full: try later), EngineDeadError."""
+        """The last Output has a finish_reason. Outputs that a slow reader leaves waiting are merged. Closing
+        the iterator early aborts the request. Raises RequestError (impossible here), UnavailableError
+        (asleep, paused, full: try later), EngineDeadError."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -325,21 +362,21 @@ class MemoryReport:
     """
 
     seconds: float = 0.0
-    freed_bytes: int = 0         # of device memory given back (sleep) ...
-    taken_bytes: int = 0         # ... or taken again (wake_up)
-    host_bytes: int = 0          # kept in host memory now
-    in_use_bytes: int = 0        # of device memory, by whomever ...
-    region_bytes: int = 0        # ... of them in these regions ...
-    process_bytes: int = 0       # ... and in what else PyTorch holds in this process
+    freed_bytes: int = 0  # of device memory given back (sleep) ...
+    taken_bytes: int = 0  # ... or taken again (wake_up)
+    host_bytes: int = 0  # kept in host memory now
+    in_use_bytes: int = 0  # of device memory, by whomever ...
+    region_bytes: int = 0  # ... of them in these regions ...
+    process_bytes: int = 0  # ... and in what else PyTorch holds in this process
 
 
 @dataclass(slots=True)
 class SleepState:
     """What of a worker sleeps. Whoever is asked says what is so, not what was asked for last."""
 
-    level: int | None = None    # the deepest since all was awake; 0: only paused; None: awake
-    asleep: set[str] = field(default_factory=set)    # tags of the regions that are given back
-    kept: str = ""    # where the sleeping weights are: "host", "file"; "": dropped, or awake
+    level: int | None = None  # the deepest since all was awake; 0: only paused; None: awake
+    asleep: set[str] = field(default_factory=set)  # tags of the regions that are given back
+    kept: str = ""  # where the sleeping weights are: "host", "file"; "": dropped, or awake
 
     @property
     def is_sleeping(self) -> bool:
@@ -352,7 +389,9 @@ def check_tags(tags: Sequence[str] | None) -> list[str]:
         return list(MEMORY_TAGS)
     unknown = [tag for tag in tags if tag not in MEMORY_TAGS] if not isinstance(tags, str) else [tags]
     if unknown or not tags:
-        raise ConfigError(f"tags {tags!r:.80} must be a list of {' and '.join(MEMORY_TAGS)}; leave it out for all")
+        raise ConfigError(
+            f"tags {tags!r:.80} must be a list of {' and '.join(MEMORY_TAGS)}; leave it out for all"
+        )
     return [tag for tag in MEMORY_TAGS if tag in tags]
 
 
@@ -382,7 +421,8 @@ class Control(Protocol):
     async def reset_prefix_cache(self) -> bool: ...
 
     async def update_weights(self, source: str) -> int:
-        """Loads the weights of the checkpoint `source` (as EngineConfig.model) in place. Returns the new version, counted from 1."""
+        """Loads the weights of the checkpoint `source` (as EngineConfig.model) in place. Returns the new
+        version, counted from 1."""
         ...
 
     async def check_weights(self) -> dict[str, str]:
@@ -394,7 +434,8 @@ class Control(Protocol):
         ...
 
     async def stop_profile(self) -> list[str]:
-        """Writes the traces (for ui.perfetto.dev) and returns their paths. Raises ConfigError if none is being made."""
+        """Writes the traces (for ui.perfetto.dev) and returns their paths. Raises ConfigError if none is
+        being made."""
         ...
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
@@ -439,11 +480,11 @@ class BeamSearchSequence:
     tokenizer."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs]           # one a generated token
+    logprobs: list[TokenLogprobs]  # one a generated token
     cum_logprob: float = 0.0
     text: str | None = None
-    finish_reason: str | None = None        # "stop" at an end-of-text id, "length" at a limit of tokens
-    stop_reason: int | str | None = None    # the end-of-text id
+    finish_reason: str | None = None  # "stop" at an end-of-text id, "length" at a limit of tokens
+    stop_reason: int | str | None = None  # the end-of-text id
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""`shoal bench`: offline throughput and latency of one engine on made-up prompts of token ids, beside what physics allows.
+"""`shoal bench`: offline throughput and latency of one engine on made-up prompts of token ids, beside what
+physics allows.
 
 `shoal profile`: a trace of the same work.
 """
@@ -27,7 +28,9 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
     return [[random.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_iters: int, output_json: str | None) -> dict[str, Any]:
+def measure(
+    llm: LLM, params: SamplingParams, batch: int, input_len: int, num_iters: int, output_json: str | None
+) -> dict[str, Any]:
     """Runs `batch` requests at once, `num_iters` times after a warm-up.
 
     Each run has new prompts, so that no prefix is cached. Prints the best run's figures and returns them.
@@ -37,9 +40,12 @@ def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_it
         raise RequestError(f"{num_iters} timed runs; ask for at least 1")
     prompts = [_prompts(llm, batch, input_len, output_len, seed) for seed in range(num_iters + 2)]
     dtype, machine = str(llm.config.dtype), describe_machine(llm)
-    print(f"{llm.config.model} ({dtype}) on {machine}\n"
-          f"{_plural(batch, 'request')} at once, each with {input_len} random prompt tokens and {output_len} "
-          f"generated ones; the best of {_plural(num_iters, 'run')} after a warm-up", flush=True)
+    print(
+        f"{llm.config.model} ({dtype}) on {machine}\n"
+        f"{_plural(batch, 'request')} at once, each with {input_len} random prompt tokens and {output_len} "
+        f"generated ones; the best of {_plural(num_iters, 'run')} after a warm-up",
+        flush=True,
+    )
     seconds = []
     with tqdm(total=num_iters + 2, unit="run", leave=False, disable=None) as bar:
         for i in range(num_iters + 1):
@@ -54,15 +60,30 @@ def measure(llm: LLM, params: SamplingParams, batch: int, input_len: int, num_it
         idle = idle_share(llm, prompts[-1], params)
         bar.update()
     best = min(seconds)
-    least = floor_of(llm, ceilings).run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs or batch).seconds
+    least = (
+        floor_of(llm, ceilings)
+        .run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs or batch)
+        .seconds
+    )
     figures = {
-        "model": llm.config.model, "dtype": dtype, "machine": machine,
-        "batch": batch, "input_len": input_len, "output_len": output_len, "seconds": best, "seconds_all": seconds,
-        "requests_per_s": batch / best, "prompt_tokens_per_s": batch * input_len / best,
+        "model": llm.config.model,
+        "dtype": dtype,
+        "machine": machine,
+        "batch": batch,
+        "input_len": input_len,
+        "output_len": output_len,
+        "seconds": best,
+        "seconds_all": seconds,
+        "requests_per_s": batch / best,
+        "prompt_tokens_per_s": batch * input_len / best,
         "output_tokens_per_s": batch * output_len / best,
-        "total_tokens_per_s": batch * (input_len + output_len) / best, "ms_per_token": best / output_len * 1e3,
-        "floor_seconds": least, "fraction_of_floor": least / best, "gpu_idle_share": idle,
-        "bytes_per_s": ceilings.bytes_per_s, "flops_per_s": ceilings.flops_per_s,
+        "total_tokens_per_s": batch * (input_len + output_len) / best,
+        "ms_per_token": best / output_len * 1e3,
+        "floor_seconds": least,
+        "fraction_of_floor": least / best,
+        "gpu_idle_share": idle,
+        "bytes_per_s": ceilings.bytes_per_s,
+        "flops_per_s": ceilings.flops_per_s,
     }
     print(table(figures))
     if output_json:
@@ -79,11 +100,16 @@ def table(figures: dict[str, Any]) -> str:
         ("Prompts read", f"{figures['prompt_tokens_per_s']:.1f} prompt tokens/s"),
         ("Text generated", f"{figures['output_tokens_per_s']:.1f} output tokens/s"),
         ("Both together", f"{figures['total_tokens_per_s']:.1f} tokens/s"),
-        ("Each request's next token",
-         f"every {figures['ms_per_token']:.2f} ms, its share of the prompt included"),
-        ("Beside the floor",
-         f"{figures['fraction_of_floor']:.0%} of the floor's speed: what "
-         f"{figures['bytes_per_s'] / 1e9:.0f} GB/s and {figures['flops_per_s'] / 1e9:.0f} GFLOP/s allow here"),
+        (
+            "Each request's next token",
+            f"every {figures['ms_per_token']:.2f} ms, its share of the prompt included",
+        ),
+        (
+            "Beside the floor",
+            f"{figures['fraction_of_floor']:.0%} of the floor's speed: what "
+            f"{figures['bytes_per_s'] / 1e9:.0f} GB/s and {figures['flops_per_s'] / 1e9:.0f} GFLOP/s allow "
+            "here",
+        ),
     ]
     if figures["gpu_idle_share"] is not None:
         rows.append(("GPU idle between steps", f"{figures['gpu_idle_share']:.1%} of the time"))
@@ -109,7 +135,8 @@ def _plural(count: int, noun: str) -> str:
 
 
 def trace(llm: LLM, params: SamplingParams, batch: int, input_len: int, folder: str) -> list[str]:
-    """Traces `batch` requests, after a warm-up with as many others, into `folder`. Prints and returns the files, one a rank."""
+    """Traces `batch` requests, after a warm-up with as many others, into `folder`. Prints and returns the
+    files, one a rank."""
     prompts = [_prompts(llm, batch, input_len, params.max_tokens or 0, seed) for seed in range(2)]
     llm.generate(prompts[0], params, use_tqdm=False)
     llm.start_profile(folder)
@@ -123,12 +150,16 @@ def trace(llm: LLM, params: SamplingParams, batch: int, input_len: int, folder: 
 def _prompts(llm: LLM, batch: int, input_len: int, output_len: int, seed: int) -> list[list[int]]:
     limit = llm.config.max_model_len or 0
     if batch < 1 or input_len < 1 or input_len + output_len > limit:
-        raise RequestError(f"{batch} requests of {input_len} + {output_len} tokens: each number must be at least 1, "
-                           f"and input and output together at most max_model_len {limit}")
+        raise RequestError(
+            f"{batch} requests of {input_len} + {output_len} tokens: each number must be at least 1, "
+            f"and input and output together at most max_model_len {limit}"
+        )
     return random_prompts(batch, input_len, llm.core.model_config.vocab_size, seed)
 
 
-def idle_share(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> float | None:
+def idle_share(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> float | None:
     """Of one run, the part of the GPU's time that lay between steps. None on a CPU."""
     llm.collective_rpc("start_clock")
     llm.generate(prompts, params, use_tqdm=False)
@@ -137,7 +168,8 @@ def idle_share(llm: LLM, prompts: list[list[int]], params: SamplingParams | list
 
 
 def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
-    """What is least on one of the engine's devices, each of which has its share of the weights and of the cache."""
+    """What is least on one of the engine's devices, each of which has its share of the weights and of the
+    cache."""
     import torch
 
     from shoal.models.floor import Ceilings, Floor
@@ -148,9 +180,13 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
     model = core.runner.model
     held = sum(tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(model))
     if not core.model_config.tie_word_embeddings:
-        held -= sum(tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(model.embed_tokens))
+        held -= sum(
+            tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(model.embed_tokens)
+        )
     together = Ceilings(ceilings.bytes_per_s * tp, ceilings.flops_per_s * tp)
-    return Floor(core.model_config, together, held * tp, torch.empty((), dtype=core.runner.dtype).element_size())
+    return Floor(
+        core.model_config, together, held * tp, torch.empty((), dtype=core.runner.dtype).element_size()
+    )
 
 
 def measure_ceilings(llm: LLM) -> Ceilings:
@@ -165,7 +201,10 @@ def measure_ceilings(llm: LLM) -> Ceilings:
     size = 8192 if on_gpu else 768
     count = (256 << 20 if on_gpu else 64 << 20) // dtype.itemsize
     with torch.inference_mode():
-        source, target = torch.ones(count, dtype=dtype, device=device), torch.empty(count, dtype=dtype, device=device)
+        source, target = (
+            torch.ones(count, dtype=dtype, device=device),
+            torch.empty(count, dtype=dtype, device=device),
+        )
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         copy, product = _best(lambda: target.copy_(source), on_gpu), _best(lambda: a @ b, on_gpu)
     return Ceilings(2 * count * dtype.itemsize / copy, 2 * size**3 / product)

@@ -1,7 +1,9 @@
-"""`shoal bench serve`: throughput and latency of any OpenAI-compatible server under Poisson load. Flags, table and JSON are vLLM's.
+"""`shoal bench serve`: throughput and latency of any OpenAI-compatible server under Poisson load. Flags,
+table and JSON are vLLM's.
 
-A request's tokens are what the server's `usage` says. TTFT is the time until the first text, ITL the gaps between chunks of text, TPOT
-(end - first text) / (tokens - 1). A request that failed is counted and its error shown; no figure is made of it.
+A request's tokens are what the server's `usage` says. TTFT is the time until the first text, ITL the gaps
+between chunks of text, TPOT (end - first text) / (tokens - 1). A request that failed is counted and its error
+shown; no figure is made of it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ if TYPE_CHECKING:
     import aiohttp
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-LATENCIES = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)", "itl": "Inter-token Latency",
-             "e2el": "End-to-end Latency"}
+LATENCIES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
 SHOWN_ERRORS = 5
-MAX_LINE_BYTES = 1 << 24    # of a stream
+MAX_LINE_BYTES = 1 << 24  # of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +44,30 @@ class ServeBench:
     model: str | None = option(None, "by default the first that the server lists", common=True)
     api_key: str | None = option(None, "sent as a bearer token; also taken from OPENAI_API_KEY", common=True)
     dataset_name: str = option("random", "random or sharegpt", common=True)
-    dataset_path: str | None = option(None, "for sharegpt: a JSON list of {'conversations': [{'value': text}, ...]}")
+    dataset_path: str | None = option(
+        None, "for sharegpt: a JSON list of {'conversations': [{'value': text}, ...]}"
+    )
     num_prompts: int = option(1000, "requests", common=True)
     num_warmups: int = option(0, "requests sent before, all at once, which are not counted")
     request_rate: float = option(math.inf, "requests a second in the mean; inf: all at once", common=True)
-    burstiness: float = option(1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)")
+    burstiness: float = option(
+        1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)"
+    )
     max_concurrency: int | None = option(
-        None, "most requests under way; others wait in the client, which is not counted as latency",
-        common=True)
+        None,
+        "most requests under way; others wait in the client, which is not counted as latency",
+        common=True,
+    )
     random_input_len: int = option(1024, "tokens of a prompt (words, with chat)", common=True)
     random_output_len: int = option(128, "tokens of an answer", common=True)
     random_range_ratio: float = option(0.0, "lengths vary by this fraction, up and down")
     random_prefix_len: int = option(0, "tokens that all prompts begin with, beside their own")
-    sharegpt_output_len: int | None = option(None, "tokens of an answer; by default a quarter of the characters of the file's answer")
-    vocab_size: int = option(10_000, "random token ids are below this; every common vocabulary is larger than the default")
+    sharegpt_output_len: int | None = option(
+        None, "tokens of an answer; by default a quarter of the characters of the file's answer"
+    )
+    vocab_size: int = option(
+        10_000, "random token ids are below this; every common vocabulary is larger than the default"
+    )
     ignore_eos: bool = option(False, "ask for answers of full length")
     temperature: float | None = option(None, "by default the server's")
     seed: int = option(0, "of prompts, lengths and arrivals")
@@ -59,8 +75,16 @@ class ServeBench:
     metric_percentiles: str = option("99", "which to show, comma-separated")
 
     def __post_init__(self) -> None:
-        for name, low in (("num_prompts", 1), ("num_warmups", 0), ("random_input_len", 1), ("random_output_len", 1),
-                          ("random_prefix_len", 0), ("vocab_size", 2), ("max_concurrency", 1), ("sharegpt_output_len", 1)):
+        for name, low in (
+            ("num_prompts", 1),
+            ("num_warmups", 0),
+            ("random_input_len", 1),
+            ("random_output_len", 1),
+            ("random_prefix_len", 0),
+            ("vocab_size", 2),
+            ("max_concurrency", 1),
+            ("sharegpt_output_len", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} {value} is below {low}; raise it")
@@ -68,13 +92,19 @@ class ServeBench:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} {getattr(self, name)} is not above 0; raise it")
         if not 0 <= self.random_range_ratio < 1:
-            raise ConfigError(f"random_range_ratio {self.random_range_ratio} is outside [0, 1); lengths vary by this fraction up and down")
+            raise ConfigError(
+                f"random_range_ratio {self.random_range_ratio} is outside [0, 1); lengths vary by this "
+                "fraction up and down"
+            )
         try:
             known = all(0 <= p <= 100 for p in self.percentiles)
         except ValueError:
             known = False
         if not known:
-            raise ConfigError(f"metric_percentiles {self.metric_percentiles!r} is no list of numbers from 0 to 100, such as 50,90,99")
+            raise ConfigError(
+                f"metric_percentiles {self.metric_percentiles!r} is no list of numbers from 0 to 100, such "
+                "as 50,90,99"
+            )
         for name, choices in (("endpoint", tuple(PATHS)), ("dataset_name", ("random", "sharegpt"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
@@ -121,7 +151,13 @@ def make_requests(bench: ServeBench) -> list[Ask]:
         return _from_file(bench, random)
 
     def length(mean: int) -> int:
-        return max(1, random.randint(math.floor(mean * (1 - bench.random_range_ratio)), math.ceil(mean * (1 + bench.random_range_ratio))))
+        return max(
+            1,
+            random.randint(
+                math.floor(mean * (1 - bench.random_range_ratio)),
+                math.ceil(mean * (1 + bench.random_range_ratio)),
+            ),
+        )
 
     def ids(count: int) -> list[int]:
         return [random.randrange(bench.vocab_size) for _ in range(count)]
@@ -131,14 +167,48 @@ def make_requests(bench: ServeBench) -> list[Ask]:
     for _ in range(bench.num_prompts):
         tokens = prefix + ids(length(bench.random_input_len))
         # A chat message is text: words, as a number of random letters each would not be a token.
-        prompt = tokens if bench.endpoint == "completions" else " ".join(WORDS[t % len(WORDS)] for t in tokens)
+        prompt = (
+            tokens if bench.endpoint == "completions" else " ".join(WORDS[t % len(WORDS)] for t in tokens)
+        )
         asks.append(Ask(prompt, length(bench.random_output_len)))
     return asks
 
 
 # One token each in every common vocabulary, after a space. What is reported is the server's count.
-WORDS = ["time", "year", "way", "day", "man", "life", "world", "school", "state", "group", "hand", "part", "place", "week", "water", "room",
-         "money", "story", "month", "book", "word", "house", "power", "line", "city", "name", "team", "idea", "body", "face", "door", "air"]
+WORDS = [
+    "time",
+    "year",
+    "way",
+    "day",
+    "man",
+    "life",
+    "world",
+    "school",
+    "state",
+    "group",
+    "hand",
+    "part",
+    "place",
+    "week",
+    "water",
+    "room",
+    "money",
+    "story",
+    "month",
+    "book",
+    "word",
+    "house",
+    "power",
+    "line",
+    "city",
+    "name",
+    "team",
+    "idea",
+    "body",
+    "face",
+    "door",
+    "air",
+]
 
 
 def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
@@ -146,9 +216,16 @@ def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
         entries = json.loads(Path(bench.dataset_path or "").read_text("utf-8"))
         turns = [[turn["value"] for turn in entry["conversations"][:2]] for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"dataset_path {bench.dataset_path!r} is no readable JSON list of {{'conversations': [{{'value': text}}, ...]}}: "
-                          f"{type(error).__name__}: {error}") from None
-    asks = [Ask(turn[0], bench.sharegpt_output_len or max(1, len(turn[1]) // 4)) for turn in turns if len(turn) == 2 and turn[0]]
+        raise ConfigError(
+            f"dataset_path {bench.dataset_path!r} is no readable JSON list of {{'conversations': "
+            f"[{{'value': text}}, ...]}}: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    asks = [
+        Ask(turn[0], bench.sharegpt_output_len or max(1, len(turn[1]) // 4))
+        for turn in turns
+        if len(turn) == 2 and turn[0]
+    ]
     if not asks:
         raise ConfigError(f"dataset_path {bench.dataset_path!r} holds no conversation of two turns")
     random.shuffle(asks)
@@ -156,7 +233,8 @@ def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
 
 
 def arrival_times(bench: ServeBench) -> list[float]:
-    """When each request is sent, seconds from the start. Gaps are gamma-distributed with mean 1 / request_rate."""
+    """When each request is sent, seconds from the start. Gaps are gamma-distributed with mean 1 /
+    request_rate."""
     if math.isinf(bench.request_rate):
         return [0.0] * bench.num_prompts
     random, now, times = Random(bench.seed + 1), 0.0, []
@@ -172,10 +250,11 @@ def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -
     import os
 
     from tqdm import tqdm
+
     if bench.api_key is None and (key := os.environ.get("OPENAI_API_KEY")):
         bench = replace(bench, api_key=key)
     if plot_file is not None:
-        import_figure()    # before the measurement, which may take an hour
+        import_figure()  # before the measurement, which may take an hour
     try:
         with tqdm(total=bench.num_prompts, disable=None) as bar:
             result = asyncio.run(run(bench, lambda answer: bar.update()))
@@ -189,19 +268,32 @@ def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -
     return result
 
 
-async def run(bench: ServeBench, progress: Callable[[Answer], object] = lambda answer: None) -> dict[str, Any]:
-    """Sends everything and returns the figures (see `summarize`). Raises UnavailableError if the server cannot be reached at all."""
+async def run(
+    bench: ServeBench, progress: Callable[[Answer], object] = lambda answer: None
+) -> dict[str, Any]:
+    """Sends everything and returns the figures (see `summarize`). Raises UnavailableError if the server
+    cannot be reached at all."""
     import asyncio  # these two here, as every command builds the flags above
 
     import aiohttp
+
     asks, arrivals = make_requests(bench), arrival_times(bench)
     headers = {"Authorization": f"Bearer {bench.api_key}"} if bench.api_key else {}
     free = asyncio.Semaphore(bench.max_concurrency or len(asks))
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-    async with aiohttp.ClientSession(bench.base_url.rstrip("/"), connector=connector, headers=headers, read_bufsize=MAX_LINE_BYTES,
-                                     timeout=aiohttp.ClientTimeout(total=bench.timeout)) as session:
+    async with aiohttp.ClientSession(
+        bench.base_url.rstrip("/"),
+        connector=connector,
+        headers=headers,
+        read_bufsize=MAX_LINE_BYTES,
+        timeout=aiohttp.ClientTimeout(total=bench.timeout),
+    ) as session:
         model = bench.model or await _first_model(session, bench.base_url)
-        warmups = make_requests(replace(bench, num_prompts=bench.num_warmups, seed=bench.seed - 1)) if bench.num_warmups else []
+        warmups = (
+            make_requests(replace(bench, num_prompts=bench.num_warmups, seed=bench.seed - 1))
+            if bench.num_warmups
+            else []
+        )
         await asyncio.gather(*(_ask(session, bench, model, ask, 0.0) for ask in warmups))
         start = time.perf_counter()
 
@@ -219,21 +311,39 @@ async def run(bench: ServeBench, progress: Callable[[Answer], object] = lambda a
 
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     import aiohttp
+
     try:
         async with session.get("/v1/models") as response:
             text = await response.text()
             if response.status != 200:
-                raise UnavailableError(f"{url}/v1/models answered {response.status}: {text[:300]}; name the model, or give its key")
+                raise UnavailableError(
+                    f"{url}/v1/models answered {response.status}: {text[:300]}; name the model, or give its "
+                    "key"
+                )
             return json.loads(text)["data"][0]["id"]
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-        raise UnavailableError(f"{url}/v1/models names no model ({type(error).__name__}: {error}); is the server up?") from None
+        raise UnavailableError(
+            f"{url}/v1/models names no model ({type(error).__name__}: {error}); is the server up?"
+        ) from None
 
 
-async def _ask(session: aiohttp.ClientSession, bench: ServeBench, model: str, ask: Ask, start: float) -> Answer:
+async def _ask(
+    session: aiohttp.ClientSession, bench: ServeBench, model: str, ask: Ask, start: float
+) -> Answer:
     """Never raises for what the server or the connection does: that is the answer's `error`."""
     import aiohttp
-    body: dict[str, Any] = {"model": model, "max_tokens": ask.output_len, "stream": True, "stream_options": {"include_usage": True}}
-    body |= {"prompt": ask.prompt} if bench.endpoint == "completions" else {"messages": [{"role": "user", "content": ask.prompt}]}
+
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": ask.output_len,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    body |= (
+        {"prompt": ask.prompt}
+        if bench.endpoint == "completions"
+        else {"messages": [{"role": "user", "content": ask.prompt}]}
+    )
     if bench.temperature is not None:
         body["temperature"] = bench.temperature
     if bench.ignore_eos:
@@ -279,7 +389,10 @@ async def _read(stream: aiohttp.StreamReader, answer: Answer, sent: float) -> No
         answer.error = "the stream ended without [DONE]"
         return
     if usage is None:
-        answer.error = "no usage in the stream, so its tokens cannot be counted; the server must honour stream_options.include_usage"
+        answer.error = (
+            "no usage in the stream, so its tokens cannot be counted; the server must honour "
+            "stream_options.include_usage"
+        )
     elif not answer.ttft:
         answer.error = f"an answer of {usage.get('completion_tokens')} tokens without text"
     else:
@@ -288,7 +401,10 @@ async def _read(stream: aiohttp.StreamReader, answer: Answer, sent: float) -> No
 
 def _has_text(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or {}
-    return bool(choice.get("text") or any(delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")))
+    return bool(
+        choice.get("text")
+        or any(delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls"))
+    )
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -301,30 +417,52 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(bench: ServeBench, model: str, answers: Sequence[Answer], duration: float) -> dict[str, Any]:
-    """The figures under the names of vLLM's result file. Latencies are milliseconds; the lists at the end are per request, seconds."""
+    """The figures under the names of vLLM's result file. Latencies are milliseconds; the lists at the end are
+    per request, seconds."""
     good = [a for a in answers if a.error is None]
     total_input, total_output = sum(a.prompt_tokens for a in good), sum(a.output_tokens for a in good)
     result: dict[str, Any] = {
-        "date": time.strftime("%Y%m%d-%H%M%S"), "endpoint_type": bench.endpoint, "base_url": bench.base_url, "model_id": model,
-        "dataset_name": bench.dataset_name, "num_prompts": bench.num_prompts,
-        "request_rate": bench.request_rate if math.isfinite(bench.request_rate) else "inf", "burstiness": bench.burstiness,
-        "max_concurrency": bench.max_concurrency, "seed": bench.seed, "duration": duration, "completed": len(good),
-        "failed": len(answers) - len(good), "total_input_tokens": total_input, "total_output_tokens": total_output,
-        "request_throughput": len(good) / duration, "output_throughput": total_output / duration,
-        "total_token_throughput": (total_input + total_output) / duration, "max_concurrent_requests": _peak(answers),
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": bench.endpoint,
+        "base_url": bench.base_url,
+        "model_id": model,
+        "dataset_name": bench.dataset_name,
+        "num_prompts": bench.num_prompts,
+        "request_rate": bench.request_rate if math.isfinite(bench.request_rate) else "inf",
+        "burstiness": bench.burstiness,
+        "max_concurrency": bench.max_concurrency,
+        "seed": bench.seed,
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(answers) - len(good),
+        "total_input_tokens": total_input,
+        "total_output_tokens": total_output,
+        "request_throughput": len(good) / duration,
+        "output_throughput": total_output / duration,
+        "total_token_throughput": (total_input + total_output) / duration,
+        "max_concurrent_requests": _peak(answers),
     }
-    series = {"ttft": [a.ttft for a in good], "tpot": [a.tpot for a in good if a.output_tokens > 1],
-              "itl": [gap for a in good for gap in a.itls], "e2el": [a.latency for a in good]}
+    series = {
+        "ttft": [a.ttft for a in good],
+        "tpot": [a.tpot for a in good if a.output_tokens > 1],
+        "itl": [gap for a in good for gap in a.itls],
+        "e2el": [a.latency for a in good],
+    }
     for name, values in series.items():
         mean = math.fsum(values) / max(1, len(values))
         result[f"mean_{name}_ms"] = mean * 1e3
         result[f"median_{name}_ms"] = percentile(values, 50) * 1e3
-        result[f"std_{name}_ms"] = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(1, len(values))) * 1e3
+        result[f"std_{name}_ms"] = (
+            math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(1, len(values))) * 1e3
+        )
         for p in bench.percentiles:
             result[f"p{p:g}_{name}_ms"] = percentile(values, p) * 1e3
     return result | {
-        "input_lens": [a.prompt_tokens for a in answers], "output_lens": [a.output_tokens for a in answers],
-        "start_times": [a.sent for a in answers], "ttfts": [a.ttft for a in answers], "itls": [a.itls for a in answers],
+        "input_lens": [a.prompt_tokens for a in answers],
+        "output_lens": [a.output_tokens for a in answers],
+        "start_times": [a.sent for a in answers],
+        "ttfts": [a.ttft for a in answers],
+        "itls": [a.itls for a in answers],
         "errors": [a.error or "" for a in answers],
     }
 
@@ -367,7 +505,9 @@ def table(result: dict[str, Any], percentiles: Sequence[float]) -> str:
     errors = Counter(filter(None, result["errors"])).most_common()
     rows += [f"{count} x {error}" for error, count in errors[:SHOWN_ERRORS]]
     if len(errors) > SHOWN_ERRORS:
-        rows.append(f"and {sum(count for _, count in errors[SHOWN_ERRORS:])} others (--save-result keeps them all)")
+        rows.append(
+            f"and {sum(count for _, count in errors[SHOWN_ERRORS:])} others (--save-result keeps them all)"
+        )
     return "\n".join(rows)
 
 
@@ -380,31 +520,51 @@ def import_figure() -> Any:
 
 
 def plot(result: dict[str, Any], path: str) -> None:
-    """Writes a PNG: the distributions of TTFT, ITL and TPOT, and tokens a second over time. Raises ConfigError without matplotlib."""
+    """Writes a PNG: the distributions of TTFT, ITL and TPOT, and tokens a second over time. Raises
+    ConfigError without matplotlib."""
     figure = import_figure()(figsize=(10, 6.5), layout="constrained")
     axes = figure.subplots(2, 2)
     done = [i for i, error in enumerate(result["errors"]) if not error]
     spans = {i: sum(result["itls"][i]) for i in done}
     tpots = [spans[i] / (result["output_lens"][i] - 1) for i in done if result["output_lens"][i] > 1]
-    series = {"Time to first token": [result["ttfts"][i] for i in done], "Time per output token": tpots,
-              "Inter-token latency": [gap for i in done for gap in result["itls"][i]]}
+    series = {
+        "Time to first token": [result["ttfts"][i] for i in done],
+        "Time per output token": tpots,
+        "Inter-token latency": [gap for i in done for gap in result["itls"][i]],
+    }
     for axis, (title, values) in zip(axes.flat, series.items(), strict=False):
         ordered = sorted(1e3 * v for v in values)
-        axis.plot(ordered, [100 * (i + 1) / len(ordered) for i in range(len(ordered))], color="#0b6b74", drawstyle="steps-post")
+        axis.plot(
+            ordered,
+            [100 * (i + 1) / len(ordered) for i in range(len(ordered))],
+            color="#0b6b74",
+            drawstyle="steps-post",
+        )
         axis.set(title=title, xlabel="ms", ylabel="% of values at most this", ylim=(0, 101))
     # A chunk is one token or more: each is given its answer's mean, so that the area is the token count.
     width, tokens = max(result["duration"] / 60, 1e-9), Counter[int]()
     for i in done:
-        at, each = result["start_times"][i] + result["ttfts"][i], result["output_lens"][i] / (len(result["itls"][i]) + 1)
-        tokens[int(at / width)] += each    # type: ignore[assignment]
+        at, each = (
+            result["start_times"][i] + result["ttfts"][i],
+            result["output_lens"][i] / (len(result["itls"][i]) + 1),
+        )
+        tokens[int(at / width)] += each  # type: ignore[assignment]
         for gap in result["itls"][i]:
             at += gap
-            tokens[int(at / width)] += each    # type: ignore[assignment]
-    axes[1][1].bar([b * width for b in tokens], [n / width for n in tokens.values()], width, align="edge", color="#0b6b74")
+            tokens[int(at / width)] += each  # type: ignore[assignment]
+    axes[1][1].bar(
+        [b * width for b in tokens],
+        [n / width for n in tokens.values()],
+        width,
+        align="edge",
+        color="#0b6b74",
+    )
     axes[1][1].set(title="Output tokens a second", xlabel="s")
     rate = result["request_rate"] if result["request_rate"] == "inf" else f"{result['request_rate']:g}/s"
-    figure.suptitle(f"{result['model_id']}: {result['completed']} requests at {rate}, {result['failed']} failed, "
-                    f"{result['output_throughput']:.0f} output tokens/s")
+    figure.suptitle(
+        f"{result['model_id']}: {result['completed']} requests at {rate}, {result['failed']} failed, "
+        f"{result['output_throughput']:.0f} output tokens/s"
+    )
     for axis in axes.flat:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

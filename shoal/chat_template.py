@@ -1,6 +1,8 @@
-"""Chat templates: messages to prompt text, through Jinja in a sandbox, with the names and rules that `transformers` gives templates.
+"""Chat templates: messages to prompt text, through Jinja in a sandbox, with the names and rules that
+`transformers` gives templates.
 
-A template comes with a checkpoint, so it is not trusted: it sees plain JSON values only. Tokens are left to tokenizer.py.
+A template comes with a checkpoint, so it is not trusted: it sees plain JSON values only. Tokens are left to
+tokenizer.py.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 CONTINUE = "<|continue here|> "
 PROBE = "Does this appear?"
 PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
-MOST_REPEATED = 10_000_000    # characters or items that a template's `*` may make
-MOST_BITS = 100_000           # of a number that its `**` may make
+MOST_REPEATED = 10_000_000  # characters or items that a template's `*` may make
+MOST_BITS = 100_000  # of a number that its `**` may make
 # What a template's own code may raise.
 FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
@@ -37,7 +39,9 @@ class ChatTemplate:
     """One compiled template."""
 
     def __init__(self, source: str) -> None:
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -46,36 +50,53 @@ class ChatTemplate:
             self._template = environment.from_string(tree)
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", "?")
-            raise RequestError(f"the chat template is not valid Jinja: {error} (line {line}); give another as chat_template") from None
+            raise RequestError(
+                f"the chat template is not valid Jinja: {error} (line {line}); give another as chat_template"
+            ) from None
         self._reads_parts = _loops_over_content(tree)
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
         self._reads_calls = _names(tree, "tool_calls")
         self._knows_developer = _names(tree, "developer")
 
-    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, continue_final_message: bool = False,
-               tools: list[dict[str, Any]] | None = None, tool_call_parser: str = "hermes",
-               **variables: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        tool_call_parser: str = "hermes",
+        **variables: Any,
+    ) -> str:
         """Raises RequestError for malformed messages, and with the template's own words if it refuses them.
 
         tool_call_parser: in whose format tools and calls are written if the template doesn't
         (tool_prompt.py).
         """
         if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message and add_generation_prompt exclude each other; switch "
-                               "one of them off")
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; switch one of them off"
+            )
         messages = [self._prepare(i, message) for i, message in enumerate(_checked(messages))]
         tools = _plain(tools, "tools")
         variables = {"documents": None, **_plain(variables, "the chat template's variables")}
         if not self._reads_calls:
             messages = tool_prompt.with_calls_as_text(messages, tool_call_parser)
         if tools and not self.reads_tools:
-            messages = tool_prompt.with_tools(messages, tool_prompt.describe(tools, tool_call_parser),
-                                              self._takes_system(variables))
+            messages = tool_prompt.with_tools(
+                messages, tool_prompt.describe(tools, tool_call_parser), self._takes_system(variables)
+            )
         if continue_final_message:
             _mark_end(messages[-1])
         try:
-            text = self._template.render({**variables, "messages": messages, "tools": tools,
-                                          "add_generation_prompt": add_generation_prompt})
+            text = self._template.render(
+                {
+                    **variables,
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
         except (jinja2.TemplateError, *FAILURES) as error:
             raise RequestError(f"messages: the chat template does not take them: {error}") from None
         return _cut_at_mark(text) if continue_final_message else text
@@ -84,35 +105,42 @@ class ChatTemplate:
         """Whether the template writes a system message, as it shows with one."""
         messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "Hello"}]
         try:
-            return PROBE in self._template.render({**variables, "messages": messages, "tools": None,
-                                                   "add_generation_prompt": False})
+            return PROBE in self._template.render(
+                {**variables, "messages": messages, "tools": None, "add_generation_prompt": False}
+            )
         except (jinja2.TemplateError, *FAILURES):
             return False
 
     def _prepare(self, i: int, message: Any) -> dict[str, Any]:
-        """A plain copy, its content as this template expects it: text, or text parts if it loops over them."""
+        """A plain copy, its content as this template expects it: text, or text parts if it loops over
+        them."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{i}] {message!r:.80} is no object with a role; a message is "
-                               f"{{'role': 'user', 'content': 'text'}}")
+            raise RequestError(
+                f"messages[{i}] {message!r:.80} is no object with a role; a message is "
+                f"{{'role': 'user', 'content': 'text'}}"
+            )
         # As with OpenAI's API, what is None is absent; a message of nothing but tool calls has empty content.
         plain = _plain(message, f"messages[{i}]")
         message = {key: value for key, value in plain.items() if value is not None}
-        if message["role"] == "developer" and not self._knows_developer:    # OpenAI's newer name
+        if message["role"] == "developer" and not self._knows_developer:  # OpenAI's newer name
             message["role"] = "system"
         content = message.get("content", "")
         if isinstance(content, list):
             texts = [_part_text(i, part) for part in content]
             content = [{"type": "text", "text": t} for t in texts] if self._reads_parts else "\n".join(texts)
         elif not isinstance(content, str):
-            raise RequestError(f"messages[{i}].content {content!r:.80} is neither text nor a list of text "
-                               f"parts")
+            raise RequestError(
+                f"messages[{i}].content {content!r:.80} is neither text nor a list of text parts"
+            )
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list):
             raise RequestError(f"messages[{i}].tool_calls {calls!r:.80} are no list of calls")
         for k, call in enumerate(calls):
             if not isinstance(call, dict) or not isinstance(call.get("function", {}), dict):
-                raise RequestError(f"messages[{i}].tool_calls[{k}] {call!r:.80} is no call; a call is "
-                                   f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}")
+                raise RequestError(
+                    f"messages[{i}].tool_calls[{k}] {call!r:.80} is no call; a call is "
+                    f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}"
+                )
             _parse_arguments(call)
         return {**message, "content": content}
 
@@ -124,9 +152,21 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         for one, other in ((left, right), (right, left)):
-            if operator == "*" and isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > MOST_REPEATED:
-                raise ValueError(f"a text or list of {len(one)} times {other} is more than {MOST_REPEATED} long")
-        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+            if (
+                operator == "*"
+                and isinstance(one, (str, list, tuple))
+                and isinstance(other, int)
+                and len(one) * other > MOST_REPEATED
+            ):
+                raise ValueError(
+                    f"a text or list of {len(one)} times {other} is more than {MOST_REPEATED} long"
+                )
+        if (
+            operator == "**"
+            and isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() * right > MOST_BITS
+        ):
             raise ValueError(f"{left} ** {right} has more than {MOST_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
@@ -143,8 +183,9 @@ class _Generation(jinja2.ext.Extension):
 
 def _checked(messages: Any) -> Sequence[Any]:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError(f"messages {messages!r:.80} is no list of messages; give [{{'role': 'user', "
-                           f"'content': 'text'}}]")
+        raise RequestError(
+            f"messages {messages!r:.80} is no list of messages; give [{{'role': 'user', 'content': 'text'}}]"
+        )
     return messages
 
 
@@ -164,7 +205,7 @@ def _copied(value: Any) -> Any:
         return {key if type(key) is str else _key(key): _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_copied(item) for item in value]
-    for plain in (str, bool, int, float):    # a class of its own may bring methods of its own
+    for plain in (str, bool, int, float):  # a class of its own may bring methods of its own
         if isinstance(value, plain):
             return plain(value)
     raise TypeError(f"a {kind.__name__} is no value of JSON")
@@ -182,10 +223,16 @@ def _key(key: Any) -> str:
 def _part_text(i: int, part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str):
+    if (
+        isinstance(part, dict)
+        and part.get("type", "text") in TEXT_PARTS
+        and isinstance(part.get("text"), str)
+    ):
         return part["text"]
-    raise RequestError(f"messages[{i}].content has the part {part!r:.80}; this model reads text: {{'type': "
-                       f"'text', 'text': ...}}")
+    raise RequestError(
+        f"messages[{i}].content has the part {part!r:.80}; this model reads text: {{'type': "
+        f"'text', 'text': ...}}"
+    )
 
 
 def _parse_arguments(call: dict[str, Any]) -> None:
@@ -210,35 +257,59 @@ def _mark_end(message: dict[str, Any]) -> None:
 def _cut_at_mark(text: str) -> str:
     end = text.rfind(CONTINUE.strip())
     if end < 0:
-        raise RequestError("the chat template does not write the final message's content, so nothing can continue it; "
-                           "drop continue_final_message")
+        raise RequestError(
+            "the chat template does not write the final message's content, so nothing can continue it; "
+            "drop continue_final_message"
+        )
     return text[:end] if text.startswith(CONTINUE, end) else text[:end].rstrip()
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether the template has a loop over a message's content, directly or through a variable set from it."""
+    """Whether the template has a loop over a message's content, directly or through a variable set from
+    it."""
     names = {"content"}
 
     def is_content(node: nodes.Node | None) -> bool:
-        while isinstance(node, nodes.Filter) or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)):
+        while isinstance(node, nodes.Filter) or (
+            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        ):
             node = node.node
-        return ((isinstance(node, nodes.Name) and node.name in names) or (isinstance(node, nodes.Getattr) and node.attr == "content")
-                or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"))
+        return (
+            (isinstance(node, nodes.Name) and node.name in names)
+            or (isinstance(node, nodes.Getattr) and node.attr == "content")
+            or (
+                isinstance(node, nodes.Getitem)
+                and isinstance(node.arg, nodes.Const)
+                and node.arg.value == "content"
+            )
+        )
 
-    names |= {a.target.name for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name) and is_content(a.node)}
+    names |= {
+        a.target.name
+        for a in tree.find_all(nodes.Assign)
+        if isinstance(a.target, nodes.Name) and is_content(a.node)
+    }
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
 
 
 def _names(tree: nodes.Template, name: str) -> bool:
     """Whether the template asks for this attribute, or for something by this text."""
-    return (any(node.attr == name for node in tree.find_all(nodes.Getattr))
-            or any(node.value == name for node in tree.find_all(nodes.Const)))
+    return any(node.attr == name for node in tree.find_all(nodes.Getattr)) or any(
+        node.value == name for node in tree.find_all(nodes.Const)
+    )
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-             sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Jinja's own filter escapes HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:

@@ -22,7 +22,7 @@ from shoal.version import __version__
 HISTORY_LINES = 1000
 LEAVE = ("bye", "exit", "quit")
 FENCE = '"""'
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")    # what a model could do to a terminal with
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")  # what a model could do to a terminal with
 
 HELP = f"""/help                  this list
 /clear                 forget the conversation; the system message stays
@@ -47,8 +47,9 @@ class Keyboard:
         self._history: Path | None = None
         self._num_kept = 0
         if is_terminal:
-            with contextlib.suppress(ImportError):    # some builds of Python lack it: then nothing is kept
+            with contextlib.suppress(ImportError):  # some builds of Python lack it: then nothing is kept
                 import readline
+
                 self._readline = readline
                 self._open_history()
 
@@ -110,7 +111,7 @@ class Keyboard:
         if self._readline is None or self._history is None:
             return
         length = self._readline.get_current_history_length()
-        with contextlib.suppress(OSError):    # a full disk is no reason to end a conversation
+        with contextlib.suppress(OSError):  # a full disk is no reason to end a conversation
             if hasattr(self._readline, "append_history_file"):
                 self._readline.append_history_file(length - self._num_kept, self._history)
             else:
@@ -125,7 +126,7 @@ class Chat:
         self.speaker, self.keyboard, self.settings = speaker, keyboard, dict(settings)
         self.system = system
         self.turns: list[Message] = []
-        self.saved: Path | None = None    # may be written again
+        self.saved: Path | None = None  # may be written again
         self.num_failures = 0
 
     @property
@@ -137,8 +138,10 @@ class Chat:
         """Until /bye or the end of the input. 1 if a message from a pipe could not be answered, else 0."""
         if self.keyboard.is_terminal:
             context = f" · context {self.speaker.context_len} tokens" if self.speaker.context_len else ""
-            note(f"shoal {__version__} · {self.speaker.name} {self.speaker.place}{context}\n"
-                 "/help lists the commands · Ctrl-C stops an answer · Ctrl-D or /bye leaves")
+            note(
+                f"shoal {__version__} · {self.speaker.name} {self.speaker.place}{context}\n"
+                "/help lists the commands · Ctrl-C stops an answer · Ctrl-D or /bye leaves"
+            )
         while True:
             try:
                 text = self.keyboard.read()
@@ -190,8 +193,11 @@ class Chat:
             limit = self.speaker.context_len
             used = self.speaker.count([*self.messages, {"role": "assistant", "content": answer.text}])
             is_full = limit is not None and used is not None and used >= limit
-            note("[cut off: the context is full]" if is_full else
-                 "[cut off at max_tokens; /set max_tokens N allows longer answers]")
+            note(
+                "[cut off: the context is full]"
+                if is_full
+                else "[cut off at max_tokens; /set max_tokens N allows longer answers]"
+            )
 
     def _make_room(self) -> None:
         """Drops the oldest turns until max_tokens or a quarter of the context is left, whichever is less."""
@@ -207,8 +213,9 @@ class Chat:
         if num_dropped:
             self._tell_dropped(num_dropped)
         if count is not None and count >= limit:
-            raise ContextFullError(f"this message takes about {count} tokens, and the context has {limit}; "
-                                   "shorten it")
+            raise ContextFullError(
+                f"this message takes about {count} tokens, and the context has {limit}; shorten it"
+            )
 
     def _drop_turn(self) -> bool:
         """Drops the oldest question with its answer. False if there is only the newest question."""
@@ -234,8 +241,10 @@ class Chat:
         if name not in COMMANDS:
             nearest = difflib.get_close_matches(name, [*COMMANDS, *LEAVE], n=1)
             hint = f"did you mean /{nearest[0]}?" if nearest else "/help lists them"
-            note(f"there is no command /{name}; {hint} "
-                 "(a message that is to begin with / needs a space before it)")
+            note(
+                f"there is no command /{name}; {hint} "
+                "(a message that is to begin with / needs a space before it)"
+            )
             return True
         try:
             COMMANDS[name](self, rest.strip())
@@ -273,23 +282,30 @@ class Chat:
             try:
                 number = kind(value)
             except ValueError:
-                raise RequestError(f"{name} {value!r} is not {'an integer' if kind is int else 'a number'} "
-                                   f"({meaning})") from None
-            SamplingParams(**{name: number})    # raises for a value out of range
+                raise RequestError(
+                    f"{name} {value!r} is not {'an integer' if kind is int else 'a number'} ({meaning})"
+                ) from None
+            SamplingParams(**{name: number})  # raises for a value out of range
             self.settings[name] = number
         note(f"{name}: {self.settings.get(name, 'default')} ({meaning})")
 
     def _show_settings(self) -> None:
-        note("\n".join(f"{name:20} {self.settings.get(name, 'default')!s:10} {meaning}"
-                       for name, (_, meaning) in SAMPLING.items()))
+        note(
+            "\n".join(
+                f"{name:20} {self.settings.get(name, 'default')!s:10} {meaning}"
+                for name, (_, meaning) in SAMPLING.items()
+            )
+        )
 
     def show(self, _: str) -> None:
         limit = self.speaker.context_len
         used = self.speaker.count(self.messages) if self.messages else 0
         fullness = f"{'?' if used is None else used} of {limit or '?'} tokens"
-        note(f"model      {self.speaker.name} {self.speaker.place}\n"
-             f"context    {fullness}, {len(self.turns)} messages\n"
-             f"system     {self.system or 'none'}")
+        note(
+            f"model      {self.speaker.name} {self.speaker.place}\n"
+            f"context    {fullness}, {len(self.turns)} messages\n"
+            f"system     {self.system or 'none'}"
+        )
         self._show_settings()
 
     def save(self, name: str) -> None:
@@ -318,9 +334,15 @@ class Chat:
 
 
 COMMANDS: dict[str, Callable[[Chat, str], None]] = {
-    "help": Chat.help, "clear": Chat.clear, "system": Chat.set_system, "set": Chat.set_parameter,
+    "help": Chat.help,
+    "clear": Chat.clear,
+    "system": Chat.set_system,
+    "set": Chat.set_parameter,
     "show": Chat.show,
-    "save": Chat.save, "load": Chat.load, "?": Chat.help}
+    "save": Chat.save,
+    "load": Chat.load,
+    "?": Chat.help,
+}
 
 
 class _Shown:

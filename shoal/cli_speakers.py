@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError, RequestError, UnavailableError
 
-MAX_TOKENS = 1024         # of an answer of a local model, unless told otherwise; a server has its own default
-TIMEOUT_SECONDS = 600     # until the next byte comes: a long prompt is computed meanwhile
+MAX_TOKENS = 1024  # of an answer of a local model, unless told otherwise; a server has its own default
+TIMEOUT_SECONDS = 600  # until the next byte comes: a long prompt is computed meanwhile
 REFUSALS = (400, 413, 422)
 
 Message = dict[str, str]
@@ -61,8 +61,9 @@ class LocalSpeaker:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self.name, self.place = llm.config.model, f"on this machine ({llm.config.device})"
-        self.context_len: int | None = min(llm.config.max_model_len,
-                                           llm.stats().num_blocks * llm.config.block_size)
+        self.context_len: int | None = min(
+            llm.config.max_model_len, llm.stats().num_blocks * llm.config.block_size
+        )
 
     def count(self, messages: Sequence[Message]) -> int | None:
         return len(self._llm.chat_prompt(messages)["prompt_token_ids"])
@@ -127,18 +128,25 @@ class RemoteSpeaker:
                 listed = json.loads(response.read())["data"]
             if listed or not is_needed:
                 return listed
-        except (ValueError, LookupError, TypeError):    # RequestError too: a server without such a list
+        except (ValueError, LookupError, TypeError):  # RequestError too: a server without such a list
             if not is_needed:
                 return []
-        raise UnavailableError(f"{self._base}/models names no model; is this the address of an "
-                               "OpenAI-compatible server? If so, name the model with --model")
+        raise UnavailableError(
+            f"{self._base}/models names no model; is this the address of an "
+            "OpenAI-compatible server? If so, name the model with --model"
+        )
 
     def count(self, messages: Sequence[Message]) -> int | None:
         return None if self._tokens_per_char is None else round(self._tokens_per_char * _num_chars(messages))
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
-        body = {"model": self.name, "messages": messages, **settings, "stream": True,
-                "stream_options": {"include_usage": True}}
+        body = {
+            "model": self.name,
+            "messages": messages,
+            **settings,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         reason, usage = None, None
         try:
             with self._open("/chat/completions", body) as response:
@@ -174,8 +182,9 @@ class RemoteSpeaker:
             raise self._refusal(error) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            raise UnavailableError(f"no server answers at {self._base} ({reason}); is it up? "
-                                   "`shoal serve` starts one") from None
+            raise UnavailableError(
+                f"no server answers at {self._base} ({reason}); is it up? `shoal serve` starts one"
+            ) from None
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
         """What an answer that is an error means for us."""
@@ -184,8 +193,10 @@ class RemoteSpeaker:
             content = json.loads(text)
             text = _message(content.get("error", content))
         if error.code in (401, 403):
-            return UnavailableError(f"the server wants a key ({error.code}: {text:.300}); give --api-key, or "
-                                    "set SHOAL_API_KEY or OPENAI_API_KEY")
+            return UnavailableError(
+                f"the server wants a key ({error.code}: {text:.300}); give --api-key, or "
+                "set SHOAL_API_KEY or OPENAI_API_KEY"
+            )
         if error.code in REFUSALS and "context" in text.lower():
             return ContextFullError(text[:300])
         if error.code < 500 and error.code != 429:

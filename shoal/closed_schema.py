@@ -15,15 +15,29 @@ from typing import Any
 
 from shoal.errors import RequestError
 
-MAX_STEPS = 200_000    # parts looked at and keys repeated: what compositions of compositions may cost
+MAX_STEPS = 200_000  # parts looked at and keys repeated: what compositions of compositions may cost
 
 # Keywords with schemas of other places in the document: by name, or one or a list.
 OF_KEYS = ("properties", "patternProperties")
 OF_ITEMS = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")
 DEFINITIONS = ("$defs", "definitions")
-IDENTITY = ("$schema", "$id")    # of the document: said once, at its root
-ANNOTATIONS = frozenset({*DEFINITIONS, *IDENTITY, "$ref", "$comment", "title", "description", "default",
-                         "examples", "deprecated", "readOnly", "writeOnly", "x-guidance"})
+IDENTITY = ("$schema", "$id")  # of the document: said once, at its root
+ANNOTATIONS = frozenset(
+    {
+        *DEFINITIONS,
+        *IDENTITY,
+        "$ref",
+        "$comment",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "x-guidance",
+    }
+)
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -35,25 +49,25 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     try:
         return _Closing(schema).run()
     except LookupError:
-        return schema    # whoever compiles it knows more of references, or says which one leads nowhere
+        return schema  # whoever compiles it knows more of references, or says which one leads nowhere
 
 
 @dataclass(slots=True)
 class _Keys:
     """What the parts of a composition say of an object's keys."""
 
-    names: dict[str, None] = field(default_factory=dict)       # in their order
+    names: dict[str, None] = field(default_factory=dict)  # in their order
     patterns: dict[str, None] = field(default_factory=dict)
-    are_named: bool = False              # some part has a list of its keys
-    are_told: bool = False               # some part says what becomes of other keys
-    groups: list[list[Any]] = field(default_factory=list)      # branches of each anyOf and oneOf
+    are_named: bool = False  # some part has a list of its keys
+    are_told: bool = False  # some part says what becomes of other keys
+    groups: list[list[Any]] = field(default_factory=list)  # branches of each anyOf and oneOf
 
 
 class _Closing:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._steps = 0
-        self._new_names: dict[tuple[str, bool], str] = {}      # of definitions: (pointer, whether closed)
+        self._new_names: dict[tuple[str, bool], str] = {}  # of definitions: (pointer, whether closed)
         self._todo: list[tuple[str, bool]] = []
 
     def run(self) -> dict[str, Any]:
@@ -122,7 +136,7 @@ class _Closing:
             elif name in ("allOf", "anyOf", "oneOf") and isinstance(value, list):
                 result[name] = [self._part(v) for v in value]
             elif name == "unevaluatedProperties" and isinstance(value, bool):
-                continue                     # said in other words, or nothing
+                continue  # said in other words, or nothing
             elif name not in (*DEFINITIONS, *IDENTITY):
                 result[name] = value
         return result
@@ -143,7 +157,7 @@ class _Closing:
                     found.are_named = True
                     into.update(dict.fromkeys(named))
                     self._count(len(named))
-            if isinstance(required := part.get("required"), list):    # what must be there may be there
+            if isinstance(required := part.get("required"), list):  # what must be there may be there
                 found.names.update(dict.fromkeys(key for key in required if isinstance(key, str)))
             for name in ("anyOf", "oneOf"):
                 if isinstance(group := part.get(name), list):
@@ -196,6 +210,8 @@ class _Closing:
     def _count(self, steps: int) -> None:
         self._steps += steps
         if self._steps > MAX_STEPS:
-            raise RequestError("structured_outputs.json combines too many schemas to close its objects; "
-                               "simplify it, or set "
-                               "structured_outputs.disable_additional_properties to false")
+            raise RequestError(
+                "structured_outputs.json combines too many schemas to close its objects; "
+                "simplify it, or set "
+                "structured_outputs.disable_additional_properties to false"
+            )

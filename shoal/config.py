@@ -1,7 +1,8 @@
 """EngineConfig: every option of the engine, validated when it is built, never written again.
 
-Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest; vLLM options that mean nothing
-here are accepted with a warning. What depends on the model or the device is filled in by engine/resolve.py.
+Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest; vLLM
+options that mean nothing here are accepted with a warning. What depends on the model or the device is filled
+in by engine/resolve.py.
 """
 
 from __future__ import annotations
@@ -19,23 +20,48 @@ from shoal.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
-MAX_NUM_SEQS = 1 << 16    # each has a row of state and of the sampler on the device, used or not
+MAX_NUM_SEQS = 1 << 16  # each has a row of state and of the sampler on the device, used or not
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
-IGNORED_OPTIONS = frozenset({
-    "tokenizer_mode", "trust_remote_code", "swap_space", "disable_log_stats", "disable_custom_all_reduce", "enable_chunked_prefill",
-    "compilation_config", "distributed_executor_backend", "max_seq_len_to_capture", "use_tqdm_on_load", "allowed_local_media_path",
-    "limit_mm_per_prompt", "mm_processor_kwargs", "num_scheduler_steps", "use_v2_block_manager", "worker_cls",
-    "optimization_level", "served_model_name", "disable_log_requests",
-    "tokenizer_revision",
-})
+IGNORED_OPTIONS = frozenset(
+    {
+        "tokenizer_mode",
+        "trust_remote_code",
+        "swap_space",
+        "disable_log_stats",
+        "disable_custom_all_reduce",
+        "enable_chunked_prefill",
+        "compilation_config",
+        "distributed_executor_backend",
+        "max_seq_len_to_capture",
+        "use_tqdm_on_load",
+        "allowed_local_media_path",
+        "limit_mm_per_prompt",
+        "mm_processor_kwargs",
+        "num_scheduler_steps",
+        "use_v2_block_manager",
+        "worker_cls",
+        "optimization_level",
+        "served_model_name",
+        "disable_log_requests",
+        "tokenizer_revision",
+    }
+)
 # Options of vLLM that ask for something Shoal does not do, with the values that ask for nothing.
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "enable_expert_parallel": (False,), "quantization": (None,),
-    "kv_cache_dtype": ("auto",), "cpu_offload_gb": (0,), "enable_lora": (False,), "speculative_config": (None,), "hf_overrides": (None, {}),
-    "override_generation_config": (None, {}), "task": (None, "auto", "generate", "embed"),
-    "runner": (None, "auto", "generate", "pooling"),    # any model generates, and embeds
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enable_expert_parallel": (False,),
+    "quantization": (None,),
+    "kv_cache_dtype": ("auto",),
+    "cpu_offload_gb": (0,),
+    "enable_lora": (False,),
+    "speculative_config": (None,),
+    "hf_overrides": (None, {}),
+    "override_generation_config": (None, {}),
+    "task": (None, "auto", "generate", "embed"),
+    "runner": (None, "auto", "generate", "pooling"),  # any model generates, and embeds
 }
 
 
@@ -52,17 +78,17 @@ class KVEventsConfig:
     """Whether and where it is published which KV blocks are cached: vLLM's fields. Raises ConfigError."""
 
     enable_kv_cache_events: bool = False
-    publisher: str = "zmq"                 # or "null": for this process only (LLM.drain_kv_events)
+    publisher: str = "zmq"  # or "null": for this process only (LLM.drain_kv_events)
     # bound if it has a *, a :: or a network interface, or is ipc or inproc; else connected to
     endpoint: str = "tcp://lo:5557"
-    replay_endpoint: str | None = None     # bound: where a listener asks for what it missed
-    buffer_steps: int = 10_000             # batches kept for replay; who has missed more gets a snapshot
-    hwm: int = 100_000                     # batches that wait for one slow listener; it misses those beyond
-    max_queue_size: int = 100_000          # batches that wait to be published; then steps wait too
+    replay_endpoint: str | None = None  # bound: where a listener asks for what it missed
+    buffer_steps: int = 10_000  # batches kept for replay; who has missed more gets a snapshot
+    hwm: int = 100_000  # batches that wait for one slow listener; it misses those beyond
+    max_queue_size: int = 100_000  # batches that wait to be published; then steps wait too
     topic: str = ""
     # ZMQ CURVE: the engine's keys, as zmq.auth.create_certificates writes them
     curve_secret_key_file: str | None = None
-    curve_client_keys_dir: str | None = None    # and the public keys of who may listen, *.key
+    curve_client_keys_dir: str | None = None  # and the public keys of who may listen, *.key
 
     @classmethod
     def of(cls, value: KVEventsConfig | dict[str, Any] | str | None) -> KVEventsConfig | None:
@@ -73,7 +99,10 @@ class KVEventsConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable_kv_cache_events, bool):
-            raise ConfigError(f"kv_events_config.enable_kv_cache_events {self.enable_kv_cache_events!r} is neither true nor false")
+            raise ConfigError(
+                f"kv_events_config.enable_kv_cache_events {self.enable_kv_cache_events!r} is neither true "
+                "nor false"
+            )
         if self.publisher not in ("zmq", "null"):
             raise ConfigError(f"kv_events_config.publisher {self.publisher!r} is not one of zmq, null")
         if not isinstance(self.topic, str):
@@ -81,28 +110,37 @@ class KVEventsConfig:
         for name, low in (("buffer_steps", 0), ("hwm", 1), ("max_queue_size", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**30:
-                raise ConfigError(f"kv_events_config.{name} {value!r} is not an integer from {low} to 2^30 - 1; choose one")
+                raise ConfigError(
+                    f"kv_events_config.{name} {value!r} is not an integer from {low} to 2^30 - 1; choose one"
+                )
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if not (value is None and name == "replay_endpoint") and not _is_endpoint(value):
-                raise ConfigError(f"kv_events_config.{name} {value!r} is no endpoint of ZMQ; tcp://lo:5557 "
-                                  "and ipc:///tmp/kv-events are")
+                raise ConfigError(
+                    f"kv_events_config.{name} {value!r} is no endpoint of ZMQ; tcp://lo:5557 "
+                    "and ipc:///tmp/kv-events are"
+                )
         for name in ("curve_secret_key_file", "curve_client_keys_dir"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"kv_events_config.{name} {value!r} is no path")
         if (self.curve_secret_key_file is None) != (self.curve_client_keys_dir is None):
-            raise ConfigError("kv_events_config.curve_secret_key_file and curve_client_keys_dir belong "
-                              "together; give both or neither")
+            raise ConfigError(
+                "kv_events_config.curve_secret_key_file and curve_client_keys_dir belong "
+                "together; give both or neither"
+            )
         if self.endpoint == self.replay_endpoint:
-            raise ConfigError(f"kv_events_config.replay_endpoint {self.replay_endpoint!r} is the endpoint too; give each its own")
+            raise ConfigError(
+                f"kv_events_config.replay_endpoint {self.replay_endpoint!r} is the endpoint too; give each "
+                "its own"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
     """How structured outputs are read where a request doesn't say: vLLM's fields. Raises ConfigError."""
 
-    disable_additional_properties: bool = True    # unlike in vLLM: small models invent keys until max_tokens
+    disable_additional_properties: bool = True  # unlike in vLLM: small models invent keys until max_tokens
 
     @classmethod
     def of(cls, value: StructuredOutputsConfig | dict[str, Any] | str | None) -> StructuredOutputsConfig:
@@ -113,8 +151,10 @@ class StructuredOutputsConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(closes := self.disable_additional_properties, bool):
-            raise ConfigError(f"structured_outputs_config.disable_additional_properties {closes!r} is "
-                              f"neither true nor false")
+            raise ConfigError(
+                f"structured_outputs_config.disable_additional_properties {closes!r} is "
+                f"neither true nor false"
+            )
 
 
 def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
@@ -127,8 +167,10 @@ def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
             fields = None
     names = [f.name for f in dataclasses.fields(config)]
     if not isinstance(fields, dict):
-        raise ConfigError(f"{option_name} {value!r:.200} is neither a dict nor a JSON object; its fields are "
-                          f"{', '.join(names)}")
+        raise ConfigError(
+            f"{option_name} {value!r:.200} is neither a dict nor a JSON object; its fields are "
+            f"{', '.join(names)}"
+        )
     for name in fields:
         if name not in names:
             nearest = difflib.get_close_matches(str(name), names, n=1)
@@ -140,7 +182,10 @@ def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
 def _is_endpoint(value: Any) -> bool:
     kind, _, address = value.partition("://") if isinstance(value, str) else ("", "", "")
     port = address.rpartition(":")[2]
-    return bool(address) and (kind in ("ipc", "inproc") or (kind == "tcp" and port.isascii() and port.isdigit() and int(port) < 2**16))
+    return bool(address) and (
+        kind in ("ipc", "inproc")
+        or (kind == "tcp" and port.isascii() and port.isdigit() and int(port) < 2**16)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,64 +193,107 @@ class EngineConfig:
     """Raises ConfigError naming the option, its value and the limit."""
 
     model: str = option(
-        DEFAULT_MODEL, 'folder, .gguf file, hub id, or "smollm2"', common=True, section="model and tokenizer")
+        DEFAULT_MODEL, 'folder, .gguf file, hub id, or "smollm2"', common=True, section="model and tokenizer"
+    )
     tokenizer: str | None = option(None, "folder or tokenizer.json; default: the model's own")
     skip_tokenizer_init: bool = option(False, "token ids only")
     revision: str | None = option(None, "branch, tag or commit of a hub id")
-    download_dir: str | None = option(None, "where files from the hub are kept; default: the hub library's cache")
+    download_dir: str | None = option(
+        None, "where files from the hub are kept; default: the hub library's cache"
+    )
     load_format: str = option("auto", '"auto" | "safetensors" | "dummy": random weights')
-    check_weights: bool = option(False, "before loading, read every weight: all are finite and none "
-                                        "absurd, and files of the hub's cache have their checksums")
+    check_weights: bool = option(
+        False,
+        "before loading, read every weight: all are finite and none "
+        "absurd, and files of the hub's cache have their checksums",
+    )
     dtype: str = option(
-        "auto", '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it',
-        common=True)
+        "auto",
+        '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it',
+        common=True,
+    )
     device: str = option("auto", '"cuda" if there is one, else "cpu"', common=True)
     max_model_len: int | None = option(
-        None, "default: what the model was trained for", common=True, section="limits and memory")
+        None, "default: what the model was trained for", common=True, section="limits and memory"
+    )
     max_num_seqs: int | None = option(None, "default: 256 on a GPU, 64 on the CPU", common=True)
-    max_num_batched_tokens: int | None = option(None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU")
+    max_num_batched_tokens: int | None = option(
+        None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU"
+    )
     block_size: int = option(16, "tokens a KV block")
     gpu_memory_utilization: float = option(0.9, "this engine's share of the card", common=True)
     kv_cache_memory_bytes: int | None = option(
-        None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share",
-        common=True)
+        None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share", common=True
+    )
     num_gpu_blocks_override: int | None = option(None, "KV blocks, whatever would fit")
     enable_prefix_caching: bool = option(
-        True, "requests share the KV blocks of equal beginnings", section="KV cache")
-    kv_events_config: KVEventsConfig | None = option(None, "tell routers which KV blocks are cached, as vLLM does: its fields in JSON, "
-                                                           'such as {"enable_kv_cache_events": true, '
-                                                           '"endpoint": "tcp://lo:5557"}')
-    kv_host_bytes: int = option(0, "host memory, of all ranks together, that keeps KV blocks which leave the device")
+        True, "requests share the KV blocks of equal beginnings", section="KV cache"
+    )
+    kv_events_config: KVEventsConfig | None = option(
+        None,
+        "tell routers which KV blocks are cached, as vLLM does: its fields in JSON, "
+        'such as {"enable_kv_cache_events": true, '
+        '"endpoint": "tcp://lo:5557"}',
+    )
+    kv_host_bytes: int = option(
+        0, "host memory, of all ranks together, that keeps KV blocks which leave the device"
+    )
     kv_disk_path: str | None = option(None, "folder that keeps KV blocks over a restart")
     kv_disk_bytes: int | None = option(None, "most bytes of the files there")
-    kv_store: str | None = option(None, "URL of a folder or bucket, as fsspec reads it, that shares KV blocks with other engines")
-    kv_offload_policy: str = option("evict", '"evict": the coldest blocks go to the next tier ahead of their eviction; "register": '
-                                             "every block at once")
-    kv_offload_min_uses: int = option(1, "blocks that were used less often are not worth a lower tier; 2 leaves out what came once")
-    kv_offload_bandwidth: int | None = option(None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound")
+    kv_store: str | None = option(
+        None, "URL of a folder or bucket, as fsspec reads it, that shares KV blocks with other engines"
+    )
+    kv_offload_policy: str = option(
+        "evict",
+        '"evict": the coldest blocks go to the next tier ahead of their eviction; "register": '
+        "every block at once",
+    )
+    kv_offload_min_uses: int = option(
+        1, "blocks that were used less often are not worth a lower tier; 2 leaves out what came once"
+    )
+    kv_offload_bandwidth: int | None = option(
+        None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound"
+    )
     kv_eviction_policy: str = option("lru", 'which block of a lower tier goes first: "lru" | "lfu"')
-    kv_load_policy: str = option("cost", '"cost": what a lower tier has is fetched where that is quicker than computing it | "always"')
-    kv_flush_timeout: float = option(10.0, "seconds an engine that ends may take to write KV blocks to disk or store")
+    kv_load_policy: str = option(
+        "cost", '"cost": what a lower tier has is fetched where that is quicker than computing it | "always"'
+    )
+    kv_flush_timeout: float = option(
+        10.0, "seconds an engine that ends may take to write KV blocks to disk or store"
+    )
     enforce_eager: bool = option(False, "no CUDA graphs", section="execution")
-    cudagraph_capture_sizes: list[int] | None = option(None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs")
+    cudagraph_capture_sizes: list[int] | None = option(
+        None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs"
+    )
     tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True)
     attention_backend: str = option("auto", '"triton" | "cpu" | "flashinfer" | "flash_attn"')
-    disable_cascade_attn: bool = option(False, "decodes read a shared prefix each for itself, as if it were its own")
+    disable_cascade_attn: bool = option(
+        False, "decodes read a shared prefix each for itself, as if it were its own"
+    )
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
     scheduling_policy: str = option("fcfs", '"fcfs" | "priority": the lowest number first')
-    long_prefill_token_threshold: int = option(0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget")
+    long_prefill_token_threshold: int = option(
+        0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget"
+    )
     generation_config: str = option(
-        "auto", "\"vllm\": ignore the model's generation_config.json for default sampling parameters",
-        section="requests")
+        "auto",
+        '"vllm": ignore the model\'s generation_config.json for default sampling parameters',
+        section="requests",
+    )
     chat_template: str | None = option(None, "a Jinja template or a path to one; default: the model's own")
     structured_outputs_config: StructuredOutputsConfig | None = option(
-        None, 'JSON; {"disable_additional_properties": false} lets objects have keys that their schema does '
-              'not name')
+        None,
+        'JSON; {"disable_additional_properties": false} lets objects have keys that their schema does '
+        "not name",
+    )
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     seed: int = option(0, "of requests that bring none")
     enable_sleep_mode: bool = option(
-        False, "weights and KV cache in regions whose memory `sleep` gives back", section="sleep mode")
-    sleep_offload: str = option("host", 'where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint')
+        False, "weights and KV cache in regions whose memory `sleep` gives back", section="sleep mode"
+    )
+    sleep_offload: str = option(
+        "host", 'where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint'
+    )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -226,7 +314,10 @@ class EngineConfig:
             if name in UNSUPPORTED_OPTIONS:
                 value, neutral = options.pop(name), UNSUPPORTED_OPTIONS[name]
                 if value not in neutral:
-                    raise ConfigError(f"option {name}={value!r} is not supported; leave it out (only {neutral[0]!r} is accepted)")
+                    raise ConfigError(
+                        f"option {name}={value!r} is not supported; leave it out (only {neutral[0]!r} is "
+                        "accepted)"
+                    )
                 continue
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else "`shoal generate --help-all` lists them"
@@ -234,39 +325,75 @@ class EngineConfig:
         return options
 
     def __post_init__(self) -> None:
-        for name, low in (("max_model_len", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
-                          ("num_gpu_blocks_override", 1), ("tensor_parallel_size", 1), ("block_size", 1),
-                          ("long_prefill_token_threshold", 0), ("max_logprobs", -1), ("kv_host_bytes", 0), ("kv_disk_bytes", 1),
-                          ("kv_offload_min_uses", 1), ("kv_offload_bandwidth", 1)):
+        for name, low in (
+            ("max_model_len", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("kv_cache_memory_bytes", 1),
+            ("num_gpu_blocks_override", 1),
+            ("tensor_parallel_size", 1),
+            ("block_size", 1),
+            ("long_prefill_token_threshold", 0),
+            ("max_logprobs", -1),
+            ("kv_host_bytes", 0),
+            ("kv_disk_bytes", 1),
+            ("kv_offload_min_uses", 1),
+            ("kv_offload_bandwidth", 1),
+        ):
             value = getattr(self, name)
-            if value is None and name not in ("tensor_parallel_size", "block_size", "long_prefill_token_threshold", "max_logprobs",
-                                              "kv_host_bytes", "kv_offload_min_uses"):
+            if value is None and name not in (
+                "tensor_parallel_size",
+                "block_size",
+                "long_prefill_token_threshold",
+                "max_logprobs",
+                "kv_host_bytes",
+                "kv_offload_min_uses",
+            ):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
                 raise ConfigError(f"{name} {value!r} is not an integer from {low} to 2^63 - 1; choose one")
         if (self.max_num_seqs or 0) > MAX_NUM_SEQS:
             raise ConfigError(f"max_num_seqs {self.max_num_seqs} > {MAX_NUM_SEQS}; lower it")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
-            raise ConfigError(f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default")
+            raise ConfigError(
+                f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default"
+            )
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization {share!r} is outside (0, 1]; it is this engine's share of the card's memory")
-        for name, choices in (("dtype", DTYPES), ("load_format", ("auto", "safetensors", "dummy")), ("device", ("auto", "cpu", "cuda")),
-                              ("attention_backend", ("auto", "triton", "cpu", "flashinfer", "flash_attn")),
-                              ("scheduling_policy", ("fcfs", "priority")), ("generation_config", ("auto", "vllm")),
-                              ("sleep_offload", ("host", "file")), ("kv_offload_policy", ("evict", "register")),
-                              ("kv_eviction_policy", ("lru", "lfu")), ("kv_load_policy", ("cost", "always"))):
+            raise ConfigError(
+                f"gpu_memory_utilization {share!r} is outside (0, 1]; it is this engine's share of the "
+                "card's memory"
+            )
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("load_format", ("auto", "safetensors", "dummy")),
+            ("device", ("auto", "cpu", "cuda")),
+            ("attention_backend", ("auto", "triton", "cpu", "flashinfer", "flash_attn")),
+            ("scheduling_policy", ("fcfs", "priority")),
+            ("generation_config", ("auto", "vllm")),
+            ("sleep_offload", ("host", "file")),
+            ("kv_offload_policy", ("evict", "register")),
+            ("kv_eviction_policy", ("lru", "lfu")),
+            ("kv_load_policy", ("cost", "always")),
+        ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
-        object.__setattr__(self, "structured_outputs_config",
-                           StructuredOutputsConfig.of(self.structured_outputs_config))
+        object.__setattr__(
+            self, "structured_outputs_config", StructuredOutputsConfig.of(self.structured_outputs_config)
+        )
         object.__setattr__(self, "kv_events_config", events := KVEventsConfig.of(self.kv_events_config))
         if events is not None and events.enable_kv_cache_events and not self.enable_prefix_caching:
-            raise ConfigError("kv_events_config enables events of cached blocks, and enable_prefix_caching False caches none; drop one")
+            raise ConfigError(
+                "kv_events_config enables events of cached blocks, and enable_prefix_caching False caches "
+                "none; drop one"
+            )
         self._check_kv_tiers()
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or not all(isinstance(s, int) and s > 0 for s in sizes)):
-            raise ConfigError(f"cudagraph_capture_sizes {sizes!r} must be a list of batch sizes from 1 up; the default is a ladder")
+            raise ConfigError(
+                f"cudagraph_capture_sizes {sizes!r} must be a list of batch sizes from 1 up; the default is "
+                "a ladder"
+            )
 
     @property
     def closes_objects(self) -> bool:
@@ -282,17 +409,32 @@ class EngineConfig:
         for name in ("kv_disk_path", "kv_store"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{name} {value!r} names no place; give a path" + (" or a URL" if name == "kv_store" else ""))
+                raise ConfigError(
+                    f"{name} {value!r} names no place; give a path"
+                    + (" or a URL" if name == "kv_store" else "")
+                )
         if self.kv_disk_bytes is not None and self.kv_disk_path is None:
-            raise ConfigError(f"kv_disk_bytes {self.kv_disk_bytes} without kv_disk_path; say where the blocks are to be kept")
+            raise ConfigError(
+                f"kv_disk_bytes {self.kv_disk_bytes} without kv_disk_path; say where the blocks are to be "
+                "kept"
+            )
         if self.kv_disk_path is not None and self.kv_disk_bytes is None:
-            raise ConfigError(f"kv_disk_path {self.kv_disk_path!r} without kv_disk_bytes; say how much of that disk may be used")
+            raise ConfigError(
+                f"kv_disk_path {self.kv_disk_path!r} without kv_disk_bytes; say how much of that disk may "
+                "be used"
+            )
         if self.has_kv_tiers and not self.enable_prefix_caching:
-            raise ConfigError("kv_host_bytes, kv_disk_path and kv_store keep blocks that requests share, and enable_prefix_caching False "
-                              "lets them share none; drop one or the other")
+            raise ConfigError(
+                "kv_host_bytes, kv_disk_path and kv_store keep blocks that requests share, and "
+                "enable_prefix_caching False "
+                "lets them share none; drop one or the other"
+            )
         seconds = self.kv_flush_timeout
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
-            raise ConfigError(f"kv_flush_timeout {seconds!r} is not a finite number of seconds from 0; 0 writes nothing at the end")
+            raise ConfigError(
+                f"kv_flush_timeout {seconds!r} is not a finite number of seconds from 0; 0 writes nothing "
+                "at the end"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,22 +442,36 @@ class ServerConfig:
     """Options of `shoal serve` beside the engine's; vLLM's names where it has them. Raises ConfigError."""
 
     host: str = option(
-        "127.0.0.1", "0.0.0.0 serves every network this machine is on", common=True,
-        section="addresses and names")
+        "127.0.0.1",
+        "0.0.0.0 serves every network this machine is on",
+        common=True,
+        section="addresses and names",
+    )
     port: int = option(8000, "0: any that is free", common=True)
-    uds: str | None = option(None, "serve on a Unix socket at this path (mode 0600) in place of host and port")
+    uds: str | None = option(
+        None, "serve on a Unix socket at this path (mode 0600) in place of host and port"
+    )
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
-    admin_port: int | None = option(None, "sleep, weights, pause and profile are offered here alone; default: not at all")
+    admin_port: int | None = option(
+        None, "sleep, weights, pause and profile are offered here alone; default: not at all"
+    )
     profile_dir: str = option("shoal-traces", "the folder below which /start_profile writes traces")
     served_model_name: list[str] | None = option(
-        None, "names clients use; the first is the one answered with; default: the model as given",
-        common=True)
+        None,
+        "names clients use; the first is the one answered with; default: the model as given",
+        common=True,
+    )
     api_key: list[str] | None = option(
-        None, "a request must bring one of them, but for health, metrics and pages; SHOAL_API_KEY adds some "
-              "(comma-separated)", common=True,
-        section="who may call")
+        None,
+        "a request must bring one of them, but for health, metrics and pages; SHOAL_API_KEY adds some "
+        "(comma-separated)",
+        common=True,
+        section="who may call",
+    )
     api_key_file: str | None = option(None, "one key a line")
-    allowed_origins: list[str] | None = option(None, 'CORS: sites whose pages may call; "*" for all; default: none')
+    allowed_origins: list[str] | None = option(
+        None, 'CORS: sites whose pages may call; "*" for all; default: none'
+    )
     allowed_methods: list[str] | None = option(None, "CORS; default: all")
     allowed_headers: list[str] | None = option(None, "CORS; default: all")
     allow_credentials: bool = option(False, "CORS: pages may send cookies")
@@ -323,55 +479,94 @@ class ServerConfig:
     max_total_body_bytes: int = option(1 << 30, "of all requests under way together; more are a 429")
     max_queued_requests: int = option(1024, "beyond what runs; more are a 429")
     max_connections: int | None = option(
-        None, "connections a port takes; beyond them the longest idle one is closed, and without one the new "
-              "one gets a 503; default: what the limit of open files leaves")
-    request_timeout: float | None = option(None, "seconds a request may take in all; a request's own `timeout` may be shorter")
+        None,
+        "connections a port takes; beyond them the longest idle one is closed, and without one the new "
+        "one gets a 503; default: what the limit of open files leaves",
+    )
+    request_timeout: float | None = option(
+        None, "seconds a request may take in all; a request's own `timeout` may be shorter"
+    )
     read_timeout: float = option(30.0, "seconds a client may take to send its request")
     write_timeout: float = option(120.0, "seconds a client may take none of its answer")
     shutdown_timeout: float = option(30.0, "seconds running requests get after SIGTERM")
     engine_timeout: float = option(
-        60.0, "seconds without a sign of life, or without the end of a step, after which the engine counts as "
-              "hung: its requests fail and /health is 503; 0: never", section="engines")
+        60.0,
+        "seconds without a sign of life, or without the end of a step, after which the engine counts as "
+        "hung: its requests fail and /health is 503; 0: never",
+        section="engines",
+    )
     restart: bool = option(False, "start a dead or hung engine core again")
     swap: bool = option(False, "several models: one is awake, the others sleep", common=True)
     swap_patience: float = option(5.0, "seconds a sleeping model's requests wait while others still begin")
     tool_call_parser: str = option(
-        "auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template',
-        section="tools and templates")
+        "auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template', section="tools and templates"
+    )
     reasoning_parser: str = option("auto", '"qwen3" | "none"; auto: by the chat template')
-    log_requests: str = option("all", 'which requests get a line in the log: "all" | "errors" | "off"; '
-                                      "health checks and the like do with --verbose only")
+    log_requests: str = option(
+        "all",
+        'which requests get a line in the log: "all" | "errors" | "off"; '
+        "health checks and the like do with --verbose only",
+    )
     log_format: str = option("text", '"text" | "json": a JSON object a line')
-    trust_request_chat_template: bool = option(False, "requests may bring a chat template (in the sandbox, but one may run for ever)")
+    trust_request_chat_template: bool = option(
+        False, "requests may bring a chat template (in the sandbox, but one may run for ever)"
+    )
     ssl_keyfile: str | None = option(None, "TLS: the private key", section="TLS")
     ssl_certfile: str | None = option(None, "TLS: the certificate")
 
     def __post_init__(self) -> None:
-        for name, low, high in (("port", 0, 65535), ("admin_port", 0, 65535), ("max_body_bytes", 1024, None),
-                                ("max_total_body_bytes", 1024, None), ("max_queued_requests", 0, None),
-                                ("max_connections", 1, None)):
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("admin_port", 0, 65535),
+            ("max_body_bytes", 1024, None),
+            ("max_total_body_bytes", 1024, None),
+            ("max_queued_requests", 0, None),
+            ("max_connections", 1, None),
+        ):
             value = getattr(self, name)
             if value is None and name in ("admin_port", "max_connections"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+            if (
+                not isinstance(value, int)
+                or isinstance(value, bool)
+                or value < low
+                or (high is not None and value > high)
+            ):
                 limit = f"from {low} to {high}" if high else f"of at least {low}"
                 raise ConfigError(f"{name} {value!r} is not an integer {limit}; choose one")
-        for name, is_open in (("request_timeout", True), ("read_timeout", True), ("write_timeout", True), ("shutdown_timeout", False),
-                              ("swap_patience", False), ("engine_timeout", False)):
+        for name, is_open in (
+            ("request_timeout", True),
+            ("read_timeout", True),
+            ("write_timeout", True),
+            ("shutdown_timeout", False),
+            ("swap_patience", False),
+            ("engine_timeout", False),
+        ):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf or (value == 0 and not is_open)):
-                raise ConfigError(f"{name} {value!r} is not a finite number of seconds {'above' if is_open else 'from'} 0")
+                raise ConfigError(
+                    f"{name} {value!r} is not a finite number of seconds {'above' if is_open else 'from'} 0"
+                )
         if 0 < self.engine_timeout < 2:
-            raise ConfigError(f"engine_timeout {self.engine_timeout!r} is less than 2 s, as short as a busy "
-                              "machine may pause; choose 2 or more, or 0 for no limit")
+            raise ConfigError(
+                f"engine_timeout {self.engine_timeout!r} is less than 2 s, as short as a busy "
+                "machine may pause; choose 2 or more, or 0 for no limit"
+            )
         if self.allow_credentials and "*" in (self.allowed_origins or ()):
-            raise ConfigError("allow_credentials with allowed_origins '*' is what no browser accepts; name the origins")
-        for name, choices in (("tool_call_parser", ("auto", "hermes", "llama3_json", "none")),
-                              ("reasoning_parser", ("auto", "qwen3", "none")),
-                              ("log_requests", ("all", "errors", "off")), ("log_format", ("text", "json"))):
+            raise ConfigError(
+                "allow_credentials with allowed_origins '*' is what no browser accepts; name the origins"
+            )
+        for name, choices in (
+            ("tool_call_parser", ("auto", "hermes", "llama3_json", "none")),
+            ("reasoning_parser", ("auto", "qwen3", "none")),
+            ("log_requests", ("all", "errors", "off")),
+            ("log_format", ("text", "json")),
+        ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.admin_port == self.port != 0 and self.admin_host == self.host and self.uds is None:
-            raise ConfigError(f"admin_port {self.admin_port} is the public port too; give each a port of its own")
+            raise ConfigError(
+                f"admin_port {self.admin_port} is the public port too; give each a port of its own"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")

@@ -1,7 +1,8 @@
 """Detokenizer: one answer's text as its tokens come, and the stop strings that end it.
 
-It adds up bytes, so a token costs the same however long the answer is, and the pieces joined are the text that Tokenizer.decode gives.
-spaces_between_special_tokens is not looked at: neither byte-level nor SentencePiece decoding ever puts a space there.
+It adds up bytes, so a token costs the same however long the answer is, and the pieces joined are the text
+that Tokenizer.decode gives. spaces_between_special_tokens is not looked at: neither byte-level nor
+SentencePiece decoding ever puts a space there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from shoal.api import SamplingParams, TokenLogprobs
 from shoal.tokenizer import Tokenizer
 
-CONTEXT = 8    # prompt tokens that may hold the first half of a character: it has at most 4 bytes
+CONTEXT = 8  # prompt tokens that may hold the first half of a character: it has at most 4 bytes
 
 
 def add_texts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> None:
@@ -22,23 +23,31 @@ def add_texts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> None:
 
 
 class Detokenizer:
-    """Half a character is held back until it is whole, and so is text that may yet become a stop string: no stream shows part of one."""
+    """Half a character is held back until it is whole, and so is text that may yet become a stop string: no
+    stream shows part of one."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
-        """With the prompt given, the text is what follows the prompt's; without, it is the text of the answer alone (no first space)."""
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        """With the prompt given, the text is what follows the prompt's; without, it is the text of the answer
+        alone (no first space)."""
         self._pieces = tokenizer.shown_bytes if params.skip_special_tokens else tokenizer.token_bytes
-        self._partial = b""                     # the first bytes of a character
+        self._partial = b""  # the first bytes of a character
         self._strips_space = self._pieces.strips_first_space
         self._decode(prompt_token_ids[-CONTEXT:])
         self._stops = tuple(params.stop or ())
         self._include_stop = params.include_stop_str_in_output
-        self._num_exempt = params.min_tokens    # tokens yet to come in which no stop string can end
-        self._held = ""                         # the start of a stop string, perhaps
+        self._num_exempt = params.min_tokens  # tokens yet to come in which no stop string can end
+        self._held = ""  # the start of a stop string, perhaps
 
-    def push(self, token_ids: Sequence[int], *, last: bool = False, drop_last: bool = False) -> tuple[str, str | None]:
-        """(new text, the stop string that ends the answer). The text ends before that string, or with it under include_stop_str_in_output.
+    def push(
+        self, token_ids: Sequence[int], *, last: bool = False, drop_last: bool = False
+    ) -> tuple[str, str | None]:
+        """(new text, the stop string that ends the answer). The text ends before that string, or with it
+        under include_stop_str_in_output.
 
-        last: nothing follows, so nothing is held back. drop_last: the last id is a stop token, whose text counts as a stop string's does.
+        last: nothing follows, so nothing is held back. drop_last: the last id is a stop token, whose text
+        counts as a stop string's does.
         """
         shown = token_ids[:-1] if drop_last and not self._include_stop else token_ids
         if not self._stops:
@@ -48,11 +57,12 @@ class Detokenizer:
             self._num_exempt = max(0, exempt - len(token_ids))
             text += self._decode(shown[:exempt])
             shown = shown[exempt:]
-        checked = len(text)    # no stop string that ends in text[:checked] counts: there was none, or it came before min_tokens
+        # no stop string that ends in text[:checked] counts: there was none, or it came before min_tokens
+        checked = len(text)
         text += self._decode(shown, last)
         if (found := self._find_stop(text, checked)) is not None:
             end, start, stop = found
-            return text[:end if self._include_stop else start], stop
+            return text[: end if self._include_stop else start], stop
         safe = len(text) if last else self._end_of_safe(text)
         self._held = text[safe:]
         return text[:safe], None
@@ -67,9 +77,13 @@ class Detokenizer:
         return text
 
     def _find_stop(self, text: str, checked: int) -> tuple[int, int, str] | None:
-        """(end, start, stop string) of the one that is complete first, the longest of those: steps may group tokens at will."""
-        found = [(start + len(stop), start, stop) for stop in self._stops
-                 if (start := text.find(stop, max(0, checked - len(stop) + 1))) >= 0]
+        """(end, start, stop string) of the one that is complete first, the longest of those: steps may group
+        tokens at will."""
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, checked - len(stop) + 1))) >= 0
+        ]
         return min(found, default=None)
 
     def _end_of_safe(self, text: str) -> int:

@@ -10,7 +10,7 @@ ShoalError
     NoFreeBlocksError               a pool of KV blocks has too few that are free; nothing was taken
 """
 
-MAX_MESSAGE = 2000    # characters of a CheckpointError
+MAX_MESSAGE = 2000  # characters of a CheckpointError
 
 
 class ShoalError(Exception):
@@ -43,7 +43,8 @@ class CheckpointError(UserError):
 
 
 class UnavailableError(ShoalError, RuntimeError):
-    """The engine lives but takes no such request now: it sleeps, is paused, its queue is full, or it is ending."""
+    """The engine lives but takes no such request now: it sleeps, is paused, its queue is full, or it is
+    ending."""
 
 
 class EngineDeadError(ShoalError, RuntimeError):
@@ -51,4 +52,5 @@ class EngineDeadError(ShoalError, RuntimeError):
 
 
 class NoFreeBlocksError(ShoalError):
-    """A pool of KV blocks has too few that are free. Nothing was taken; it may be tried again when others have released some."""
+    """A pool of KV blocks has too few that are free. Nothing was taken; it may be tried again when others
+    have released some."""

@@ -1,4 +1,5 @@
-"""FakeEngine: an Engine and its Control without a model, for tests of what stands above engines, and for measuring it."""
+"""FakeEngine: an Engine and its Control without a model, for tests of what stands above engines, and for
+measuring it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MAX_LOGPROBS = 20
 
 @dataclass(eq=False)
 class FakeEngine:
-    """Answers every request with `reply`, again and again, until its tokens are used up, or once, followed by an end-of-text id, if `ends`.
+    """Answers every request with `reply`, again and again, until its tokens are used up, or once, followed by
+    an end-of-text id, if `ends`.
 
     Settings may be changed while it runs. Greedy, seeded, constrained: all the same here.
     """
@@ -36,17 +38,17 @@ class FakeEngine:
     vocab_size: int
     reply: Sequence[int] = (72, 101, 108, 108, 111, 32)
     ends: bool = False
-    token_seconds: float = 0.0               # between tokens; a slow reader gets those that are due in one output
+    token_seconds: float = 0.0  # between tokens; a slow reader gets those that are due in one output
     prefill_seconds: float = 0.0
     hidden_size: int = 64
     num_blocks: int = 1024
-    cached_tokens: int = 0                   # told of each request
-    error_after: int | None = None           # tokens after which a request ends with FinishReason.ERROR
-    refuses: str | None = None               # RequestError of every new request
+    cached_tokens: int = 0  # told of each request
+    error_after: int | None = None  # tokens after which a request ends with FinishReason.ERROR
+    refuses: str | None = None  # RequestError of every new request
 
     state: SleepState = field(default_factory=SleepState)
     weights_version: int = 0
-    seen: list[Request] = field(default_factory=list)    # the last requests
+    seen: list[Request] = field(default_factory=list)  # the last requests
     _running: dict[str, asyncio.Event] = field(default_factory=dict)
     _dead: EngineDeadError | None = None
     _profiling: str | None = None
@@ -60,7 +62,9 @@ class FakeEngine:
             raise RequestError(self.refuses)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(request.params, name) or 0) > MAX_LOGPROBS:
-                raise RequestError(f"{name} {getattr(request.params, name)} is more than {MAX_LOGPROBS}; ask for fewer")
+                raise RequestError(
+                    f"{name} {getattr(request.params, name)} is more than {MAX_LOGPROBS}; ask for fewer"
+                )
         if self.state.is_sleeping:
             raise UnavailableError(f"the engine sleeps at level {self.state.level}; wake it up first")
         self.seen = [*self.seen[-99:], request]
@@ -68,11 +72,16 @@ class FakeEngine:
         try:
             await self._pause(stopped, self.prefill_seconds)
             if request.embed and not stopped.is_set():
-                yield Output(request.request_id, [], finish_reason=FinishReason.STOP, embedding=self._embedding(request))
+                yield Output(
+                    request.request_id,
+                    [],
+                    finish_reason=FinishReason.STOP,
+                    embedding=self._embedding(request),
+                )
                 return
             start, done, limit = time.monotonic(), 0, request.params.max_tokens or 16
             while not stopped.is_set():
-                while self.state.is_sleeping and not stopped.is_set():    # kept for after the wake-up
+                while self.state.is_sleeping and not stopped.is_set():  # kept for after the wake-up
                     await self._changed.wait()
                 if self.token_seconds:
                     due = int((time.monotonic() - start) / self.token_seconds) + 1
@@ -101,7 +110,9 @@ class FakeEngine:
     async def stats(self) -> Stats:
         self._check_alive()
         running = len(self._running)
-        return Stats(num_running=running, num_blocks=self.num_blocks, num_free_blocks=max(0, self.num_blocks - running))
+        return Stats(
+            num_running=running, num_blocks=self.num_blocks, num_free_blocks=max(0, self.num_blocks - running)
+        )
 
     def kill(self) -> None:
         """The engine dies: running requests and all later calls raise EngineDeadError."""
@@ -158,8 +169,15 @@ class FakeEngine:
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
         kept = {"weights"} if self.state.kept == "host" else set()
-        return {tag: {"device_bytes": 0 if tag in self.state.asleep else 1 << 30, "reserved_bytes": 1 << 30,
-                      "host_bytes": 1 << 30 if tag in kept else 0, "ready_bytes": 0} for tag in MEMORY_TAGS}
+        return {
+            tag: {
+                "device_bytes": 0 if tag in self.state.asleep else 1 << 30,
+                "reserved_bytes": 1 << 30,
+                "host_bytes": 1 << 30 if tag in kept else 0,
+                "ready_bytes": 0,
+            }
+            for tag in MEMORY_TAGS
+        }
 
     async def start_profile(self, folder: str) -> None:
         self._profiling = folder
@@ -177,15 +195,25 @@ class FakeEngine:
         ids = [self.reply[i % len(self.reply)] for i in range(done, end)]
         reason: FinishReason | None = FinishReason.LENGTH if end == limit else None
         if self.ends and not params.ignore_eos and end > len(self.reply):
-            ids = [*ids[:len(self.reply) - done], *request.eos_token_ids[:1]]
+            ids = [*ids[: len(self.reply) - done], *request.eos_token_ids[:1]]
             reason = FinishReason.STOP
         if self.error_after is not None and end >= self.error_after:
-            return Output(request.request_id, [], finish_reason=FinishReason.ERROR, error="the fake engine was told to fail")
+            return Output(
+                request.request_id,
+                [],
+                finish_reason=FinishReason.ERROR,
+                error="the fake engine was told to fail",
+            )
         logprobs = None if params.logprobs is None else [self._logprobs(i, params.logprobs) for i in ids]
         prompt_logprobs: list[TokenLogprobs | None] | None = None
         if params.prompt_logprobs is not None and not done:
-            prompt_logprobs = [None, *[self._logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]]
-        return Output(request.request_id, ids, logprobs, prompt_logprobs, reason, num_cached_tokens=self.cached_tokens)
+            prompt_logprobs = [
+                None,
+                *[self._logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]],
+            ]
+        return Output(
+            request.request_id, ids, logprobs, prompt_logprobs, reason, num_cached_tokens=self.cached_tokens
+        )
 
     def _logprobs(self, token_id: int, count: int) -> TokenLogprobs:
         """The token is the best; its followers in the vocabulary come next, each half as likely."""

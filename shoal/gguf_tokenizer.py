@@ -1,7 +1,9 @@
-"""A `tokenizers` backend from GGUF metadata, as the format defines it: byte-level BPE ("gpt2") and SentencePiece ("llama").
+"""A `tokenizers` backend from GGUF metadata, as the format defines it: byte-level BPE ("gpt2") and
+SentencePiece ("llama").
 
-The metadata holds vocabulary and merges, but of the pre-tokenizer only a name. PRE_TOKENIZERS says what the published tokenizer.json files
-of these names do. Reading the file is left to weights/gguf.py, what is done with the backend to tokenizer.py.
+The metadata holds vocabulary and merges, but of the pre-tokenizer only a name. PRE_TOKENIZERS says what the
+published tokenizer.json files of these names do. Reading the file is left to weights/gguf.py, what is done
+with the backend to tokenizer.py.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ class TokenType(IntEnum):
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
-    USER_DEFINED = 4    # matched whole in text, but shown: <think>
-    UNUSED = 5          # pads the vocabulary to the size of the embedding
-    BYTE = 6            # <0x0A>
+    USER_DEFINED = 4  # matched whole in text, but shown: <think>
+    UNUSED = 5  # pads the vocabulary to the size of the embedding
+    BYTE = 6  # <0x0A>
 
 
 ADDED_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED})
@@ -47,20 +49,26 @@ class PreTokenizer:
 
     patterns: tuple[str, ...]
     nfc: bool = False
-    ignore_merges: bool = False    # a piece that is a token is that token, whatever its merges
-    add_bos: bool = False          # unless the file says otherwise
+    ignore_merges: bool = False  # a piece that is a token is that token, whatever its merges
+    add_bos: bool = False  # unless the file says otherwise
 
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-           r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CJK = "[一-龥ࠀ-一가-퟿]+"
-_CASED = ("[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
-          "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+")
+_CASED = (
+    "[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
+    "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+)
 
 _LLAMA3_KIND = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _QWEN2_KIND = PreTokenizer((_QWEN2,), nfc=True)
@@ -68,30 +76,45 @@ _DIGITS_KIND = PreTokenizer((r"\p{N}", _GPT2))
 PRE_TOKENIZERS = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": PreTokenizer((_GPT2,)),
-    "smollm": _DIGITS_KIND, "starcoder": _DIGITS_KIND, "refact": _DIGITS_KIND, "minerva-7b": _DIGITS_KIND,
-    "llama-bpe": _LLAMA3_KIND, "llama3": _LLAMA3_KIND, "llama-v3": _LLAMA3_KIND, "falcon3": _LLAMA3_KIND, "pixtral": _LLAMA3_KIND,
-    "smaug-bpe": PreTokenizer((_LLAMA3,)), "dbrx": PreTokenizer((_LLAMA3,)),
-    "qwen2": _QWEN2_KIND, "deepseek-r1-qwen": _QWEN2_KIND,
+    "smollm": _DIGITS_KIND,
+    "starcoder": _DIGITS_KIND,
+    "refact": _DIGITS_KIND,
+    "minerva-7b": _DIGITS_KIND,
+    "llama-bpe": _LLAMA3_KIND,
+    "llama3": _LLAMA3_KIND,
+    "llama-v3": _LLAMA3_KIND,
+    "falcon3": _LLAMA3_KIND,
+    "pixtral": _LLAMA3_KIND,
+    "smaug-bpe": PreTokenizer((_LLAMA3,)),
+    "dbrx": PreTokenizer((_LLAMA3,)),
+    "qwen2": _QWEN2_KIND,
+    "deepseek-r1-qwen": _QWEN2_KIND,
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "deepseek-llm": PreTokenizer(("[\r\n]", r"\s?" + _CASED, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, r"\p{N}")),
+    "deepseek-llm": PreTokenizer(
+        ("[\r\n]", r"\s?" + _CASED, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, r"\p{N}")
+    ),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
 }
 
-# A chat model ends a turn with one of these and a document with another; a file names only one of them as its end of text.
+# A chat model ends a turn with one of these and a document with another; a file names only one of them as its
+# end of text.
 END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"})
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def build_backend(metadata: Mapping[str, Any]) -> Backend:
-    """Raises CheckpointError for a tokenizer or pre-tokenizer that it does not know, or metadata that is missing or at odds."""
+    """Raises CheckpointError for a tokenizer or pre-tokenizer that it does not know, or metadata that is
+    missing or at odds."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _list(metadata, "tokens", str)
     types: list[int] = [TokenType.NORMAL] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:
         types = _list(metadata, "token_type", int)
     if len(types) != len(tokens):
-        raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; {WAY_OUT}")
+        raise CheckpointError(
+            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; {WAY_OUT}"
+        )
     if kind == "gpt2":
         pre = _pre_tokenizer(metadata)
         backend = _byte_level(tokens, types, _list(metadata, "merges", str), pre)
@@ -99,19 +122,28 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
     elif kind == "llama":
         scores = _list(metadata, "scores", float, int)
         if len(scores) != len(tokens):
-            raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} "
-                                  f"tokens; {WAY_OUT}")
-        backend = _sentencepiece(tokens, types, scores,
-                                 bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
+            raise CheckpointError(
+                f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens; {WAY_OUT}"
+            )
+        backend = _sentencepiece(
+            tokens, types, scores, bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        )
         add_bos = True
     else:
         raise CheckpointError(f"tokenizer.ggml.model {kind!r:.80} is not one of 'gpt2', 'llama'; {WAY_OUT}")
     added = {token: TokenType(of) for token, of in zip(tokens, types) if of in ADDED_TYPES}
-    backend.add_special_tokens([AddedToken(t, normalized=False) for t, of in added.items() if of is not TokenType.USER_DEFINED])
-    backend.add_tokens([AddedToken(t, normalized=False) for t, of in added.items() if of is TokenType.USER_DEFINED])
+    backend.add_special_tokens(
+        [AddedToken(t, normalized=False) for t, of in added.items() if of is not TokenType.USER_DEFINED]
+    )
+    backend.add_tokens(
+        [AddedToken(t, normalized=False) for t, of in added.items() if of is TokenType.USER_DEFINED]
+    )
     names = special_tokens(metadata)
-    _set_ends(backend, names.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
-              names.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None)
+    _set_ends(
+        backend,
+        names.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
+        names.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
     return backend
 
 
@@ -126,7 +158,11 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
     """Every id that ends an answer: those that the file names, then special tokens of known spelling."""
     named = [_id(metadata, key) for key in ("eos", "eot", "eom")]
-    known = [i for i, token in sorted(backend.get_added_tokens_decoder().items()) if token.special and token.content in END_TOKENS]
+    known = [
+        i
+        for i, token in sorted(backend.get_added_tokens_decoder().items())
+        if token.special and token.content in END_TOKENS
+    ]
     return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
 
@@ -136,8 +172,9 @@ def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
     if values is None:
         raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{name}; {WAY_OUT}")
     if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
-        raise CheckpointError(f"tokenizer.ggml.{name} {values!r:.80} is no list of {kinds[0].__name__}; "
-                              f"{WAY_OUT}")
+        raise CheckpointError(
+            f"tokenizer.ggml.{name} {values!r:.80} is no list of {kinds[0].__name__}; {WAY_OUT}"
+        )
     return values
 
 
@@ -158,18 +195,23 @@ def _set_ends(backend: Backend, bos: str | None, eos: str | None) -> None:
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
     name = metadata.get("tokenizer.ggml.pre")
     if name is None:
-        logger.warning("the GGUF file names no pre-tokenizer (tokenizer.ggml.pre): 'default' is used, as in llama.cpp; better: %s", WAY_OUT)
+        logger.warning(
+            "the GGUF file names no pre-tokenizer (tokenizer.ggml.pre): 'default' is used, as in llama.cpp; "
+            "better: %s",
+            WAY_OUT,
+        )
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise CheckpointError(f"tokenizer.ggml.pre {name!r:.80} is not one of {', '.join(PRE_TOKENIZERS)}; "
-                              f"{WAY_OUT}")
+        raise CheckpointError(
+            f"tokenizer.ggml.pre {name!r:.80} is not one of {', '.join(PRE_TOKENIZERS)}; {WAY_OUT}"
+        )
     return PRE_TOKENIZERS[name]
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Backend:
     try:
         return Backend(models.BPE(vocab=vocab, merges=merges, **options))
-    except Exception as error:    # noqa: BLE001 - the library raises nothing narrower
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
         raise CheckpointError(f"the tokenizer in the GGUF file is damaged: {error}; {WAY_OUT}") from None
 
 
@@ -184,31 +226,51 @@ def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: Pre
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentencepiece(tokens: list[str], types: list[int], scores: list[float], add_space_prefix: bool) -> Backend:
-    """SentencePiece joins the neighbours whose joint piece has the best score: BPE, each split of a piece being a merge, best first."""
+def _sentencepiece(
+    tokens: list[str], types: list[int], scores: list[float], add_space_prefix: bool
+) -> Backend:
+    """SentencePiece joins the neighbours whose joint piece has the best score: BPE, each split of a piece
+    being a merge, best first."""
     if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens), default=0) > MAX_TOKEN_LEN:
-        raise CheckpointError(f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to "
-                              f"{max(map(len, tokens))} a token, more than the {MAX_CHARACTERS} and "
-                              f"{MAX_TOKEN_LEN} that are taken; {WAY_OUT}")
+        raise CheckpointError(
+            f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to "
+            f"{max(map(len, tokens))} a token, more than the {MAX_CHARACTERS} and "
+            f"{MAX_TOKEN_LEN} that are taken; {WAY_OUT}"
+        )
     mergeable = {TokenType.NORMAL, TokenType.USER_DEFINED}
     ordinary = {t: s for t, kind, s in zip(tokens, types, scores) if kind in mergeable}
-    ranked = [(-score, piece[:cut], piece[cut:]) for piece, score in ordinary.items() for cut in range(1, len(piece))
-              if piece[:cut] in ordinary and piece[cut:] in ordinary]
+    ranked = [
+        (-score, piece[:cut], piece[cut:])
+        for piece, score in ordinary.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in ordinary and piece[cut:] in ordinary
+    ]
     if not all(map(math.isfinite, scores)):
         raise CheckpointError(f"tokenizer.ggml.scores holds what is no finite number; {WAY_OUT}")
     ranked.sort(key=lambda merge: merge[0])
     unknown = next((t for t, kind in zip(tokens, types) if kind == TokenType.UNKNOWN), None)
-    backend = _bpe(_vocabulary(tokens, types), [(left, right) for _, left, right in ranked],
-                   unk_token=unknown, fuse_unk=True, byte_fallback=TokenType.BYTE in types)
+    backend = _bpe(
+        _vocabulary(tokens, types),
+        [(left, right) for _, left, right in ranked],
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=TokenType.BYTE in types,
+    )
     spaces = [normalizers.Replace(" ", "▁")]
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if add_space_prefix else spaces)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), *spaces] if add_space_prefix else spaces
+    )
     strip = [decoders.Strip(" ", 1, 0)] if add_space_prefix else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return backend
 
 

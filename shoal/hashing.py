@@ -1,12 +1,14 @@
 """Names of blocks: the engine's keys, and the hashes that cross the wire.
 
-Keys are 128-bit content hashes, chained, so that one key names a full block and everything before it: key[i] = H(key[i - 1], tokens of
-block i as little-endian uint32); the parent of block 0 is a root that names adapter and salt. They are the same in every process and on
-every machine: a cache on disk may outlive the engine that wrote it.
+Keys are 128-bit content hashes, chained, so that one key names a full block and everything before it: key[i]
+= H(key[i - 1], tokens of block i as little-endian uint32); the parent of block 0 is a root that names adapter
+and salt. They are the same in every process and on every machine: a cache on disk may outlive the engine that
+wrote it.
 
-The wire's hashes are 64 bits. An event names a block by the end of its key, which its receiver takes as opaque. A router hashes the tokens
-of events and prompts itself, as NVIDIA Dynamo does: xxh3 of each block, and a chain of those. Tokens can be made to collide there (the
-seed is public), which costs a wrong guess about a cache and never a wrong block: no engine looks a block up by less than its key.
+The wire's hashes are 64 bits. An event names a block by the end of its key, which its receiver takes as
+opaque. A router hashes the tokens of events and prompts itself, as NVIDIA Dynamo does: xxh3 of each block,
+and a chain of those. Tokens can be made to collide there (the seed is public), which costs a wrong guess
+about a cache and never a wrong block: no engine looks a block up by less than its key.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from hashlib import blake2b
 
 from xxhash import xxh3_64_intdigest
 
-KEY_SIZE = 16    # bytes: users choose their prompts, so 64 bits would let one of them search for collisions with another's
+# bytes: users choose their prompts, so 64 bits would let one of them search for collisions with another's
+KEY_SIZE = 16
 WIRE_SEED = 1337
 UINT64_MAX = 2**64 - 1
 
@@ -42,10 +45,10 @@ def extend_keys(keys: list[bytes], root: bytes, token_ids: list[int], block_size
     if len(keys) >= num_blocks:
         return
     parent = keys[-1] if keys else root
-    data, size = _bytes_of(token_ids[len(keys) * block_size:num_blocks * block_size]), block_size * 4
+    data, size = _bytes_of(token_ids[len(keys) * block_size : num_blocks * block_size]), block_size * 4
     for start in range(0, len(data), size):
         hasher = blake2b(parent, digest_size=KEY_SIZE, person=b"shoal-block")
-        hasher.update(data[start:start + size])
+        hasher.update(data[start : start + size])
         parent = hasher.digest()
         keys.append(parent)
 
@@ -53,10 +56,10 @@ def extend_keys(keys: list[bytes], root: bytes, token_ids: list[int], block_size
 def common_length(a: list[int], b: list[int]) -> int:
     """With how many equal ids two lists begin."""
     start, length, end = 0, 16, min(len(a), len(b))
-    while start < end and a[start:min(start + length, end)] == b[start:min(start + length, end)]:
+    while start < end and a[start : min(start + length, end)] == b[start : min(start + length, end)]:
         start, length = start + length, 2 * length
     start, end = min(start, end), min(start + length, end)
-    while end - start > 1:    # the first difference lies in [start, end)
+    while end - start > 1:  # the first difference lies in [start, end)
         middle = (start + end) // 2
         if a[start:middle] == b[start:middle]:
             start = middle
@@ -66,7 +69,8 @@ def common_length(a: list[int], b: list[int]) -> int:
 
 
 def block_name(key: bytes) -> int:
-    """What events call the block of this key: its last 64 bits, as vLLM cuts its own hashes down to integers."""
+    """What events call the block of this key: its last 64 bits, as vLLM cuts its own hashes down to
+    integers."""
     return int.from_bytes(key[-8:], "big")
 
 
@@ -81,12 +85,13 @@ def wire_seed(adapter: str | None = None, cache_salt: str | None = None) -> int:
 
 def block_hashes(token_ids: Sequence[int], block_size: int, seed: int = WIRE_SEED) -> list[int]:
     """Of each full block alone: xxh3-64 over its tokens as little-endian uint32."""
-    data, size = _bytes_of(token_ids[:len(token_ids) // block_size * block_size]), block_size * 4
-    return [xxh3_64_intdigest(data[start:start + size], seed) for start in range(0, len(data), size)]
+    data, size = _bytes_of(token_ids[: len(token_ids) // block_size * block_size]), block_size * 4
+    return [xxh3_64_intdigest(data[start : start + size], seed) for start in range(0, len(data), size)]
 
 
 def sequence_hashes(hashes: Iterable[int]) -> list[int]:
-    """Of each block and all before it: the first is the block's own hash, then xxh3-64 over (parent, block hash)."""
+    """Of each block and all before it: the first is the block's own hash, then xxh3-64 over (parent, block
+    hash)."""
     chain: list[int] = []
     for own in hashes:
         chain.append(xxh3_64_intdigest(struct.pack("<QQ", chain[-1], own), WIRE_SEED) if chain else own)

@@ -31,8 +31,9 @@ def read_bounded(path: Path, most: int) -> bytes:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if len(content) > most:
-        raise CheckpointError(f"{path} has more than {most} bytes; a file of its kind has far fewer, is it "
-                              "another one?")
+        raise CheckpointError(
+            f"{path} has more than {most} bytes; a file of its kind has far fewer, is it another one?"
+        )
     return content
 
 

@@ -1,7 +1,8 @@
 """KV events on the wire, in vLLM's format (vllm/distributed/kv_events.py): which blocks a worker has cached.
 
-A publisher sends (topic, number as 8 bytes, payload), numbered from 0 without gaps; a payload is msgpack of an EventBatch. Since June 2026
-vLLM writes events as maps, before that as arrays; SGLang has its own names for where a block lies. All are read, maps are written.
+A publisher sends (topic, number as 8 bytes, payload), numbered from 0 without gaps; a payload is msgpack of
+an EventBatch. Since June 2026 vLLM writes events as maps, before that as arrays; SGLang has its own names for
+where a block lies. All are read, maps are written.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import msgspec
 
 from shoal.hashing import UINT64_MAX
 
-GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"    # media: the engine's own cache (on a CPU engine too), pinned host memory, files and stores
-MEDIA = {None: GPU, "CPU_PINNED": CPU, "DISK": STORAGE, "EXTERNAL": STORAGE}    # before there were media, and SGLang's names
-END = (-1).to_bytes(8, "big", signed=True)     # in place of a number: a replay is complete
+# media: the engine's own cache (on a CPU engine too), pinned host memory, files and stores
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
+# before there were media, and SGLang's names
+MEDIA = {None: GPU, "CPU_PINNED": CPU, "DISK": STORAGE, "EXTERNAL": STORAGE}
+END = (-1).to_bytes(8, "big", signed=True)  # in place of a number: a replay is complete
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A run of full blocks of one sequence, `block_size` tokens each. Hashes are names: 64 bits, to be compared and no more. The parent is
-    the block before the first; None at the start of a sequence. `extra_keys`: for each block what beside tokens is part of its identity:
-    maps {"type": "lora", "name": ...}, {"type": "cache_salt", "salt": ...}, the salt on a sequence's first block alone."""
+    """A run of full blocks of one sequence, `block_size` tokens each. Hashes are names: 64 bits, to be
+    compared and no more. The parent is the block before the first; None at the start of a sequence.
+    `extra_keys`: for each block what beside tokens is part of its identity: maps {"type": "lora", "name":
+    ...}, {"type": "cache_salt", "salt": ...}, the salt on a sequence's first block alone."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -60,7 +64,16 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 FIELDS = {
-    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+    ),
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
 }
@@ -70,8 +83,9 @@ _decode_any = msgspec.msgpack.Decoder().decode
 
 
 def decode(payload: bytes) -> EventBatch:
-    """A batch of this worker, of any vLLM since there are events, or of SGLang, in the terms of this file. What else such events hold, and
-    kinds of events that are not known here, is dropped. Raises ValueError for anything else."""
+    """A batch of this worker, of any vLLM since there are events, or of SGLang, in the terms of this file.
+    What else such events hold, and kinds of events that are not known here, is dropped. Raises ValueError for
+    anything else."""
     try:
         batch = _decode_any(payload)
         if isinstance(batch, dict):
@@ -98,20 +112,28 @@ def _fields_of(event: Any) -> dict[str, Any] | None:
     if kind == "BlockStored":
         if found["parent_block_hash"] is not None:
             found["parent_block_hash"] = _name(found["parent_block_hash"])
-        salt = event.get("cache_salt")    # SGLang's
+        salt = event.get("cache_salt")  # SGLang's
         extra = found["extra_keys"] or ([[salt]] if salt and found["parent_block_hash"] is None else None)
         found["extra_keys"] = extra and [keys and _typed(keys, found["lora_name"]) for keys in extra]
     return found
 
 
 def _name(value: int | bytes) -> int:
-    """vLLM's hashes are bytes, unless VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES cuts them down to their last 64 bits. SGLang's may be signed."""
+    """vLLM's hashes are bytes, unless VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES cuts them down to their last 64
+    bits. SGLang's may be signed."""
     return (int.from_bytes(value, "big") if isinstance(value, bytes) else value) & UINT64_MAX
 
 
 def _typed(keys: Sequence[Any], lora_name: str | None) -> list[dict[str, Any]]:
-    """Keys were bare values first: an adapter's name, a salt, (hash, offset) of an image, bytes of embeddings."""
-    return [key if isinstance(key, dict) else
-            {"type": "legacy", "value": key} if not isinstance(key, str) else
-            {"type": "lora", "name": key} if key == lora_name else
-            {"type": "cache_salt", "salt": key} for key in keys]
+    """Keys were bare values first: an adapter's name, a salt, (hash, offset) of an image, bytes of
+    embeddings."""
+    return [
+        key
+        if isinstance(key, dict)
+        else {"type": "legacy", "value": key}
+        if not isinstance(key, str)
+        else {"type": "lora", "name": key}
+        if key == lora_name
+        else {"type": "cache_salt", "salt": key}
+        for key in keys
+    ]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 STYLES = ("text", "json")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")    # all but tab and line feed
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # all but tab and line feed
 
 
 class Event:
@@ -43,8 +43,11 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, Any] = {
-            "time": time.isoformat(timespec="milliseconds"), "level": record.levelname.lower(),
-            "logger": record.name, "message": record.getMessage()}
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
         if isinstance(record.msg, Event):
             line |= record.msg.fields
         if record.exc_info:

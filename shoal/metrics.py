@@ -1,6 +1,7 @@
 """What Prometheus sees: vLLM's metric names, labels and buckets, as far as they mean something here.
 
-Tokens are counted by plain additions, as this is done for every chunk of every stream; prometheus_client only writes them out at a scrape.
+Tokens are counted by plain additions, as this is done for every chunk of every stream; prometheus_client only
+writes them out at a scrape.
 """
 
 from __future__ import annotations
@@ -18,23 +19,113 @@ from prometheus_client.process_collector import ProcessCollector
 
 from shoal.api import STEP_TOKENS, FinishReason, Request, Stats
 
-FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-                       640.0, 2560.0)
-TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-                   1920.0, 7680.0)
+FIRST_TOKEN_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
+TOKEN_SECONDS = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+REQUEST_SECONDS = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)
 ANSWERS = (1, 2, 5, 10, 20)
 LABELS = ("model_name", "engine")
 # Those of prometheus-fastapi-instrumentator, which vLLM's server uses.
 HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 HTTP_SECONDS = (0.1, 0.5, 1.0)
-HTTP_SECONDS_FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5,
-                     5.0, 7.5, 10.0, 30.0, 60.0)
+HTTP_SECONDS_FINE = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    3.0,
+    3.5,
+    4.0,
+    4.5,
+    5.0,
+    7.5,
+    10.0,
+    30.0,
+    60.0,
+)
 
 
 class Histogram:
-    def __init__(self, name: str, text: str, buckets: Sequence[float], label_names: Sequence[str] = LABELS,
-                 prefix: str = "vllm:") -> None:
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        buckets: Sequence[float],
+        label_names: Sequence[str] = LABELS,
+        prefix: str = "vllm:",
+    ) -> None:
         self.name, self.text, self.buckets, self.label_names = prefix + name, text, buckets, label_names
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
@@ -67,23 +158,54 @@ class ModelMetrics:
         self.generation_tokens = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         sizes = _one_two_five(max_model_len)
-        self.first_token = Histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.", FIRST_TOKEN_SECONDS)
-        self.between_tokens = Histogram("inter_token_latency_seconds", "Seconds between tokens of an answer.", TOKEN_SECONDS)
-        self.per_token = Histogram("request_time_per_output_token_seconds", "Mean seconds a token after the first.", TOKEN_SECONDS)
-        self.whole = Histogram("e2e_request_latency_seconds", "Seconds from arrival to the last token.", REQUEST_SECONDS)
-        self.queue = Histogram("request_queue_time_seconds", "Seconds a request waited for its first step.", REQUEST_SECONDS)
-        self.prefill = Histogram("request_prefill_time_seconds", "Seconds from the first step to the first token.", REQUEST_SECONDS)
-        self.inference = Histogram("request_inference_time_seconds", "Seconds from the first step to the last token.", REQUEST_SECONDS)
-        self.decode = Histogram("request_decode_time_seconds", "Seconds from the first to the last token.", REQUEST_SECONDS)
+        self.first_token = Histogram(
+            "time_to_first_token_seconds", "Seconds from arrival to the first token.", FIRST_TOKEN_SECONDS
+        )
+        self.between_tokens = Histogram(
+            "inter_token_latency_seconds", "Seconds between tokens of an answer.", TOKEN_SECONDS
+        )
+        self.per_token = Histogram(
+            "request_time_per_output_token_seconds", "Mean seconds a token after the first.", TOKEN_SECONDS
+        )
+        self.whole = Histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to the last token.", REQUEST_SECONDS
+        )
+        self.queue = Histogram(
+            "request_queue_time_seconds", "Seconds a request waited for its first step.", REQUEST_SECONDS
+        )
+        self.prefill = Histogram(
+            "request_prefill_time_seconds", "Seconds from the first step to the first token.", REQUEST_SECONDS
+        )
+        self.inference = Histogram(
+            "request_inference_time_seconds",
+            "Seconds from the first step to the last token.",
+            REQUEST_SECONDS,
+        )
+        self.decode = Histogram(
+            "request_decode_time_seconds", "Seconds from the first to the last token.", REQUEST_SECONDS
+        )
         self.prompt_sizes = Histogram("request_prompt_tokens", "Prompt tokens, by request.", sizes)
         self.answer_sizes = Histogram("request_generation_tokens", "Generated tokens, by request.", sizes)
         self.max_tokens = Histogram("request_params_max_tokens", "max_tokens, by request.", sizes)
         self.answers = Histogram("request_params_n", "n, by request.", ANSWERS)
-        self.longest = Histogram("request_max_num_generation_tokens",
-                                 "Tokens of the longest of n answers, by prompt.", sizes)
-        self.histograms = (self.first_token, self.between_tokens, self.per_token, self.whole, self.queue, self.prefill, self.inference,
-                           self.decode, self.prompt_sizes, self.answer_sizes, self.max_tokens, self.answers,
-                           self.longest)
+        self.longest = Histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest of n answers, by prompt.", sizes
+        )
+        self.histograms = (
+            self.first_token,
+            self.between_tokens,
+            self.per_token,
+            self.whole,
+            self.queue,
+            self.prefill,
+            self.inference,
+            self.decode,
+            self.prompt_sizes,
+            self.answer_sizes,
+            self.max_tokens,
+            self.answers,
+            self.longest,
+        )
 
     def begin(self, request: Request) -> RequestTimes:
         return RequestTimes(self, request)
@@ -96,40 +218,68 @@ class ModelMetrics:
     def collect(self, stats: Stats, sleeping_level: int | None, refused: int) -> Iterable[Metric]:
         """sleeping_level: None while the engine is awake. refused: requests that found the queue full."""
         for name, text, value in (
-                ("num_requests_running", "Requests that are being computed.", stats.num_running),
-                ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
-                ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", stats.kv_cache_usage)):
+            ("num_requests_running", "Requests that are being computed.", stats.num_running),
+            ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", stats.kv_cache_usage),
+        ):
             yield self._one(GaugeMetricFamily("vllm:" + name, text, labels=LABELS), value)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting_by_reason",
-                                    "Requests that wait for room (capacity), or for a grammar, a store or a "
-                                    "model that sleeps (deferred).", labels=(*LABELS, "reason"))
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait for room (capacity), or for a grammar, a store or a "
+            "model that sleeps (deferred).",
+            labels=(*LABELS, "reason"),
+        )
         waiting.add_metric((*self.labels, "capacity"), stats.num_waiting - stats.num_deferred)
         waiting.add_metric((*self.labels, "deferred"), stats.num_deferred)
         yield waiting
-        cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings, in labels.",
-                                  labels=(*LABELS, *self.cache_config))
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "The KV cache's settings, in labels.",
+            labels=(*LABELS, *self.cache_config),
+        )
         cache.add_metric((*self.labels, *self.cache_config.values()), 1.0)
         yield cache
-        state = GaugeMetricFamily("vllm:engine_sleep_state", "Whether the engine is awake, or asleep at level 1 or 2.",
-                                  labels=(*LABELS, "sleep_state"))
+        state = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "Whether the engine is awake, or asleep at level 1 or 2.",
+            labels=(*LABELS, "sleep_state"),
+        )
         for name, levels in (("awake", (None, 0)), ("weights_offloaded", (1,)), ("discard_all", (2,))):
             state.add_metric((*self.labels, name), int(sleeping_level in levels))
         yield state
         for name, text, value in (
-                ("num_preemptions", "Sequences that lost their blocks and were computed again.", stats.num_preemptions),
-                ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
-                ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_cache_hits),
-                ("prompt_tokens", "Prompt tokens taken in.", self.prompt_tokens),
-                ("prompt_tokens_cached", "Of them, found in the prefix cache.", self.cached_tokens),
-                ("external_prefix_cache_queries", "Prompt tokens looked up in the tiers below the device.",
-                 stats.external_prefix_cache_queries),
-                ("external_prefix_cache_hits", "Prompt tokens fetched from there.", stats.external_prefix_cache_hits),
-                ("generation_tokens", "Tokens generated.", self.generation_tokens),
-                ("admission_rejections", "Requests refused as the queue was full.", refused)):
+            (
+                "num_preemptions",
+                "Sequences that lost their blocks and were computed again.",
+                stats.num_preemptions,
+            ),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_cache_hits),
+            ("prompt_tokens", "Prompt tokens taken in.", self.prompt_tokens),
+            ("prompt_tokens_cached", "Of them, found in the prefix cache.", self.cached_tokens),
+            (
+                "external_prefix_cache_queries",
+                "Prompt tokens looked up in the tiers below the device.",
+                stats.external_prefix_cache_queries,
+            ),
+            (
+                "external_prefix_cache_hits",
+                "Prompt tokens fetched from there.",
+                stats.external_prefix_cache_hits,
+            ),
+            ("generation_tokens", "Tokens generated.", self.generation_tokens),
+            ("admission_rejections", "Requests refused as the queue was full.", refused),
+        ):
             yield self._one(CounterMetricFamily("vllm:" + name, text, labels=LABELS), value)
         if stats.kv_tiers:
             yield from self._tiers(stats)
-        ended = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason"))
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason")
+        )
         for reason, count in self.finished.items():
             ended.add_metric((*self.labels, str(reason)), count)
         yield ended
@@ -141,22 +291,54 @@ class ModelMetrics:
 
     def _tiers(self, stats: Stats) -> Iterable[Metric]:
         """The metrics of KV blocks below the device."""
-        dropped = CounterMetricFamily("shoal:kv_dropped_blocks", "KV blocks that left the device and are kept nowhere.", labels=LABELS)
+        dropped = CounterMetricFamily(
+            "shoal:kv_dropped_blocks", "KV blocks that left the device and are kept nowhere.", labels=LABELS
+        )
         yield self._one(dropped, stats.kv_dropped_blocks)
         labels, tiers = (*LABELS, "tier"), stats.kv_tiers
         for name, text, values in (
-                ("used_bytes", "Of the tier's room, in use.", {tier: one.used_bytes for tier, one in tiers.items()}),
-                ("capacity_bytes", "The tier's room; 0: unknown.", {tier: one.capacity_bytes for tier, one in tiers.items()})):
+            (
+                "used_bytes",
+                "Of the tier's room, in use.",
+                {tier: one.used_bytes for tier, one in tiers.items()},
+            ),
+            (
+                "capacity_bytes",
+                "The tier's room; 0: unknown.",
+                {tier: one.capacity_bytes for tier, one in tiers.items()},
+            ),
+        ):
             gauge = GaugeMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
             for tier, value in values.items():
                 gauge.add_metric((*self.labels, tier), value)
             yield gauge
         for name, text, values in (
-                ("stored_blocks", "KV blocks that came from above.", {tier: one.stored_blocks for tier, one in tiers.items()}),
-                ("stored_bytes", "Their bytes.", {tier: one.stored_blocks * one.block_bytes for tier, one in tiers.items()}),
-                ("fetched_blocks", "KV blocks brought back to the device.", {tier: one.fetched_blocks for tier, one in tiers.items()}),
-                ("fetched_bytes", "Their bytes.", {tier: one.fetched_blocks * one.block_bytes for tier, one in tiers.items()}),
-                ("failed_blocks", "KV blocks whose transfer failed.", {tier: one.failed_blocks for tier, one in tiers.items()})):
+            (
+                "stored_blocks",
+                "KV blocks that came from above.",
+                {tier: one.stored_blocks for tier, one in tiers.items()},
+            ),
+            (
+                "stored_bytes",
+                "Their bytes.",
+                {tier: one.stored_blocks * one.block_bytes for tier, one in tiers.items()},
+            ),
+            (
+                "fetched_blocks",
+                "KV blocks brought back to the device.",
+                {tier: one.fetched_blocks for tier, one in tiers.items()},
+            ),
+            (
+                "fetched_bytes",
+                "Their bytes.",
+                {tier: one.fetched_blocks * one.block_bytes for tier, one in tiers.items()},
+            ),
+            (
+                "failed_blocks",
+                "KV blocks whose transfer failed.",
+                {tier: one.failed_blocks for tier, one in tiers.items()},
+            ),
+        ):
             counter = CounterMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
             for tier, value in values.items():
                 counter.add_metric((*self.labels, tier), value)
@@ -178,10 +360,11 @@ class RequestTimes:
         self.first = self.last = self.queued = 0.0
         self.count = 0
         self.ended = False
-        self.reason: FinishReason | None = None    # None: it runs, or the engine refused it
+        self.reason: FinishReason | None = None  # None: it runs, or the engine refused it
 
     def tokens(self, count: int, num_cached: int, queued: float) -> None:
-        """`count` tokens came now, maybe none. queued: seconds the request waited, told with its first token."""
+        """`count` tokens came now, maybe none. queued: seconds the request waited, told with its first
+        token."""
         now, metrics = time.perf_counter(), self.metrics
         if not self.first:
             self.first, self.queued = now, queued
@@ -229,11 +412,15 @@ class HttpMetrics:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[tuple[str, str, str], int] = {}    # by method, status and handler
-        self._by_handler: dict[tuple[str, str], Histogram] = {}    # by method and handler
-        self._all = Histogram("http_request_duration_highr_seconds",
-                              "Seconds a request took, with many buckets.",
-                              HTTP_SECONDS_FINE, (), prefix="")
+        self._requests: dict[tuple[str, str, str], int] = {}  # by method, status and handler
+        self._by_handler: dict[tuple[str, str], Histogram] = {}  # by method and handler
+        self._all = Histogram(
+            "http_request_duration_highr_seconds",
+            "Seconds a request took, with many buckets.",
+            HTTP_SECONDS_FINE,
+            (),
+            prefix="",
+        )
 
     def observe(self, method: str, handler: str, status: int, seconds: float) -> None:
         method = method if method in HTTP_METHODS else "none"
@@ -245,14 +432,19 @@ class HttpMetrics:
         self._all.observe(seconds)
 
     def collect(self) -> Iterable[Metric]:
-        requests = CounterMetricFamily("http_requests", "Requests, by method, status and handler.",
-                                       labels=("method", "status", "handler"))
+        requests = CounterMetricFamily(
+            "http_requests",
+            "Requests, by method, status and handler.",
+            labels=("method", "status", "handler"),
+        )
         for key, count in self._requests.items():
             requests.add_metric(key, count)
         yield requests
-        durations = HistogramMetricFamily("http_request_duration_seconds",
-                                          "Seconds a request took, by method and handler.",
-                                          labels=("method", "handler"))
+        durations = HistogramMetricFamily(
+            "http_request_duration_seconds",
+            "Seconds a request took, by method and handler.",
+            labels=("method", "handler"),
+        )
         for labels, histogram in self._by_handler.items():
             histogram.add_to(durations, labels)
         yield durations
@@ -260,7 +452,8 @@ class HttpMetrics:
 
 
 class Snapshot:
-    """A collector of metrics that were made before: engines are asked asynchronously, prometheus_client collects at once."""
+    """A collector of metrics that were made before: engines are asked asynchronously, prometheus_client
+    collects at once."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self.families = families
@@ -275,7 +468,7 @@ class Snapshot:
 def exposition(families: Iterable[Metric]) -> bytes:
     """Prometheus' text format, with what the process itself has to say (memory, file descriptors, Python)."""
     merged: dict[str, Metric] = {}
-    for family in families:    # several models: one family each, with all their samples
+    for family in families:  # several models: one family each, with all their samples
         if family.name in merged:
             merged[family.name].samples += family.samples
         else:

@@ -9,5 +9,11 @@ from shoal.api import (
     RequestOutput,
 )
 
-__all__ = ["BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "EmbeddingOutput",
-           "EmbeddingRequestOutput", "RequestOutput"]
+__all__ = [
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "RequestOutput",
+]

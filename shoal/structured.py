@@ -1,7 +1,9 @@
-"""What an answer must look like, as a grammar of llguidance. Torch-free: the server checks a request here before it is admitted.
+"""What an answer must look like, as a grammar of llguidance. Torch-free: the server checks a request here
+before it is admitted.
 
-`grammar_of` translates, `check` also proves that llguidance takes the result; engine/grammar.py compiles it for a tokenizer. A grammar is
-a program that a stranger sends: its size, its nesting and llguidance's own limits bound what it may cost.
+`grammar_of` translates, `check` also proves that llguidance takes the result; engine/grammar.py compiles it
+for a tokenizer. A grammar is a program that a stranger sends: its size, its nesting and llguidance's own
+limits bound what it may cost.
 """
 
 from __future__ import annotations
@@ -23,15 +25,21 @@ from shoal.api import STRUCTURED_KINDS, StructuredOutputsParams
 from shoal.closed_schema import closed
 from shoal.errors import RequestError
 
-MAX_BYTES = 128 * 1024       # of a specification's text: what it may need in stack and time grows with it
-MAX_NESTING = 60             # of a JSON schema; the parser below ends at 128 levels of the JSON text
-MAX_RULES = 1000             # of a grammar
-MAX_MULTIPLE = 100_000       # product of a schema's `multipleOf`s: the automaton has that many states
-MAX_DIGITS = 40              # of a number in a schema
+MAX_BYTES = 128 * 1024  # of a specification's text: what it may need in stack and time grows with it
+MAX_NESTING = 60  # of a JSON schema; the parser below ends at 128 levels of the JSON text
+MAX_RULES = 1000  # of a grammar
+MAX_MULTIPLE = 100_000  # product of a schema's `multipleOf`s: the automaton has that many states
+MAX_DIGITS = 40  # of a number in a schema
 
-LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, initial_lexer_fuel=500_000, step_max_items=20_000,
-                        verbose_errors=False)
-STACK_BYTES = 256 << 20      # llguidance recurses along rules, up to 40 MiB deep for MAX_BYTES; untouched pages cost nothing
+LIMITS = LLParserLimits(
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    initial_lexer_fuel=500_000,
+    step_max_items=20_000,
+    verbose_errors=False,
+)
+# llguidance recurses along rules, up to 40 MiB deep for MAX_BYTES; untouched pages cost nothing
+STACK_BYTES = 256 << 20
 
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
@@ -42,9 +50,12 @@ T = TypeVar("T")
 
 
 def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
-    """Raises RequestError that names what is wrong with the specification and where. Takes a millisecond, half a second at worst."""
+    """Raises RequestError that names what is wrong with the specification and where. Takes a millisecond,
+    half a second at worst."""
     if (message := _problem(grammar_of(params, closes_objects))) is not None:
-        raise RequestError(f"structured_outputs.{_kind(params)} is not usable: {message}; mend or simplify it")
+        raise RequestError(
+            f"structured_outputs.{_kind(params)} is not usable: {message}; mend or simplify it"
+        )
 
 
 def grammar_of(params: StructuredOutputsParams, closes_objects: bool = True) -> str:
@@ -61,14 +72,19 @@ def grammar_of(params: StructuredOutputsParams, closes_objects: bool = True) -> 
         if kind == "structural_tag":
             return _tag_grammar(params, closes_objects)
         if params.whitespace_pattern is not None:
-            raise RequestError(f"structured_outputs.whitespace_pattern belongs to json and json_object, not to {kind}; leave it out")
+            raise RequestError(
+                f"structured_outputs.whitespace_pattern belongs to json and json_object, not to {kind}; "
+                "leave it out"
+            )
         if kind == "regex":
             return LLMatcher.grammar_from_regex(_bounded(kind, params.regex or ""))
         if kind == "choice":
             return _choice_grammar(params.choice or [])
         return LLMatcher.grammar_from_lark(_lark(_bounded(kind, params.grammar or "")))
     except UnicodeEncodeError:
-        raise RequestError(f"structured_outputs.{kind} holds half a character (a lone surrogate); send whole ones") from None
+        raise RequestError(
+            f"structured_outputs.{kind} holds half a character (a lone surrogate); send whole ones"
+        ) from None
 
 
 def in_deep_thread(call: Callable[[], T]) -> Future[T]:
@@ -79,7 +95,9 @@ def in_deep_thread(call: Callable[[], T]) -> Future[T]:
 @functools.lru_cache(maxsize=512)
 def _problem(grammar: str) -> str | None:
     """What llguidance says of a grammar that it doesn't take."""
-    failed, messages = in_deep_thread(lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)).result()
+    failed, messages = in_deep_thread(
+        lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    ).result()
     return short(messages[0]) if failed else None
 
 
@@ -98,11 +116,14 @@ def _kind(params: StructuredOutputsParams) -> str:
 def _bounded(kind: str, text: str) -> str:
     size = len(text.encode())
     if size > MAX_BYTES:
-        raise RequestError(f"structured_outputs.{kind} has {size} bytes, more than {MAX_BYTES}; make it smaller")
+        raise RequestError(
+            f"structured_outputs.{kind} has {size} bytes, more than {MAX_BYTES}; make it smaller"
+        )
     return text
 
 
 # JSON
+
 
 def _json_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
     schema = {"type": "object"} if params.json_object else params.json
@@ -112,7 +133,7 @@ def _json_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
     text = _schema_text("json", schema, closes_objects)
     try:
         options = _json_options(params)
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)    # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
     except ValueError as error:
         raise RequestError(f"structured_outputs.json is not usable: {short(str(error))}; mend it") from None
 
@@ -122,8 +143,10 @@ def _schema_text(kind: str, schema: Any, closes_objects: bool, **more: Any) -> s
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise RequestError(f"structured_outputs.{kind} {schema!r:.60} is no JSON schema; send an object (or "
-                           f"true for any JSON)")
+        raise RequestError(
+            f"structured_outputs.{kind} {schema!r:.60} is no JSON schema; send an object (or "
+            f"true for any JSON)"
+        )
     _bounded(kind, _json_text(kind, schema))
     return _json_text(kind, {**(closed(schema) if closes_objects else schema), **more})
 
@@ -139,8 +162,9 @@ def _json_text(kind: str, value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.{kind} is no JSON ({error}); send plain objects, lists, "
-                           f"texts and numbers") from None
+        raise RequestError(
+            f"structured_outputs.{kind} is no JSON ({error}); send plain objects, lists, texts and numbers"
+        ) from None
 
 
 def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -154,19 +178,25 @@ def _check_nesting(kind: str, schema: Any) -> None:
     multiple = 1
     for depth, key, value in _walk(schema):
         if depth > MAX_NESTING:
-            raise RequestError(f"structured_outputs.{kind} is nested deeper than {MAX_NESTING} levels; "
-                               f"flatten it, or use $defs and $ref")
+            raise RequestError(
+                f"structured_outputs.{kind} is nested deeper than {MAX_NESTING} levels; "
+                f"flatten it, or use $defs and $ref"
+            )
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             digits = Decimal(repr(value)).normalize()
             if abs(digits.adjusted()) > MAX_DIGITS or len(digits.as_tuple().digits) > MAX_DIGITS:
-                raise RequestError(f"structured_outputs.{kind} has a number of more than {MAX_DIGITS} digits "
-                                   f"({key}); make it smaller")
+                raise RequestError(
+                    f"structured_outputs.{kind} has a number of more than {MAX_DIGITS} digits "
+                    f"({key}); make it smaller"
+                )
             if key == "multipleOf":
                 multiple *= math.prod(Decimal(repr(value)).as_integer_ratio())
         if multiple > MAX_MULTIPLE:
-            raise RequestError(f"structured_outputs.{kind} has multipleOf values with the product "
-                               f"{multiple}, more than {MAX_MULTIPLE}; "
-                               "use smaller ones")
+            raise RequestError(
+                f"structured_outputs.{kind} has multipleOf values with the product "
+                f"{multiple}, more than {MAX_MULTIPLE}; "
+                "use smaller ones"
+            )
 
 
 def _walk(schema: Any) -> Iterator[tuple[int, str, Any]]:
@@ -183,6 +213,7 @@ def _walk(schema: Any) -> Iterator[tuple[int, str, Any]]:
 
 # Structural tags
 
+
 def _tag_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
     """Lark of a structural tag in xgrammar's form, which vLLM takes: {"type": "structural_tag", "format":
     {"type": "or", ...}}."""
@@ -192,21 +223,25 @@ def _tag_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
     _bounded(kind, _json_text(kind, tag))
     _check_nesting(kind, tag)
     if not isinstance(tag, dict) or tag.get("type") != kind or not isinstance(tag.get("format"), dict):
-        raise RequestError(f'structured_outputs.{kind} {tag!r:.60} is none; send {{"type": "structural_tag", '
-                           f'"format": {{...}}}}')
+        raise RequestError(
+            f'structured_outputs.{kind} {tag!r:.60} is none; send {{"type": "structural_tag", '
+            f'"format": {{...}}}}'
+        )
     rules: list[str] = []
     options = _json_options(params)
 
     def text(part: dict[str, Any], name: str) -> str:
         if not isinstance(value := part.get(name, ""), str):
-            raise RequestError(f"structured_outputs.{kind} has the {name} {value!r:.60}, which is no text; "
-                               f"give a string")
+            raise RequestError(
+                f"structured_outputs.{kind} has the {name} {value!r:.60}, which is no text; give a string"
+            )
         return _lark_text(value) if value else ""
 
     def names(part: dict[str, Any], name: str) -> list[str]:
         if not isinstance(values := part.get(name), list) or not values:
-            raise RequestError(f"structured_outputs.{kind} has the {name} {values!r:.60}; give a list of at "
-                               f"least one")
+            raise RequestError(
+                f"structured_outputs.{kind} has the {name} {values!r:.60}; give a list of at least one"
+            )
         return [rule(value) for value in values]
 
     def rule(part: Any) -> str:
@@ -233,9 +268,11 @@ def _tag_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
                 body = one if part.get("stop_after_first") else f"{one} ({text(part, 'separator')} {one})*"
                 body = body if part.get("at_least_one") else f"({body})?"
             case other:
-                raise RequestError(f"structured_outputs.{kind} has a format of the type {other!r:.60}; there "
-                                   f"are const_string, json_schema, "
-                                   "sequence, or, tag and tags_with_separator")
+                raise RequestError(
+                    f"structured_outputs.{kind} has a format of the type {other!r:.60}; there "
+                    f"are const_string, json_schema, "
+                    "sequence, or, tag and tags_with_separator"
+                )
         rules.append(f"r{len(rules)}: {body}")
         if len(rules) > MAX_RULES:
             raise RequestError(f"structured_outputs.{kind} has more than {MAX_RULES} parts; make it smaller")
@@ -247,11 +284,15 @@ def _tag_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
 
 # Grammars
 
+
 def _choice_grammar(choice: list[str]) -> str:
-    """One terminal: as alternatives of a rule each would be an item of the parser's row, and a row is bounded."""
+    """One terminal: as alternatives of a rule each would be an item of the parser's row, and a row is
+    bounded."""
     texts = dict.fromkeys(choice)
     _bounded("choice", "".join(texts))
-    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(_lark_text(text) for text in texts))
+    return LLMatcher.grammar_from_lark(
+        "start: CHOICE\nCHOICE: " + " | ".join(_lark_text(text) for text in texts)
+    )
 
 
 def _lark_text(text: str) -> str:
@@ -265,33 +306,43 @@ def _lark(grammar: str) -> str:
     """The grammar as Lark, which it is unless it has rules `name ::= ...`."""
     if GBNF_RULE.search(grammar):
         if (count := grammar.count("::=")) > MAX_RULES:
-            raise RequestError(f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller")
+            raise RequestError(
+                f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller"
+            )
         try:
             return gbnf_to_lark(UNICODE_ESCAPE.sub(_character, grammar))
         except RecursionError:
             raise RequestError("structured_outputs.grammar is nested too deep; split it into rules") from None
         except (GbnfToLarkError, IndexError, ValueError) as error:
             raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
-        except Exception as error:    # noqa: BLE001 - the converter raises nothing narrower for a rule that is missing
+        except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower for a rule that is missing
             raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
     if (count := len(LARK_RULE.findall(grammar))) > MAX_RULES:
-        raise RequestError(f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller")
+        raise RequestError(
+            f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller"
+        )
     for found in DIRECTIVE.finditer(grammar):
         if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
-            raise RequestError(f"structured_outputs.grammar uses %{name}; of directives only %ignore is supported, and a JSON schema is "
-                               "given as structured_outputs.json")
+            raise RequestError(
+                f"structured_outputs.grammar uses %{name}; of directives only %ignore is supported, and a "
+                "JSON schema is "
+                "given as structured_outputs.json"
+            )
     return grammar
 
 
 def _character(found: re.Match[str]) -> str:
-    """\\u0041 as the character itself, which the converter would misread; escaped where it has a meaning in a GBNF text or class."""
+    """\\u0041 as the character itself, which the converter would misread; escaped where it has a meaning in a
+    GBNF text or class."""
     if found[1] is not None:
         return found[1]
     code = int(found[2] or found[3], 16)
     if code < 256 and not chr(code).isalnum():
         return f"\\x{code:02x}"
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise RequestError(f"structured_outputs.grammar has the escape {found[0]}, which is no character; mend it")
+        raise RequestError(
+            f"structured_outputs.grammar has the escape {found[0]}, which is no character; mend it"
+        )
     return chr(code)
 
 
@@ -301,7 +352,7 @@ def _deep_thread() -> ThreadPoolExecutor:
     with _start_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
-            pool.submit(int).result()    # threads take the size that holds when they start
+            pool.submit(int).result()  # threads take the size that holds when they start
         finally:
             threading.stack_size(before)
     return pool

@@ -1,7 +1,9 @@
-"""Tokenizer: text to ids and back, for a Hugging Face folder or a GGUF file. Method names are those of transformers' tokenizers.
+"""Tokenizer: text to ids and back, for a Hugging Face folder or a GGUF file. Method names are those of
+transformers' tokenizers.
 
-Encoding is the `tokenizers` library's. Decoding goes token by token through bytes (TokenBytes), so that a whole text and a stream of tokens
-(detokenizer.py) cannot differ. Chat templates are rendered by chat_template.py, GGUF metadata is understood by gguf_tokenizer.py.
+Encoding is the `tokenizers` library's. Decoding goes token by token through bytes (TokenBytes), so that a
+whole text and a stream of tokens (detokenizer.py) cannot differ. Chat templates are rendered by
+chat_template.py, GGUF metadata is understood by gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENIZER_BYTES = 256 << 20    # the largest published tokenizer.json has 33 MB
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MB
 MAX_TEMPLATE_BYTES = 1 << 20
-LONG_TEXT = 4096    # characters: some milliseconds of work
+LONG_TEXT = 4096  # characters: some milliseconds of work
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -38,19 +40,21 @@ class TokenizerFiles(Protocol):
     """What `load_tokenizer` reads of a resolved checkpoint."""
 
     @property
-    def kind(self) -> str: ...    # "gguf", or something else for a folder
+    def kind(self) -> str: ...  # "gguf", or something else for a folder
 
     @property
-    def path(self) -> Path: ...    # what errors name
+    def path(self) -> Path: ...  # what errors name
 
     @property
     def folder(self) -> Path: ...
 
     @property
-    def metadata(self) -> Mapping[str, Any]: ...    # of a GGUF file
+    def metadata(self) -> Mapping[str, Any]: ...  # of a GGUF file
 
 
-def load_tokenizer(files: TokenizerFiles, tokenizer: str | None = None, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    files: TokenizerFiles, tokenizer: str | None = None, chat_template: str | None = None
+) -> Tokenizer:
     """The checkpoint's own tokenizer, or that of the folder (or tokenizer.json) `tokenizer`.
 
     chat_template: a template or the path of one, instead of the tokenizer's own.
@@ -79,37 +83,55 @@ def end_token_ids(of_model: Iterable[int], tokenizer: Tokenizer | None, vocab_si
 class Tokenizer:
     """Ids beyond the vocabulary (models pad theirs) are no error: they decode to nothing."""
 
-    def __init__(self, backend: Backend, special_tokens: Mapping[str, str], eos_token_ids: Iterable[int] = (),
-                 chat_templates: Mapping[str, str] | None = None) -> None:
-        """special_tokens: {"bos_token": text, ...}. chat_templates: by name; "default" and "tool_use" have a meaning."""
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Iterable[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """special_tokens: {"bos_token": text, ...}. chat_templates: by name; "default" and "tool_use" have a
+        meaning."""
         backend.no_truncation()
         backend.no_padding()
         # They are skipped in output even if the file forgot to mark them as special.
         marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        backend.add_special_tokens([AddedToken(t, normalized=False) for t in special_tokens.values()
-                                    if t not in marked and backend.token_to_id(t) is not None])
+        backend.add_special_tokens(
+            [
+                AddedToken(t, normalized=False)
+                for t in special_tokens.values()
+                if t not in marked and backend.token_to_id(t) is not None
+            ]
+        )
         self._backend = backend
         self.special_tokens_map = dict(special_tokens)
         self.chat_templates = dict(chat_templates or {})
-        self._compiled: dict[str, ChatTemplate] = {}    # the model's own, by name
+        self._compiled: dict[str, ChatTemplate] = {}  # the model's own, by name
         self._told_of_tools = False
         own = [self.eos_token_id] if self.eos_token_id is not None else []
         self.eos_token_ids = tuple(dict.fromkeys([*own, *eos_token_ids]))
-        self.all_special_ids = sorted(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.all_special_ids = sorted(
+            i for i, token in backend.get_added_tokens_decoder().items() if token.special
+        )
         self.token_bytes = TokenBytes(backend)
         self.shown_bytes = TokenBytes(backend, hidden=self.all_special_ids)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Raises CheckpointError where tokenizer.json is missing, damaged, or of a kind that cannot be decoded token by token.
+        """Raises CheckpointError where tokenizer.json is missing, damaged, or of a kind that cannot be
+        decoded token by token.
 
-        What encode adds around a text, tokenizer.json itself says. add_bos_token in tokenizer_config.json is not read, as in transformers.
+        What encode adds around a text, tokenizer.json itself says. add_bos_token in tokenizer_config.json is
+        not read, as in transformers.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise CheckpointError(f"{folder} has no tokenizer.json; save one there with transformers' AutoTokenizer.save_pretrained, "
-                                  "or name a folder that has one with the option `tokenizer`")
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json; save one there with transformers' "
+                "AutoTokenizer.save_pretrained, "
+                "or name a folder that has one with the option `tokenizer`"
+            )
         content = read_bounded(file, MAX_TOKENIZER_BYTES)
         with refusing(f"{file} is no tokenizer"):
             backend = Backend.from_buffer(content)
@@ -122,8 +144,9 @@ class Tokenizer:
                 special[role] = text
         config = read_object(folder / "config.json")
         generation = read_object(folder / "generation_config.json")
-        ends = (_ids(generation.get("eos_token_id"), f"{folder / 'generation_config.json'}: eos_token_id")
-                or _ids(config.get("eos_token_id"), f"{folder / 'config.json'}: eos_token_id"))
+        ends = _ids(
+            generation.get("eos_token_id"), f"{folder / 'generation_config.json'}: eos_token_id"
+        ) or _ids(config.get("eos_token_id"), f"{folder / 'config.json'}: eos_token_id")
         begins = _ids(config.get("bos_token_id"), f"{folder / 'config.json'}: bos_token_id")
         for role, ids in (("bos_token", begins), ("eos_token", ends)):
             if role not in special and ids and (text := backend.id_to_token(ids[0])) is not None:
@@ -140,42 +163,57 @@ class Tokenizer:
         """Raises CheckpointError as gguf_tokenizer.build_backend does."""
         template = metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
-            raise CheckpointError(f"tokenizer.chat_template {template!r:.80} of the GGUF file is no text; "
-                                  f"{gguf_tokenizer.WAY_OUT}")
+            raise CheckpointError(
+                f"tokenizer.chat_template {template!r:.80} of the GGUF file is no text; "
+                f"{gguf_tokenizer.WAY_OUT}"
+            )
         with refusing("the tokenizer in the GGUF file is damaged"):
             backend = gguf_tokenizer.build_backend(metadata)
-            return cls(backend, gguf_tokenizer.special_tokens(metadata),
-                       gguf_tokenizer.end_token_ids(metadata, backend),
-                       {"default": template} if template else None)
+            return cls(
+                backend,
+                gguf_tokenizer.special_tokens(metadata),
+                gguf_tokenizer.end_token_ids(metadata, backend),
+                {"default": template} if template else None,
+            )
 
     # Text and ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError for what is no text of whole characters. Other threads go on while a long text is encoded."""
+        """Raises RequestError for what is no text of whole characters. Other threads go on while a long text
+        is encoded."""
         try:
-            if len(text) < LONG_TEXT:    # a batch costs more to begin
+            if len(text) < LONG_TEXT:  # a batch costs more to begin
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
-            raise RequestError(f"the prompt {text!r:.80} is no text of whole characters; give a str without lone surrogates") from None
+            raise RequestError(
+                f"the prompt {text!r:.80} is no text of whole characters; give a str without lone surrogates"
+            ) from None
         except BaseException as error:
             if not _is_panic(error):
                 raise
             # A pattern of the checkpoint's pre-tokenizer that needs too many tries.
-            raise RequestError(f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; "
-                               "shorten it, or give another tokenizer with the option `tokenizer`") from None
+            raise RequestError(
+                f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; "
+                "shorten it, or give another tokenizer with the option `tokenizer`"
+            ) from None
 
     @functools.cached_property
     def longest_token(self) -> int:
         """The most bytes of a text that one token may stand for. It takes a tenth of a second to find."""
         longest = max((len(self.token_bytes[i]) for i in range(len(self))), default=1)
-        # A normalizer may make a text shorter before it is cut into tokens: four bytes of a composed letter may become one.
+        # A normalizer may make a text shorter before it is cut into tokens: four bytes of a composed letter
+        # may become one.
         return max(1, longest) * (1 if self._backend.normalizer is None else 4)
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
         """{"input_ids": ids}, or a list of ids each for a list of texts."""
         many = not isinstance(text, str)
-        return {"input_ids": [self.encode(t, add_special_tokens) for t in text] if many else self.encode(text, add_special_tokens)}    # type: ignore[arg-type]
+        return {
+            "input_ids": [self.encode(t, add_special_tokens) for t in text]
+            if many
+            else self.encode(text, add_special_tokens)
+        }  # type: ignore[arg-type]
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         pieces = self.shown_bytes if skip_special_tokens else self.token_bytes
@@ -184,19 +222,25 @@ class Tokenizer:
         return text.removeprefix(" ") if pieces.strips_first_space else text
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself; special tokens are shown, a leading space stays, half a character is U+FFFD."""
+        """The text of one token by itself; special tokens are shown, a leading space stays, half a character
+        is U+FFFD."""
         return self.token_bytes[token_id].decode("utf-8", self.token_bytes.errors)
 
     def bad_word_ids(self, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that spell these words, and those that spell them after a space if only tokens and not their number differ.
+        """The token sequences that spell these words, and those that spell them after a space if only tokens
+        and not their number differ.
 
         The rule is vLLM's. Sequences with ids from `vocab_size` up can't be drawn anyway and are left out.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
-            bare, spaced = (tuple(self.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " "))
+            bare, spaced = (
+                tuple(self.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
             if not bare:
-                raise RequestError(f"bad word {word!r} has no tokens; give words with at least one visible character")
+                raise RequestError(
+                    f"bad word {word!r} has no tokens; give words with at least one visible character"
+                )
             found.append(bare)
             if spaced[0] != bare[0] and len(spaced) == len(bare):
                 found.append(spaced)
@@ -206,10 +250,18 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, token_ids: int | Iterable[int]) -> Any:
         """Tokens as the vocabulary spells them, None for ids beyond it."""
-        return self._backend.id_to_token(token_ids) if isinstance(token_ids, int) else [self._backend.id_to_token(i) for i in token_ids]
+        return (
+            self._backend.id_to_token(token_ids)
+            if isinstance(token_ids, int)
+            else [self._backend.id_to_token(i) for i in token_ids]
+        )
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        return self._backend.token_to_id(tokens) if isinstance(tokens, str) else [self._backend.token_to_id(t) for t in tokens]
+        return (
+            self._backend.token_to_id(tokens)
+            if isinstance(tokens, str)
+            else [self._backend.token_to_id(t) for t in tokens]
+        )
 
     def get_vocab(self) -> dict[str, int]:
         return self._backend.get_vocab(with_added_tokens=True)
@@ -244,9 +296,17 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
-                            chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
-                            tokenize: bool = True, tool_call_parser: str = "hermes", **variables: Any) -> Any:
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        tool_call_parser: str = "hermes",
+        **variables: Any,
+    ) -> Any:
         """The prompt of a conversation: ids, or text if not `tokenize`. chat_template: a template, or the
         name of one the model has.
 
@@ -256,26 +316,39 @@ class Tokenizer:
         template = self._template(chat_template, bool(tools))
         if tools and not template.reads_tools and not self._told_of_tools:
             self._told_of_tools = True
-            logger.warning("the model's chat template has no place for tools; they are described in the "
-                           "system prompt, in the %s format, and "
-                           "a model that was not trained on it may not call them", tool_call_parser)
-        text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt,
-                               continue_final_message=continue_final_message,
-                               tool_call_parser=tool_call_parser,
-                               **{**self.special_tokens_map, **variables})
+            logger.warning(
+                "the model's chat template has no place for tools; they are described in the "
+                "system prompt, in the %s format, and "
+                "a model that was not trained on it may not call them",
+                tool_call_parser,
+            )
+        text = template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tool_call_parser=tool_call_parser,
+            **{**self.special_tokens_map, **variables},
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def has_place_for_tools(self, chat_template: str | None = None) -> bool:
-        """Whether the template writes tools itself. Without a place they are described in the system message."""
+        """Whether the template writes tools itself. Without a place they are described in the system
+        message."""
         return self._template(chat_template, True).reads_tools
 
     def _template(self, given: str | None, has_tools: bool) -> ChatTemplate:
-        from shoal.chat_template import ChatTemplate  # here, as Jinja takes 50 ms to import and a plain prompt does without
+        # here, as Jinja takes 50 ms to import and a plain prompt does without
+        from shoal.chat_template import ChatTemplate
+
         name = given or ("tool_use" if has_tools and "tool_use" in self.chat_templates else "default")
         if name not in self.chat_templates:
             if given is None:
-                raise RequestError("this model has no chat template; give one with the option `chat_template` (a Jinja template or a path "
-                                   "to one), or write the prompt as text")
+                raise RequestError(
+                    "this model has no chat template; give one with the option `chat_template` (a Jinja "
+                    "template or a path "
+                    "to one), or write the prompt as text"
+                )
             return ChatTemplate(given)
         if name not in self._compiled:
             self._compiled[name] = ChatTemplate(self.chat_templates[name])
@@ -283,7 +356,8 @@ class Tokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The UTF-8 bytes of each token, maybe half a character, worked out when first asked for. Hidden and unknown ids have none."""
+    """The UTF-8 bytes of each token, maybe half a character, worked out when first asked for. Hidden and
+    unknown ids have none."""
 
     def __init__(self, backend: Backend, hidden: Iterable[int] = ()) -> None:
         """Raises CheckpointError for a decoder under which a token's bytes depend on its neighbours."""
@@ -293,16 +367,23 @@ class TokenBytes(dict[int, bytes]):
         steps = {step["type"]: step for step in _decoder_steps(backend)}
         self._byte_level = "ByteLevel" in steps
         self._byte_fallback = "ByteFallback" in steps
-        if not steps or not steps.keys() <= ({"ByteLevel", "Fuse"} if self._byte_level else SENTENCEPIECE_STEPS):
-            raise CheckpointError(f"the decoder {list(steps)} is not supported; only byte-level and "
-                                  "SentencePiece ones are")
-        self.strips_first_space = "Strip" in steps or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
-        # SentencePiece shows every byte that is no text as one U+FFFD, byte-level tokenizers every broken character.
+        if not steps or not steps.keys() <= (
+            {"ByteLevel", "Fuse"} if self._byte_level else SENTENCEPIECE_STEPS
+        ):
+            raise CheckpointError(
+                f"the decoder {list(steps)} is not supported; only byte-level and SentencePiece ones are"
+            )
+        self.strips_first_space = (
+            "Strip" in steps
+            or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
+        )
+        # SentencePiece shows every byte that is no text as one U+FFFD, byte-level tokenizers every broken
+        # character.
         self.errors = "replace" if self._byte_level else "shoal.every-byte"
 
     def __missing__(self, token_id: int) -> bytes:
         if not 0 <= token_id < 1 << 32 or (token := self._backend.id_to_token(token_id)) is None:
-            return b""    # not kept: such ids have no end
+            return b""  # not kept: such ids have no end
         self[token_id] = spelled = self._spell(token_id, token)
         return spelled
 
@@ -317,11 +398,12 @@ class TokenBytes(dict[int, bytes]):
 
 SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-codecs.register_error("shoal.every-byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))    # type: ignore[attr-defined]
+codecs.register_error("shoal.every-byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
 
 
 def _byte_chars() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable Latin-1 as itself, the others from U+0100 on, in order."""
+    """How byte-level vocabularies spell bytes: printable Latin-1 as itself, the others from U+0100 on, in
+    order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -338,7 +420,8 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """By name. A file of its own wins over tokenizer_config.json, the order in which transformers has come to store them."""
+    """By name. A file of its own wins over tokenizer_config.json, the order in which transformers has come to
+    store them."""
     if (file := folder / "chat_template.jinja").is_file():
         try:
             return {"default": read_bounded(file, MAX_TEMPLATE_BYTES).decode()}
@@ -353,11 +436,14 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     if isinstance(stored, dict):
         named = list(stored.items())
     elif isinstance(stored, list):
-        named = [(entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, entry)
-                 for entry in stored]
+        named = [
+            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, entry)
+            for entry in stored
+        ]
     if not all(isinstance(name, str) and isinstance(template, str) for name, template in named):
-        raise CheckpointError(f"{folder / where}: chat_template {stored!r:.80} is neither a template nor "
-                              "templates by name")
+        raise CheckpointError(
+            f"{folder / where}: chat_template {stored!r:.80} is neither a template nor templates by name"
+        )
     return dict(named)
 
 
@@ -368,7 +454,9 @@ def _text_or_file(template: str) -> str:
     try:
         return Path(template).read_text("utf-8")
     except OSError as error:
-        raise CheckpointError(f"chat_template {template!r} is neither a Jinja template nor a readable file: {error.strerror}") from None
+        raise CheckpointError(
+            f"chat_template {template!r} is neither a Jinja template nor a readable file: {error.strerror}"
+        ) from None
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def with_tools(messages: list[dict[str, Any]], text: str, takes_system: bool) ->
         return [{"role": "system", "content": text}, *messages]
     first = roles.index("user")
     said = {**messages[first], "content": f"{text}\n\n{as_text(messages[first]['content'])}"}
-    return [*messages[:first], said, *messages[first + 1:]]
+    return [*messages[:first], said, *messages[first + 1 :]]
 
 
 def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[
                 found.append({"role": "user", "content": result})
             after_results = True
             continue
-        if message["role"] == "user" and after_results:    # many templates want the roles to take turns
+        if message["role"] == "user" and after_results:  # many templates want the roles to take turns
             found[-1]["content"] += f"\n\n{content}"
         elif calls := message.get("tool_calls"):
             texts = [content] if content else []

@@ -1,8 +1,8 @@
 """What crosses between the HTTP process and the core's: msgpack by msgspec. Torch-free.
 
-Messages are tagged arrays; the vocabulary's dataclasses travel inside them as they are (256 outputs of a step: 42 KB, 0.09 ms to encode,
-0.17 ms to decode; as arrays of their own they would save 30 us and cost a second definition). Both sides are of one version: the parent
-starts the child.
+Messages are tagged arrays; the vocabulary's dataclasses travel inside them as they are (256 outputs of a
+step: 42 KB, 0.09 ms to encode, 0.17 ms to decode; as arrays of their own they would save 30 us and cost a
+second definition). Both sides are of one version: the parent starts the child.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.api import Output, Request
 from shoal.config import EngineConfig
 from shoal.errors import EngineDeadError, ShoalError
 
-BEAT_S = 0.5    # between two signs of life of a core
+BEAT_S = 0.5  # between two signs of life of a core
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -24,6 +24,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 # To the core
+
 
 class Start(Message, frozen=True):
     """The first message: build the engine."""
@@ -54,6 +55,7 @@ ToCore = Start | Add | Abort | Call
 
 # From the core
 
+
 class Failure(msgspec.Struct, array_like=True, frozen=True):
     """An error as it travels: the name of its class, and what it says."""
 
@@ -66,7 +68,8 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
         return cls(name, str(error) if isinstance(error, ShoalError) else f"{name}: {error}")
 
     def build(self) -> ShoalError:
-        """The same error where it is one of Shoal's; otherwise the engine failed in a way that nobody foresaw."""
+        """The same error where it is one of Shoal's; otherwise the engine failed in a way that nobody
+        foresaw."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, ShoalError):
             return kind(self.message)
@@ -77,12 +80,13 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     """What the HTTP process must know of the engine, as it was built."""
 
     model: str
-    pid: int                               # of the core's process
+    pid: int  # of the core's process
     max_model_len: int
     vocab_size: int
     hidden_size: int
-    eos_token_ids: tuple[int, ...]         # of the checkpoint; the tokenizer may know more
-    generation_config: dict[str, Any]      # the model's defaults of sampling parameters; {} where the options say so
+    eos_token_ids: tuple[int, ...]  # of the checkpoint; the tokenizer may know more
+    # the model's defaults of sampling parameters; {} where the options say so
+    generation_config: dict[str, Any]
     num_blocks: int
     block_size: int
     max_num_seqs: int
@@ -120,18 +124,19 @@ class Reply(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Sent every BEAT_S seconds by a thread that does nothing else, so that a core which says nothing has stopped as a whole."""
+    """Sent every BEAT_S seconds by a thread that does nothing else, so that a core which says nothing has
+    stopped as a whole."""
 
-    progress: int                          # grows with every step that ends
-    doing: str                             # "step", the name of the call that runs, or "" while there is nothing to do
-    cpu_seconds: float                     # that the process has used so far, where the model runs on the CPU; else 0
+    progress: int  # grows with every step that ends
+    doing: str  # "step", the name of the call that runs, or "" while there is nothing to do
+    cpu_seconds: float  # that the process has used so far, where the model runs on the CPU; else 0
 
 
 FromCore = Ready | Dead | Outputs | Refused | Reply | Beat
 
 _encoder = msgspec.msgpack.Encoder()
-_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)    # type: ignore[arg-type]
-_from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)    # type: ignore[arg-type]
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)  # type: ignore[arg-type]
+_from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)  # type: ignore[arg-type]
 
 
 def encode(message: Message) -> bytes:
@@ -155,8 +160,8 @@ def request_id_of(data: bytes) -> str | None:
 
 
 def dead(failure: Failure) -> EngineDeadError:
-    """The engine's end as its users see it: one line. What else there is to say, a rank's traceback perhaps, is a note of the error, which
-    logs show and clients don't."""
+    """The engine's end as its users see it: one line. What else there is to say, a rank's traceback perhaps,
+    is a note of the error, which logs show and clients don't."""
     first, _, rest = failure.message.partition("\n")
     error = EngineDeadError(first)
     if rest:

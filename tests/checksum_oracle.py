@@ -15,7 +15,7 @@ def defined(tensor):
     data += bytes(-len(data) % 8)
     total = 0
     for place in range(len(data) // 8):
-        x = (int.from_bytes(data[8 * place:8 * place + 8], "little") + place * -7046029254386353131) % WORD
+        x = (int.from_bytes(data[8 * place : 8 * place + 8], "little") + place * -7046029254386353131) % WORD
         x = (x ^ signed_shift(x, 32)) * -4658895280553007687 % WORD
         x = (x ^ signed_shift(x, 29)) * -7046029254386353131 % WORD
         total += x ^ signed_shift(x, 32)

@@ -1,4 +1,5 @@
-"""Engines on tiny checkpoints, for tests of any folder. Nothing heavy is imported before a test asks for it."""
+"""Engines on tiny checkpoints, for tests of any folder. Nothing heavy is imported before a test asks for
+it."""
 
 import gc
 import os
@@ -9,8 +10,9 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collections():
-    """What is there before a module's first test is left out of collections. An engine collects at its end, and to look at all that torch
-    and transformers have made takes it a hundred times as long as a tiny engine's whole life else."""
+    """What is there before a module's first test is left out of collections. An engine collects at its end,
+    and to look at all that torch and transformers have made takes it a hundred times as long as a tiny
+    engine's whole life else."""
     gc.collect()
     gc.freeze()
 
@@ -25,6 +27,7 @@ def root(tmp_path_factory):
 def folder(root):
     """The checkpoint that most tests are content with."""
     from tests import tiny
+
     return tiny.write_model(root, "qwen3")
 
 
@@ -39,6 +42,7 @@ def build(root, engine_options):
     """Builds an LLM of a tiny checkpoint. After the test its books are proven, and it is ended."""
     from shoal import LLM
     from tests import tiny
+
     engines = []
 
     def make(name="qwen3", **options):

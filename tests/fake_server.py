@@ -1,5 +1,5 @@
-"""The real server on loopback, in a thread, in front of a FakeEngine and a tokenizer of bytes: FakeServer, and tool_server for models with
-tools and thoughts."""
+"""The real server on loopback, in a thread, in front of a FakeEngine and a tokenizer of bytes: FakeServer,
+and tool_server for models with tools and thoughts."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ TEMPLATE = """{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
 def byte_tokenizer(template: str | None = None) -> Tokenizer:
     """With a chat template of its own, or `template`."""
     from tests.tiny import write_tokenizer
+
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         tokenizer = Tokenizer.from_folder(folder)
@@ -66,26 +67,43 @@ class FakeServer:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:    # noqa: BLE001 - shown by the test that started it
+        except BaseException as error:  # noqa: BLE001 - shown by the test that started it
             self.error = error
         self._ready.set()
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.drain, self.force = asyncio.Event(), asyncio.Event()
-        self.model = ServedModel(**{"names": [NAME], "engine": self.engine, "tokenizer": byte_tokenizer(), "max_model_len": 256,
-                                    "vocab_size": 300, "eos_token_ids": (END,), "max_num_seqs": 256,
-                                    "max_queued_requests": self.config.max_queued_requests,
-                                    "request_timeout": self.config.request_timeout,
-                                    "trust_request_chat_template": self.config.trust_request_chat_template, **self.settings})
+        self.model = ServedModel(
+            **{
+                "names": [NAME],
+                "engine": self.engine,
+                "tokenizer": byte_tokenizer(),
+                "max_model_len": 256,
+                "vocab_size": 300,
+                "eos_token_ids": (END,),
+                "max_num_seqs": 256,
+                "max_queued_requests": self.config.max_queued_requests,
+                "request_timeout": self.config.request_timeout,
+                "trust_request_chat_template": self.config.trust_request_chat_template,
+                **self.settings,
+            }
+        )
         self.app = create_app([self.model], self.config)
 
         def ready(port: int, admin_port: int | None) -> None:
             self.port, self.admin_port = port, admin_port or 0
             self._ready.set()
 
-        await serve_until(self.drain, self.force, self.app, create_admin_app([self.model], self.config), self.config,
-                          open_ports(self.config), ready=ready)
+        await serve_until(
+            self.drain,
+            self.force,
+            self.app,
+            create_admin_app([self.model], self.config),
+            self.config,
+            open_ports(self.config),
+            ready=ready,
+        )
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
@@ -126,8 +144,12 @@ class FakeServer:
         """(status, headers, body text). `body` is JSON-encoded unless it is bytes."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         port = self.admin_port if admin else self.port
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers or {},
-                                         method=method or ("GET" if data is None else "POST"))
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}{path}",
+            data=data,
+            headers=headers or {},
+            method=method or ("GET" if data is None else "POST"),
+        )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.status, answer.headers, answer.read().decode()
@@ -154,15 +176,24 @@ class FakeServer:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        lines = [x for x in self.request("/metrics")[2].splitlines() if x.startswith((name + "{", name + " "))]
+        lines = [
+            x for x in self.request("/metrics")[2].splitlines() if x.startswith((name + "{", name + " "))
+        ]
         assert lines, f"no metric {name}"
         return sum(float(x.rsplit(" ", 1)[1]) for x in lines)
 
 
 def tool_server(*, model: dict | None = None, **options) -> FakeServer:
-    """Of a model that may call tools and think, in Qwen3's format; each answer ends where what was `say`d does."""
-    settings = {"tokenizer": byte_tokenizer(TEMPLATE), "max_model_len": 4096, "vocab_size": 258, "max_num_seqs": 16,
-                "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    """Of a model that may call tools and think, in Qwen3's format; each answer ends where what was `say`d
+    does."""
+    settings = {
+        "tokenizer": byte_tokenizer(TEMPLATE),
+        "max_model_len": 4096,
+        "vocab_size": 258,
+        "max_num_seqs": 16,
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "qwen3",
+    }
     return FakeServer(FakeEngine(258, ends=True), model={**settings, **(model or {})}, **options)
 
 
@@ -176,7 +207,10 @@ def eventually(condition) -> None:
 def post(path: str, body: object, *, more_headers: str = "") -> bytes:
     """An HTTP request as bytes."""
     data = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{more_headers}\r\n".encode() + data
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{more_headers}\r\n".encode()
+        + data
+    )
 
 
 def read_until(connection: socket.socket, marker: bytes = b"") -> bytes:

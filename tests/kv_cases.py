@@ -24,7 +24,11 @@ AXES = ("block", "kv", "token", "head", "item")
 def host_kinds(folder: Path) -> list[Allocate]:
     """Plain memory, and files of both kinds in `folder`."""
     count = itertools.count()
-    return [host_memory, lambda n: mapped_file(folder / str(next(count)), n), lambda n: DirectFile(folder / str(next(count)), n)]
+    return [
+        host_memory,
+        lambda n: mapped_file(folder / str(next(count)), n),
+        lambda n: DirectFile(folder / str(next(count)), n),
+    ]
 
 
 def on_host(view: TensorView) -> torch.Tensor:
@@ -39,7 +43,10 @@ def on_host(view: TensorView) -> torch.Tensor:
 def contents(cache: BlockView) -> torch.Tensor:
     """[layers, blocks, 2, tokens, heads, bytes of a head], whatever the layout."""
     order = [cache.spec.layout.axes.index(axis) for axis in AXES]
-    layers = [on_host(cache.layer(i)).permute(order).contiguous().view(torch.uint8) for i in range(cache.spec.num_layers)]
+    layers = [
+        on_host(cache.layer(i)).permute(order).contiguous().view(torch.uint8)
+        for i in range(cache.spec.num_layers)
+    ]
     return torch.stack(layers)
 
 
@@ -48,24 +55,43 @@ def new_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate, rng: random.
     offset = 64 * rng.randrange(3)
     storage = allocate(offset + num_blocks * spec.block_bytes + rng.randrange(3))
     noise = TensorView(host_memory(storage.num_bytes), (storage.num_bytes,), torch.uint8)
-    noise.tensor().copy_(torch.randint(0, 256, (storage.num_bytes,), generator=torch.Generator().manual_seed(rng.randrange(1 << 30))))
+    noise.tensor().copy_(
+        torch.randint(
+            0, 256, (storage.num_bytes,), generator=torch.Generator().manual_seed(rng.randrange(1 << 30))
+        )
+    )
     noise.copy_to(TensorView(storage, (storage.num_bytes,), torch.uint8))
     return BlockView.over(spec, num_blocks, storage, offset)
 
 
 def random_spec(rng: random.Random) -> CacheSpec:
     dtype = rng.choice(("float32", "float16", "bfloat16", "uint8", "float8_e4m3fn"))
-    return CacheSpec(rng.choice(list(Layout)), rng.randint(1, 4), rng.choice((1, 2, 3, 6)), rng.choice((1, 3, 8, 16, 40)), dtype,
-                     rng.choice((1, 2, 3, 16)))
+    return CacheSpec(
+        rng.choice(list(Layout)),
+        rng.randint(1, 4),
+        rng.choice((1, 2, 3, 6)),
+        rng.choice((1, 3, 8, 16, 40)),
+        dtype,
+        rng.choice((1, 2, 3, 16)),
+    )
 
 
 def few_specs(rng: random.Random) -> CacheSpec:
     """For a device, where each shape is a compilation."""
-    return rng.choice((CacheSpec(Layout.WHOLE_BLOCKS, 3, 12, 64, "bfloat16", 16), CacheSpec(Layout.KV_FIRST, 2, 12, 5, "uint8", 3)))
+    return rng.choice(
+        (
+            CacheSpec(Layout.WHOLE_BLOCKS, 3, 12, 64, "bfloat16", 16),
+            CacheSpec(Layout.KV_FIRST, 2, 12, 5, "uint8", 3),
+        )
+    )
 
 
-def check_random_copies(seed: int, rounds: int, allocators: Sequence[tuple[Allocate, Allocate]],
-                        new_spec: Callable[[random.Random], CacheSpec] = random_spec) -> None:
+def check_random_copies(
+    seed: int,
+    rounds: int,
+    allocators: Sequence[tuple[Allocate, Allocate]],
+    new_spec: Callable[[random.Random], CacheSpec] = random_spec,
+) -> None:
     rng = random.Random(seed)
     for i in range(rounds):
         spec = new_spec(rng)
@@ -84,7 +110,10 @@ def check_random_copies(seed: int, rounds: int, allocators: Sequence[tuple[Alloc
 def check_ids_are_honoured(layout: Layout, allocate_src: Allocate, allocate_dst: Allocate) -> None:
     """A duplicate source, a destination order of its own, values that tell where they come from."""
     spec = CacheSpec(layout, 2, 2, 4, "float32", 2)
-    src, dst = new_cache(spec, 6, allocate_src, random.Random(1)), new_cache(spec, 5, allocate_dst, random.Random(2))
+    src, dst = (
+        new_cache(spec, 6, allocate_src, random.Random(1)),
+        new_cache(spec, 5, allocate_dst, random.Random(2)),
+    )
     axis = layout.axes.index("block")
     for layer in range(2):
         for block in range(6):
@@ -95,7 +124,9 @@ def check_ids_are_honoured(layout: Layout, allocate_src: Allocate, allocate_dst:
             assert (on_host(dst.layer(layer).slice(axis, block, block + 1)) == 100 * layer + source).all()
 
 
-def check_a_round_trip_layer_by_layer(device: str, host: Allocate, on_device: Allocate, layouts: tuple[Layout, Layout]) -> None:
+def check_a_round_trip_layer_by_layer(
+    device: str, host: Allocate, on_device: Allocate, layouts: tuple[Layout, Layout]
+) -> None:
     """Eight host blocks, four device blocks; there in order, back reversed, each layer at its own time."""
     spec = CacheSpec(layouts[0], 2, 2, 2, "float32", 2)
     outside = new_cache(spec, 8, host, random.Random(1))
@@ -117,7 +148,10 @@ def check_a_round_trip_layer_by_layer(device: str, host: Allocate, on_device: Al
     back.prepare_block_ids([3, 2, 1, 0], [0, 1, 2, 3])
     back.trigger_layer(0)
     back.synchronize()
-    held = [[int(on_host(outside.layer(layer).slice(axis, block, block + 1)).flatten()[0]) for block in range(8)] for layer in range(2)]
+    held = [
+        [int(on_host(outside.layer(layer).slice(axis, block, block + 1)).flatten()[0]) for block in range(8)]
+        for layer in range(2)
+    ]
     assert held == [[3, 2, 1, 0, 0, 0, 0, 0], [0] * 8], "only the layer that was triggered has travelled"
     # A second call does nothing: what is overwritten in between stays.
     outside.layer(0, mutable=True).fill(9)
@@ -145,8 +179,13 @@ def check_a_round_trip_layer_by_layer(device: str, host: Allocate, on_device: Al
         back.trigger_layer(0)
 
 
-def shards_of(spec: CacheSpec, tp_size: int, num_blocks: int, allocate: Allocate, rng: random.Random) -> list[BlockView]:
-    return [new_cache(replace(spec, tp_size=tp_size, tp_rank=rank), num_blocks, allocate, rng) for rank in range(tp_size)]
+def shards_of(
+    spec: CacheSpec, tp_size: int, num_blocks: int, allocate: Allocate, rng: random.Random
+) -> list[BlockView]:
+    return [
+        new_cache(replace(spec, tp_size=tp_size, tp_rank=rank), num_blocks, allocate, rng)
+        for rank in range(tp_size)
+    ]
 
 
 def merged(shards: Sequence[BlockView]) -> torch.Tensor:
@@ -158,15 +197,25 @@ def many_heads(rng: random.Random) -> CacheSpec:
     return replace(random_spec(rng), num_heads=rng.choice((4, 6, 8, 12)))
 
 
-def check_random_reshards(seed: int, rounds: int, allocators: Sequence[tuple[Allocate, Allocate]],
-                          new_spec: Callable[[random.Random], CacheSpec] = many_heads) -> None:
+def check_random_reshards(
+    seed: int,
+    rounds: int,
+    allocators: Sequence[tuple[Allocate, Allocate]],
+    new_spec: Callable[[random.Random], CacheSpec] = many_heads,
+) -> None:
     rng = random.Random(seed)
     for i in range(rounds):
         spec = new_spec(rng)
         sizes = [size for size in range(1, spec.num_heads + 1) if spec.num_heads % size == 0]
         from_memory, to_memory = allocators[i % len(allocators)]
         srcs = shards_of(spec, rng.choice(sizes), rng.randint(1, 6), from_memory, rng)
-        dsts = shards_of(replace(spec, layout=rng.choice((spec.layout, *Layout))), rng.choice(sizes), rng.randint(1, 6), to_memory, rng)
+        dsts = shards_of(
+            replace(spec, layout=rng.choice((spec.layout, *Layout))),
+            rng.choice(sizes),
+            rng.randint(1, 6),
+            to_memory,
+            rng,
+        )
         wanted = rng.sample(dsts, rng.randint(1, len(dsts)))
         dst_ids = rng.sample(range(dsts[0].num_blocks), rng.randint(0, dsts[0].num_blocks))
         src_ids = [rng.randrange(srcs[0].num_blocks) for _ in dst_ids]
@@ -174,14 +223,15 @@ def check_random_reshards(seed: int, rounds: int, allocators: Sequence[tuple[All
         for dst, data in zip(dsts, expected):
             if dst in wanted:
                 first = dst.spec.tp_rank * dst.spec.heads
-                data[:, dst_ids] = whole[:, src_ids, :, :, first:first + dst.spec.heads]
+                data[:, dst_ids] = whole[:, src_ids, :, :, first : first + dst.spec.heads]
         reshard(rng.sample(srcs, len(srcs)), src_ids, wanted, dst_ids)
         for dst, data in zip(dsts, expected):
             assert torch.equal(contents(dst), data), (spec, len(srcs), len(dsts), src_ids, dst_ids)
 
 
 def check_the_permutation(allocate: Allocate) -> None:
-    """16 heads for four ranks, value = 1000 kv + 100 block + 10 token + head + 0.1 item: reshape and permute(3, 0, 1, 2, 4, 5)."""
+    """16 heads for four ranks, value = 1000 kv + 100 block + 10 token + head + 0.1 item: reshape and
+    permute(3, 0, 1, 2, 4, 5)."""
     spec = CacheSpec(Layout.KV_FIRST, 1, 16, 6, "float32", 2)
     rng = random.Random(3)
     src = new_cache(spec, 8, allocate, rng)
@@ -190,11 +240,16 @@ def check_the_permutation(allocate: Allocate) -> None:
     assert isinstance(values, torch.Tensor)
     TensorView.of(values).copy_to(src.layer(0, mutable=True))
     storage = allocate(src.spec.block_bytes * 8)
-    dsts = [BlockView.over(replace(spec, tp_size=4, tp_rank=rank), 8, storage, rank * 8 * spec.block_bytes // 4) for rank in range(4)]
+    dsts = [
+        BlockView.over(replace(spec, tp_size=4, tp_rank=rank), 8, storage, rank * 8 * spec.block_bytes // 4)
+        for rank in range(4)
+    ]
     reshard([src], range(8), dsts, range(8))
     expected = values.reshape(2, 8, 2, 4, 4, 6).permute(3, 0, 1, 2, 4, 5).contiguous()
     shape = tuple(expected.shape)
-    assert torch.equal(on_host(TensorView(storage, shape, torch.float32, contiguous_strides(shape))), expected)
+    assert torch.equal(
+        on_host(TensorView(storage, shape, torch.float32, contiguous_strides(shape))), expected
+    )
     back = new_cache(spec, 8, allocate, rng)
     reshard(dsts, [7, 0, 0], [back], [0, 1, 5])
     assert torch.equal(contents(back)[:, [0, 1, 5]], contents(src)[:, [7, 0, 0]])

@@ -1,18 +1,29 @@
-"""A strict listener to KV events that knows pyzmq, msgpack and vLLM's published schema, and nothing of Shoal."""
+"""A strict listener to KV events that knows pyzmq, msgpack and vLLM's published schema, and nothing of
+Shoal."""
 
 import msgpack
 import zmq
 
 END = (-1).to_bytes(8, "big", signed=True)
-STORED = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"}
+STORED = {
+    "type",
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+}
 
 
 class View:
-    """What events make of nothing. No mercy for what makes no sense, but `reachable` False: parents may lie in another tier."""
+    """What events make of nothing. No mercy for what makes no sense, but `reachable` False: parents may lie
+    in another tier."""
 
     def __init__(self, block_size, reachable=True):
         self.block_size, self.reachable = block_size, reachable
-        self.blocks = {}     # (medium, name) -> (parent, tokens)
+        self.blocks = {}  # (medium, name) -> (parent, tokens)
 
     def apply(self, payload):
         ts, events, rank = msgpack.unpackb(payload)
@@ -28,12 +39,16 @@ class View:
                     del self.blocks[medium, name]
             else:
                 assert event["type"] == "BlockStored" and event.keys() - {"extra_keys"} == STORED
-                hashes, tokens, size, parent = (event[k] for k in ("block_hashes", "token_ids", "block_size", "parent_block_hash"))
+                hashes, tokens, size, parent = (
+                    event[k] for k in ("block_hashes", "token_ids", "block_size", "parent_block_hash")
+                )
                 assert size == self.block_size and len(tokens) == size * len(hashes) > 0
                 for i, name in enumerate(hashes):
-                    assert not self.reachable or parent is None or (medium, parent) in self.blocks, "a child before its parent"
+                    assert not self.reachable or parent is None or (medium, parent) in self.blocks, (
+                        "a child before its parent"
+                    )
                     assert (medium, name) not in self.blocks, "stored twice"
-                    self.blocks[medium, name] = (parent, tuple(tokens[i * size:(i + 1) * size]))
+                    self.blocks[medium, name] = (parent, tuple(tokens[i * size : (i + 1) * size]))
                     parent = name
         return self
 
@@ -79,12 +94,13 @@ class Listener:
 
 
 class Follower:
-    """A listener with a view that it keeps right whatever it misses: it asks for gaps, and takes a snapshot as all up to its number."""
+    """A listener with a view that it keeps right whatever it misses: it asks for gaps, and takes a snapshot
+    as all up to its number."""
 
     def __init__(self, endpoint, replay, block_size, topic=b"", reachable=True):
         self.listener = Listener(endpoint, replay, topic)
         self.view, self.block_size, self.reachable = View(block_size, reachable), block_size, reachable
-        self.next = 0        # the number of the batch that comes next
+        self.next = 0  # the number of the batch that comes next
         self.num_replayed = self.num_snapshots = 0
 
     def follow(self, seconds=0.2, hears=lambda: True):

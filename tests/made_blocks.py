@@ -6,7 +6,7 @@ from array import array
 from shoal.hashing import extend_keys, root_key
 from shoal.kv.block_file import BlockMeta, BlockSpec
 
-SIZE = 4                          # tokens
+SIZE = 4  # tokens
 BYTES = 512
 SPEC = BlockSpec("[2, 2, 4, 16]", "float16", BYTES, SIZE)
 MODEL, OTHER_MODEL = b"m" * 16, b"o" * 16
@@ -18,7 +18,10 @@ def chain(n, seed=0, extra=(None, None), spec=SPEC):
     keys: list[bytes] = []
     extend_keys(keys, root_key(*extra), tokens, spec.block_size)
     size = spec.block_size
-    return [BlockMeta(key, keys[i - 1] if i else None, array("I", tokens[i * size:(i + 1) * size]), extra) for i, key in enumerate(keys)]
+    return [
+        BlockMeta(key, keys[i - 1] if i else None, array("I", tokens[i * size : (i + 1) * size]), extra)
+        for i, key in enumerate(keys)
+    ]
 
 
 def content(meta, spec=SPEC):

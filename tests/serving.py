@@ -15,8 +15,19 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 120
-PYTHON = os.environ.get("SHOAL_PYTHON", sys.executable)    # the tests' own environment may lack Shoal and torch
-TINY = ("--dtype", "float32", "--device", "cpu", "--kv-cache-memory-bytes", str(1 << 22), "--max-num-seqs", "16", "--max-model-len", "512")
+PYTHON = os.environ.get("SHOAL_PYTHON", sys.executable)  # the tests' own environment may lack Shoal and torch
+TINY = (
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--kv-cache-memory-bytes",
+    str(1 << 22),
+    "--max-num-seqs",
+    "16",
+    "--max-model-len",
+    "512",
+)
 
 
 def free_port():
@@ -45,12 +56,20 @@ class Serve:
         return self.log.read_text()
 
     def client(self, **options):
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S, **options)
+        return openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=DEADLINE_S,
+            **options,
+        )
 
     def ask(self, path, body=None, port=None):
         """(status, text)"""
         data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{port or self.port}{path}", data, {"content-type": "application/json"})
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{port or self.port}{path}", data, {"content-type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
                 return answer.status, answer.read().decode()
@@ -58,10 +77,18 @@ class Serve:
             return error.code, error.read().decode()
 
     def metric(self, name):
-        return sum(float(line.rsplit(" ", 1)[1]) for line in self.ask("/metrics")[1].splitlines() if line.startswith(name + "{"))
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in self.ask("/metrics")[1].splitlines()
+            if line.startswith(name + "{")
+        )
 
     def cores(self):
-        return [p for p in psutil.Process(self.process.pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        return [
+            p
+            for p in psutil.Process(self.process.pid).children(recursive=True)
+            if p.status() != psutil.STATUS_ZOMBIE
+        ]
 
     def sockets(self):
         return list(self.folder.glob("shoal-*"))

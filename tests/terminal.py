@@ -18,8 +18,12 @@ class Terminal:
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-c", SPAWN, sys.executable, "-m", "shoal", *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env=os.environ | {"TERM": "dumb", "NO_PROXY": "*"} | environment)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"TERM": "dumb", "NO_PROXY": "*"} | environment,
+        )
         self.screen = ""
         self._seen = 0
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -42,9 +46,9 @@ class Terminal:
         """Waits until `text` is on the screen, after what was expected before; returns what came between."""
         deadline = time.monotonic() + DEADLINE_S
         while (at := self.screen.find(text, self._seen)) < 0:
-            assert time.monotonic() < deadline, f"{text!r} does not come: {self.screen[self._seen:]!r}"
+            assert time.monotonic() < deadline, f"{text!r} does not come: {self.screen[self._seen :]!r}"
             time.sleep(0.01)
-        before, self._seen = self.screen[self._seen:at], at + len(text)
+        before, self._seen = self.screen[self._seen : at], at + len(text)
         return before
 
     def end(self) -> int:

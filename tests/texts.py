@@ -1,4 +1,5 @@
-"""Texts that tell tokenizers apart, and small vocabularies trained on the spot: a byte-level and a SentencePiece one."""
+"""Texts that tell tokenizers apart, and small vocabularies trained on the spot: a byte-level and a
+SentencePiece one."""
 
 from __future__ import annotations
 
@@ -11,20 +12,40 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 TEXTS = [
-    "", " ", "a", " a", "  two  spaces\n\n\ttab ", "1234567 + 89 = ?  1 22 333", "naïve café 東京 🚀👩‍👩‍👧",
+    "",
+    " ",
+    "a",
+    " a",
+    "  two  spaces\n\n\ttab ",
+    "1234567 + 89 = ?  1 22 333",
+    "naïve café 東京 🚀👩‍👩‍👧",
     "def f(x):\n    return x\r\n\r\n",
     "It's we'LL I'd've",
-    "Ⅻ ½ ٣٤ 四五", "ÅÅ ﬁ e\u0301", "<s>[INST] hi [/INST]</s>", "<think>x</think>\n", "UPPERlower CamelCaseWord", "...!!?? --->",
-    "\u00a0\u3000\u2003x", "\x00\x01\x7f",
-    "Привет, мир! Γειά σου Κόσμε مرحبا हिन्दी", "a" * 300, "▁▁x ▁ y", " \n \n\n  z", "don't stop\u2019s", "https://a.b/c?d=e&f#g",
+    "Ⅻ ½ ٣٤ 四五",
+    "ÅÅ ﬁ e\u0301",
+    "<s>[INST] hi [/INST]</s>",
+    "<think>x</think>\n",
+    "UPPERlower CamelCaseWord",
+    "...!!?? --->",
+    "\u00a0\u3000\u2003x",
+    "\x00\x01\x7f",
+    "Привет, мир! Γειά σου Κόσμε مرحبا हिन्दी",
+    "a" * 300,
+    "▁▁x ▁ y",
+    " \n \n\n  z",
+    "don't stop\u2019s",
+    "https://a.b/c?d=e&f#g",
     "//// */\n/n",
 ]
 ALPHABET = list("abcdefghij ABC'019 \n\t.,<>|_▁é\u0301東🚀ß½\u00a0\r/#-")
-LESSON = ["The quick brown fox jumps over the lazy dog. It's said that we'll see 1234 foxes, 56 dogs and 7 cats in 2026.",
-          "def return_value(self, x):\n    return self.value + x  # the value of it\n",
-          "naïve café, naïve cafés; 東京 and 東京都; Привет мир, привет миру",
-          "HTTPServer CamelCase lowerCase UPPER; don't, can't, won't, DON'T; 100 1000 10000 000 11 222 33",
-          "\n\n\t\t    spaces   and\n  tabs \n \n"] * 20
+LESSON = [
+    "The quick brown fox jumps over the lazy dog. It's said that we'll see 1234 foxes, 56 dogs and 7 cats "
+    "in 2026.",
+    "def return_value(self, x):\n    return self.value + x  # the value of it\n",
+    "naïve café, naïve cafés; 東京 and 東京都; Привет мир, привет миру",
+    "HTTPServer CamelCase lowerCase UPPER; don't, can't, won't, DON'T; 100 1000 10000 000 11 222 33",
+    "\n\n\t\t    spaces   and\n  tabs \n \n",
+] * 20
 
 
 def random_texts(seed: int, count: int = 150) -> list[str]:
@@ -35,27 +56,44 @@ def random_texts(seed: int, count: int = 150) -> list[str]:
 
 @functools.cache
 def byte_level_vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
-    """(tokens, merges) that cross every border that pre-tokenizers may draw: a missing split changes the ids."""
+    """(tokens, merges) that cross every border that pre-tokenizers may draw: a missing split changes the
+    ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    lines = [part for text in LESSON for part in (text, *(text[i:i + 9] for i in range(0, len(text), 7)))]
-    tokenizer.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=1500, min_frequency=2, show_progress=False, max_token_length=12,
-                                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    lines = [part for text in LESSON for part in (text, *(text[i : i + 9] for i in range(0, len(text), 7)))]
+    tokenizer.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=1500,
+            min_frequency=2,
+            show_progress=False,
+            max_token_length=12,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     vocab = tokenizer.get_vocab()
     import json
+
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     return sorted(vocab, key=vocab.__getitem__), [tuple(m) for m in merges]
 
 
-def byte_level_metadata(pre: str, control: tuple[str, ...] = (), user_defined: tuple[str, ...] = (), unused: int = 0,
-                        **more: Any) -> dict[str, Any]:
+def byte_level_metadata(
+    pre: str, control: tuple[str, ...] = (), user_defined: tuple[str, ...] = (), unused: int = 0, **more: Any
+) -> dict[str, Any]:
     """What a GGUF file would say of `byte_level_vocabulary` with these tokens after it."""
     tokens, merges = byte_level_vocabulary()
     added = [*control, *user_defined, *(f"[PAD{i}]" for i in range(unused))]
     types = [1] * len(tokens) + [3] * len(control) + [4] * len(user_defined) + [5] * unused
-    return {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
-            "tokenizer.ggml.tokens": [*tokens, *added], "tokenizer.ggml.token_type": types,
-            "tokenizer.ggml.merges": [" ".join(m) for m in merges], **{f"tokenizer.ggml.{key}": value for key, value in more.items()}}
+    return {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*tokens, *added],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(m) for m in merges],
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
+    }
 
 
 @functools.cache
@@ -63,21 +101,37 @@ def sentencepiece_model() -> sentencepiece.SentencePieceProcessor:
     """As Llama 2's was trained: BPE, byte fallback, no normalization."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LESSON), model_writer=model, model_type="bpe", vocab_size=500, byte_fallback=True, character_coverage=0.99,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, allow_whitespace_only_pieces=True,
-        minloglevel=2)
+        sentence_iterator=iter(LESSON),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=500,
+        byte_fallback=True,
+        character_coverage=0.99,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
 def sentencepiece_metadata(control: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
     model = sentencepiece_model()
     pieces = range(model.get_piece_size())
-    kinds = [2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in pieces]
-    return {"general.architecture": "llama", "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
-            "tokenizer.ggml.tokens": [*(model.id_to_piece(i) for i in pieces), *control],
-            "tokenizer.ggml.scores": [*(model.get_score(i) for i in pieces), *(0.0 for _ in control)],
-            "tokenizer.ggml.token_type": [*kinds, *(3 for _ in control)],
-            **{f"tokenizer.ggml.{key}": value for key, value in more.items()}}
+    kinds = [
+        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1
+        for i in pieces
+    ]
+    return {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [*(model.id_to_piece(i) for i in pieces), *control],
+        "tokenizer.ggml.scores": [*(model.get_score(i) for i in pieces), *(0.0 for _ in control)],
+        "tokenizer.ggml.token_type": [*kinds, *(3 for _ in control)],
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
+    }
 
 
 def byte_level_backend(special: tuple[str, ...] = ()) -> Tokenizer:

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints of every supported architecture, and `transformers` in fp32 as the oracle of what they generate."""
+"""Tiny random checkpoints of every supported architecture, and `transformers` in fp32 as the oracle of what
+they generate."""
 
 from __future__ import annotations
 
@@ -11,17 +12,37 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 300
-COMMON = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-              max_position_embeddings=512, rms_norm_eps=1e-5, bos_token_id=256, eos_token_id=257, tie_word_embeddings=False)
+COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    bos_token_id=256,
+    eos_token_id=257,
+    tie_word_embeddings=False,
+)
 ROPES = {
-    "llama3": dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=32),
+    "llama3": dict(
+        rope_type="llama3",
+        rope_theta=10000.0,
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    ),
     "yarn": dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=32),
     "linear": dict(rope_type="linear", rope_theta=10000.0, factor=3.0),
 }
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", {}),
-    "llama-tied-llama3-rope": ("LlamaConfig", dict(tie_word_embeddings=True, rope_parameters=ROPES["llama3"])),
+    "llama-tied-llama3-rope": (
+        "LlamaConfig",
+        dict(tie_word_embeddings=True, rope_parameters=ROPES["llama3"]),
+    ),
     "llama-one-kv-head": ("LlamaConfig", dict(num_key_value_heads=1)),
     "llama-linear-rope": ("LlamaConfig", dict(rope_parameters=ROPES["linear"])),
     "qwen2": ("Qwen2Config", {}),
@@ -29,31 +50,54 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3Config", dict(head_dim=16)),
     "qwen3-tied": ("Qwen3Config", dict(head_dim=32, tie_word_embeddings=True)),
     "mistral-window": ("MistralConfig", dict(sliding_window=19)),
-    "qwen3-moe": ("Qwen3MoeConfig", dict(head_dim=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
-                                         decoder_sparse_step=2, mlp_only_layers=[])),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        dict(
+            head_dim=8,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+            decoder_sparse_step=2,
+            mlp_only_layers=[],
+        ),
+    ),
 }
 
 
 def write_tokenizer(folder: Path) -> None:
     """Bytes are tokens 0 to 255; 256 begins and 257 ends a text."""
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<begin>", "<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<begin>", eos_token="<end>", chat_template=template)
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt "
+        "%}<assistant>{% endif %}"
+    )
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token="<begin>",
+        eos_token="<end>",
+        chat_template=template,
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def write_model(root: Path, name: str) -> Path:
-    """Writes checkpoint `name` under `root` (once) and returns its folder. Weights are wide enough for greedy decoding to be decisive."""
+    """Writes checkpoint `name` under `root` (once) and returns its folder. Weights are wide enough for greedy
+    decoding to be decisive."""
     folder = root / name
     if (folder / "complete").exists():
         return folder
     kind, changes = MODELS[name]
     torch.manual_seed(len(name) * 31 + ord(name[-1]))
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**COMMON | changes)).float()
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**COMMON | changes)
+    ).float()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "norm" in key:
@@ -73,7 +117,9 @@ def write_model(root: Path, name: str) -> Path:
 
 @functools.lru_cache(maxsize=4)
 def _oracle(folder: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @torch.no_grad()
@@ -85,7 +131,9 @@ def logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
 @torch.no_grad()
 def embedding(folder: Path, ids: list[int]) -> torch.Tensor:
     """[D]: the last hidden state after the final norm, of unit length."""
-    return torch.nn.functional.normalize(_oracle(folder).model(torch.tensor([ids])).last_hidden_state[0, -1].float(), dim=0)
+    return torch.nn.functional.normalize(
+        _oracle(folder).model(torch.tensor([ids])).last_hidden_state[0, -1].float(), dim=0
+    )
 
 
 @torch.no_grad()
@@ -102,13 +150,22 @@ def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def beams(folder: Path, prompt: list[int], eos: list[int] | None, num_beams: int,
-          **options: object) -> list[tuple[list[int], float]]:
+def beams(
+    folder: Path, prompt: list[int], eos: list[int] | None, num_beams: int, **options: object
+) -> list[tuple[list[int], float]]:
     """The oracle's beam search: (generated ids up to the end-of-text id, score), the best first."""
     found = _oracle(folder).generate(
-        torch.tensor([prompt]), do_sample=False, num_beams=num_beams, num_return_sequences=num_beams,
-        eos_token_id=eos, pad_token_id=VOCAB - 1, early_stopping=False, return_dict_in_generate=True,
-        output_scores=True, **options)
-    rows = [row[len(prompt):].tolist() for row in found.sequences]
+        torch.tensor([prompt]),
+        do_sample=False,
+        num_beams=num_beams,
+        num_return_sequences=num_beams,
+        eos_token_id=eos,
+        pad_token_id=VOCAB - 1,
+        early_stopping=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    rows = [row[len(prompt) :].tolist() for row in found.sequences]
     ends = [next((i + 1 for i, token in enumerate(row) if token in (eos or ())), len(row)) for row in rows]
     return [(row[:end], score) for row, end, score in zip(rows, ends, found.sequences_scores.tolist())]

@@ -1,6 +1,8 @@
-"""Attention on the CPU. float32: one call of our C kernel for all sequences of the step, decodes and prefill chunks alike.
+"""Attention on the CPU. float32: one call of our C kernel for all sequences of the step, decodes and prefill
+chunks alike.
 
-Other dtypes, and machines without a compiler: PyTorch, one padded call for all decodes and one call a prefill chunk.
+Other dtypes, and machines without a compiler: PyTorch, one padded call for all decodes and one call a prefill
+chunk.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ class CpuBackend:
     share_from: int | None = None
 
     def __init__(self, head_dim: int) -> None:
-        self.scale = head_dim ** -0.5
+        self.scale = head_dim**-0.5
         self._library = cpu_build.load()
         self._step: StepInput | None = None
         self._sequences = cpu_build.Sequences()
 
     def begin(self, step: StepInput) -> None:
-        """Fills in what all layers of the step share. Holding the step keeps alive what the struct points to."""
+        """Fills in what all layers of the step share. Holding the step keeps alive what the struct points
+        to."""
         self._step, self._sequences = step, cpu_build.describe_sequences(step)
         if self._library is not None:
             self._library.shoal_set_threads(torch.get_num_threads())
@@ -35,8 +38,16 @@ class CpuBackend:
     def reads_k(self, window: int | None) -> bool:
         return True
 
-    def attend(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, step: StepInput,
-               window: int | None, selected: bool = False) -> torch.Tensor:
+    def attend(
+        self,
+        q_THN: torch.Tensor,
+        k_TGN: torch.Tensor,
+        v_TGN: torch.Tensor,
+        kv_layer: torch.Tensor,
+        step: StepInput,
+        window: int | None,
+        selected: bool = False,
+    ) -> torch.Tensor:
         if self._library is None or q_THN.dtype != torch.float32 or kv_layer.dtype != torch.float32:
             return attend_torch(q_THN, k_TGN, v_TGN, kv_layer, step, window, self.scale)
         if step is not self._step:
@@ -45,41 +56,72 @@ class CpuBackend:
         assert head_strides == [q_THN.shape[2], 1]
         out_THN = torch.empty(q_THN.shape, dtype=torch.float32)
         cache = cpu_build.describe_cache(kv_layer, step.block_tables_RM, q_THN.shape[1])
-        if self._library.shoal_attention(ctypes.addressof(cache), ctypes.addressof(self._sequences), q_THN.data_ptr(), token_stride,
-                                         window or 0, self.scale, out_THN.data_ptr()):
+        if self._library.shoal_attention(
+            ctypes.addressof(cache),
+            ctypes.addressof(self._sequences),
+            q_THN.data_ptr(),
+            token_stride,
+            window or 0,
+            self.scale,
+            out_THN.data_ptr(),
+        ):
             raise MemoryError(f"no memory for the attention of {step.num_tokens} tokens")
         return out_THN
 
 
-def attend_torch(q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, step: StepInput, window: int | None,
-                 scale: float) -> torch.Tensor:
+def attend_torch(
+    q_THN: torch.Tensor,
+    k_TGN: torch.Tensor,
+    v_TGN: torch.Tensor,
+    kv_layer: torch.Tensor,
+    step: StepInput,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
     """The same in PyTorch, for any dtype."""
     out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype)
     decodes = step.num_decodes
     if decodes:
-        lens_B = step.kv_lens_S[:decodes].clamp(min=1)    # a padded row looks at one key, and is zeroed after
-        k_BGLN, v_BGLN = gather(kv_layer, step.block_tables_RM, step.rows_S[:decodes].clamp(min=0), int(lens_B.max()))
+        lens_B = step.kv_lens_S[:decodes].clamp(min=1)  # a padded row looks at one key, and is zeroed after
+        k_BGLN, v_BGLN = gather(
+            kv_layer, step.block_tables_RM, step.rows_S[:decodes].clamp(min=0), int(lens_B.max())
+        )
         seen_BL = visible(lens_B - 1, k_BGLN.shape[2], window)
-        out_BHN = F.scaled_dot_product_attention(q_THN[:decodes].unsqueeze(2), k_BGLN, v_BGLN, seen_BL[:, None, None], scale=scale,
-                                                 enable_gqa=True)
+        out_BHN = F.scaled_dot_product_attention(
+            q_THN[:decodes].unsqueeze(2), k_BGLN, v_BGLN, seen_BL[:, None, None], scale=scale, enable_gqa=True
+        )
         out_THN[:decodes] = out_BHN.squeeze(2).masked_fill_((step.rows_S[:decodes] < 0)[:, None, None], 0)
     for s in range(decodes, step.num_seqs):
         start, end, kv_len = step.host_query_starts[s], step.host_query_starts[s + 1], step.host_kv_lens[s]
         if kv_len == end - start and (window is None or kv_len <= window):
-            k_1GLN, v_1GLN, mask = k_TGN[None, start:end].transpose(1, 2), v_TGN[None, start:end].transpose(1, 2), None
+            k_1GLN, v_1GLN, mask = (
+                k_TGN[None, start:end].transpose(1, 2),
+                v_TGN[None, start:end].transpose(1, 2),
+                None,
+            )
         else:
-            k_1GLN, v_1GLN = gather(kv_layer, step.block_tables_RM, step.rows_S[s:s + 1], kv_len)
+            k_1GLN, v_1GLN = gather(kv_layer, step.block_tables_RM, step.rows_S[s : s + 1], kv_len)
             mask = visible(torch.arange(kv_len - (end - start), kv_len), k_1GLN.shape[2], window)
-        out_1HTN = F.scaled_dot_product_attention(q_THN[None, start:end].transpose(1, 2), k_1GLN, v_1GLN, mask, is_causal=mask is None,
-                                                  scale=scale, enable_gqa=True)
+        out_1HTN = F.scaled_dot_product_attention(
+            q_THN[None, start:end].transpose(1, 2),
+            k_1GLN,
+            v_1GLN,
+            mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
         out_THN[start:end] = out_1HTN[0].transpose(0, 1)
     return out_THN
 
 
-def gather(kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, rows_B: torch.Tensor, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(
+    kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, rows_B: torch.Tensor, max_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [B, G, L, N] of whole blocks that hold the first max_len positions of each row."""
     num_blocks = -(-max_len // kv_layer.shape[3])
-    blocks_BM = block_tables_RM[rows_B.long(), :num_blocks].long().clamp(0, len(kv_layer) - 1)    # past a row's end there may be anything
+    # past a row's end there may be anything
+    blocks_BM = block_tables_RM[rows_B.long(), :num_blocks].long().clamp(0, len(kv_layer) - 1)
     kv = kv_layer[blocks_BM].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     return kv[0], kv[1]
 

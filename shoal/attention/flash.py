@@ -1,7 +1,8 @@
 """Prefills by flash-attn or FlashInfer, when installed and asked for by `attention_backend`.
 
-Decode steps stay with our Triton kernel: they run in CUDA graphs with lengths that live on the device, and both libraries plan
-decodes on the host. Neither package is a dependency: asking for one that is missing is a ConfigError when the engine is built.
+Decode steps stay with our Triton kernel: they run in CUDA graphs with lengths that live on the device, and
+both libraries plan decodes on the host. Neither package is a dependency: asking for one that is missing is a
+ConfigError when the engine is built.
 Shapes: T tokens, S sequences, H query heads, G kv heads, N head size, M blocks a sequence.
 """
 
@@ -22,60 +23,114 @@ def import_or_refuse(module: str, package: str, option: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"attention_backend {option!r} needs the package {package}, which is not usable here ({error}); "
-                          f"pip install {package}, or choose attention_backend 'triton'") from error
+        raise ConfigError(
+            f"attention_backend {option!r} needs the package {package}, which is not usable here ({error}); "
+            f"pip install {package}, or choose attention_backend 'triton'"
+        ) from error
 
 
 def require_half(option: str, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
-        raise ConfigError(f"attention_backend {option!r} computes in float16 or bfloat16, not float32; set dtype or choose 'triton'")
+        raise ConfigError(
+            f"attention_backend {option!r} computes in float16 or bfloat16, not float32; set dtype or "
+            "choose 'triton'"
+        )
 
 
 class FlashAttentionBackend(TritonBackend):
-    """flash-attn 2. Chunks that follow a cached prefix go through its paged path, which wants blocks of 256 tokens."""
+    """flash-attn 2. Chunks that follow a cached prefix go through its paged path, which wants blocks of 256
+    tokens."""
 
-    captures_mixed = False    # planned on the host
+    captures_mixed = False  # planned on the host
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         require_half("flash_attn", dtype)
         if block_size % 256:
-            raise ConfigError(f"block_size {block_size} is not a multiple of 256, as attention_backend 'flash_attn' needs; set it to 256")
+            raise ConfigError(
+                f"block_size {block_size} is not a multiple of 256, as attention_backend 'flash_attn' "
+                "needs; set it to 256"
+            )
         self.varlen = import_or_refuse("flash_attn", "flash-attn", "flash_attn").flash_attn_varlen_func
-        super().__init__(num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype)
+        super().__init__(
+            num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype
+        )
 
     def begin(self, step: StepInput) -> None:
         prefills = slice(step.num_decodes, None)
         self.query_starts = step.query_starts_S[prefills] - step.num_decodes
-        self.kv_starts = torch.nn.functional.pad(step.kv_lens_S[prefills].cumsum(0, dtype=torch.int32), (1, 0))
+        self.kv_starts = torch.nn.functional.pad(
+            step.kv_lens_S[prefills].cumsum(0, dtype=torch.int32), (1, 0)
+        )
         self.block_table_SM = step.block_tables_RM[step.rows_S[prefills].long()]
 
-    def prefill(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
-                step: StepInput, window: int | None, out_THN: torch.Tensor, selected: bool) -> None:
+    def prefill(
+        self,
+        q_THN: torch.Tensor,
+        k_TGN: torch.Tensor,
+        v_TGN: torch.Tensor,
+        kv_layer: torch.Tensor,
+        step: StepInput,
+        window: int | None,
+        out_THN: torch.Tensor,
+        selected: bool,
+    ) -> None:
         first = step.num_decodes
         paged: dict[str, Any] = {} if step.fresh_prefills else {"block_table": self.block_table_SM}
         k, v = (k_TGN[first:], v_TGN[first:]) if step.fresh_prefills else kv_layer.transpose(2, 3).unbind(1)
-        out_THN[first:] = self.varlen(q_THN[first:], k, v, self.query_starts, self.kv_starts, step.max_query_len, step.max_kv_len,
-                                      softmax_scale=self.scale, causal=True, window_size=(window - 1 if window else -1, -1), **paged)
+        out_THN[first:] = self.varlen(
+            q_THN[first:],
+            k,
+            v,
+            self.query_starts,
+            self.kv_starts,
+            step.max_query_len,
+            step.max_kv_len,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=(window - 1 if window else -1, -1),
+            **paged,
+        )
 
 
 class FlashInferBackend(TritonBackend):
     """FlashInfer's paged prefill. Its "HND" cache layout is ours, whatever the block size."""
 
-    captures_mixed = False    # planned on the host
+    captures_mixed = False  # planned on the host
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         require_half("flashinfer", dtype)
         flashinfer = import_or_refuse("flashinfer", "flashinfer-python", "flashinfer")
-        super().__init__(num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype)
+        super().__init__(
+            num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype
+        )
         self.num_heads, self.head_dim, self.block_size, self.dtype = num_heads, head_dim, block_size, dtype
-        scratch = torch.empty(128 << 20, dtype=torch.uint8, device=device)    # the size FlashInfer's documentation recommends
+        # the size FlashInfer's documentation recommends
+        scratch = torch.empty(128 << 20, dtype=torch.uint8, device=device)
         self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND")
-        self.planned: tuple[int | None] | None = None    # the window of this step's plan
+        self.planned: tuple[int | None] | None = None  # the window of this step's plan
 
     def begin(self, step: StepInput) -> None:
-        self.planned = None    # the first layer tells the window
+        self.planned = None  # the first layer tells the window
 
     def plan(self, step: StepInput, window: int | None) -> None:
         """On the host, once a step: it has the lengths; the block ids come from the device's tables."""
@@ -86,13 +141,33 @@ class FlashInferBackend(TritonBackend):
         used = torch.arange(tables_SM.shape[1]) < num_blocks_S[:, None]
         starts = torch.tensor(step.host_query_starts[first:], dtype=torch.int32) - first
         self.wrapper.plan(
-            starts, torch.nn.functional.pad(num_blocks_S.cumsum(0, dtype=torch.int32), (1, 0)), tables_SM[used.to(tables_SM.device)],
-            (lens - 1) % self.block_size + 1, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, causal=True,
-            sm_scale=self.scale, window_left=window - 1 if window else -1, q_data_type=self.dtype, kv_data_type=self.dtype)
+            starts,
+            torch.nn.functional.pad(num_blocks_S.cumsum(0, dtype=torch.int32), (1, 0)),
+            tables_SM[used.to(tables_SM.device)],
+            (lens - 1) % self.block_size + 1,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            causal=True,
+            sm_scale=self.scale,
+            window_left=window - 1 if window else -1,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
         self.planned = (window,)
 
-    def prefill(self, q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor,
-                step: StepInput, window: int | None, out_THN: torch.Tensor, selected: bool) -> None:
+    def prefill(
+        self,
+        q_THN: torch.Tensor,
+        k_TGN: torch.Tensor,
+        v_TGN: torch.Tensor,
+        kv_layer: torch.Tensor,
+        step: StepInput,
+        window: int | None,
+        out_THN: torch.Tensor,
+        selected: bool,
+    ) -> None:
         if self.planned != (window,):
             self.plan(step, window)
-        out_THN[step.num_decodes:] = self.wrapper.run(q_THN[step.num_decodes:], kv_layer)
+        out_THN[step.num_decodes :] = self.wrapper.run(q_THN[step.num_decodes :], kv_layer)

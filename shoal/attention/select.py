@@ -1,4 +1,5 @@
-"""Which attention backend an engine uses: "auto" is Triton on a GPU and our CPU backend elsewhere; others only when asked for by name."""
+"""Which attention backend an engine uses: "auto" is Triton on a GPU and our CPU backend elsewhere; others
+only when asked for by name."""
 
 from __future__ import annotations
 
@@ -14,22 +15,45 @@ from shoal.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def select_backend(config: EngineConfig, device: torch.device, dtype: torch.dtype, *, num_heads: int, num_kv_heads: int,
-                   head_dim: int) -> AttentionBackend:
-    """Raises ConfigError if the named backend is not installed or is for another device. Heads are this rank's."""
+def select_backend(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> AttentionBackend:
+    """Raises ConfigError if the named backend is not installed or is for another device. Heads are this
+    rank's."""
     name = config.attention_backend
     if name == "auto":
         name = "triton" if device.type == "cuda" else "cpu"
         logger.info("attention backend: %s (auto)", name)
     if (name == "cpu") != (device.type == "cpu"):
-        raise ConfigError(f"attention_backend {config.attention_backend!r} does not run on {device.type}; leave it at 'auto'")
+        raise ConfigError(
+            f"attention_backend {config.attention_backend!r} does not run on {device.type}; leave it at "
+            "'auto'"
+        )
     if name == "cpu":
         from shoal.attention.cpu import CpuBackend
+
         return CpuBackend(head_dim)
     if name == "triton":
         from shoal.attention.triton import TritonBackend
+
         build: Callable[..., AttentionBackend] = TritonBackend
     else:
         from shoal.attention import flash
+
         build = flash.FlashInferBackend if name == "flashinfer" else flash.FlashAttentionBackend
-    return build(num_heads, num_kv_heads, head_dim, config.block_size, config.max_num_seqs, config.max_model_len, device, dtype)
+    return build(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        config.block_size,
+        config.max_num_seqs,
+        config.max_model_len,
+        device,
+        dtype,
+    )

@@ -22,18 +22,20 @@ from shoal.wire import BEAT_S, Abort, Add, Beat, Call, FromCore, ModelInfo, Outp
 
 T = TypeVar("T")
 
-MOST_RESTARTS = 3                    # in RESTART_WINDOW_S; then the engine stays dead
+MOST_RESTARTS = 3  # in RESTART_WINDOW_S; then the engine stays dead
 RESTART_WINDOW_S = 600.0
-FLUSH_GRACE_S = 5.0                  # beyond kv_flush_timeout: the step in flight ends first
+FLUSH_GRACE_S = 5.0  # beyond kv_flush_timeout: the step in flight ends first
 # Where the system has no process or descriptor left, tries are so far apart, and they do not count.
 SHORTAGE_PAUSE_S = 5.0
-RESTART_PAUSES_S = (0.5, 5.0, 30.0)  # before each: the first gives a dead process's device memory time to come back
+# before each: the first gives a dead process's device memory time to come back
+RESTART_PAUSES_S = (0.5, 5.0, 30.0)
 
 logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """One request's outputs on their way to a reader. What a slow reader leaves lying is merged, so it holds one Output at most."""
+    """One request's outputs on their way to a reader. What a slow reader leaves lying is merged, so it holds
+    one Output at most."""
 
     def __init__(self) -> None:
         self.output: Output | None = None
@@ -53,10 +55,12 @@ class Collector:
         self._wake()
 
     async def get(self) -> Output:
-        """All that has come since the last call; waits for something to come. Raises what `fail` was given."""
+        """All that has come since the last call; waits for something to come. Raises what `fail` was
+        given."""
         while self.output is None:
             if self.error is not None:
-                raise self.error.with_traceback(None)    # many share it: without this each would add its frames, for ever
+                # many share it: without this each would add its frames, for ever
+                raise self.error.with_traceback(None)
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -85,11 +89,11 @@ def merge(first: Output, then: Output) -> None:
 class AsyncLLM:
     """Built by `start`; used in the loop that it was started in.
 
-    `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a dead core is started again,
-    at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the
-    requests that it took with it are not repeated. A core that hangs (engine_timeout seconds without a sign
-    of life, or without the end of a step) counts as dead: with restart=True it is killed and started again,
-    otherwise it is well again as soon as it goes on.
+    `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a
+    dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last
+    update and awake; the requests that it took with it are not repeated. A core that hangs (engine_timeout
+    seconds without a sign of life, or without the end of a step) counts as dead: with restart=True it is
+    killed and started again, otherwise it is well again as soon as it goes on.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
@@ -100,15 +104,16 @@ class AsyncLLM:
         self._collectors: dict[str, Collector] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)    # when
+        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)  # when
         self._restarting: asyncio.Task[None] | None = None
-        self._is_hung = False                         # `dead` says so, and the core's process is still there
-        self._watchdog: Watchdog                      # of the core that runs, and made with it
+        self._is_hung = False  # `dead` says so, and the core's process is still there
+        self._watchdog: Watchdog  # of the core that runs, and made with it
         self._watching: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, restart: bool = False,
-                    engine_timeout: float = 60.0) -> AsyncLLM:
+    async def start(
+        cls, config: EngineConfig, *, restart: bool = False, engine_timeout: float = 60.0
+    ) -> AsyncLLM:
         """Returns when the engine is ready. Raises the UserError that kept it from starting, or
         EngineDeadError.
 
@@ -129,15 +134,22 @@ class AsyncLLM:
         self._watch(asyncio.get_running_loop().time())
 
     async def close(self, flush: bool = True) -> None:
-        """Ends the engine, with `flush` after it has written its KV blocks to disk or store, as far as kv_flush_timeout allows. Requests
-        that run raise EngineDeadError. Safe to call twice."""
+        """Ends the engine, with `flush` after it has written its KV blocks to disk or store, as far as
+        kv_flush_timeout allows. Requests that run raise EngineDeadError. Safe to call twice."""
         if self._restarting is not None:
             self._restarting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._restarting
-        if flush and self.dead is None and self.config.kv_flush_timeout and (self.config.kv_disk_path or self.config.kv_store):
+        if (
+            flush
+            and self.dead is None
+            and self.config.kv_flush_timeout
+            and (self.config.kv_disk_path or self.config.kv_store)
+        ):
             with contextlib.suppress(TimeoutError, ShoalError):
-                await asyncio.wait_for(self._call(Any, "flush_kv"), self.config.kv_flush_timeout + FLUSH_GRACE_S)
+                await asyncio.wait_for(
+                    self._call(Any, "flush_kv"), self.config.kv_flush_timeout + FLUSH_GRACE_S
+                )
         self.dead = self.dead or EngineDeadError("the engine was closed")
         self._stop_watching()
         if self._is_hung:
@@ -190,7 +202,8 @@ class AsyncLLM:
 
     async def update_weights(self, source: str) -> int:
         version: int = await self._call(int, "update_weights", source)
-        self.config = dataclasses.replace(self.config, model=source)    # what a core that is started again loads
+        # what a core that is started again loads
+        self.config = dataclasses.replace(self.config, model=source)
         return version
 
     async def check_weights(self) -> dict[str, str]:
@@ -213,7 +226,8 @@ class AsyncLLM:
 
     def _send(self, message: Add | Call) -> None:
         if self.dead is not None:
-            raise self.dead.with_traceback(None)    # it is raised again and again: the frames of each time would pile up on it
+            # it is raised again and again: the frames of each time would pile up on it
+            raise self.dead.with_traceback(None)
         self._core.send(message)
 
     def _watch(self, before: float) -> None:
@@ -236,7 +250,7 @@ class AsyncLLM:
             return
         logger.error("%s; its requests end with an error, and new ones are refused until it goes on", error)
         self._is_hung, self.dead = True, error
-        self._core.send(Abort(list(self._collectors)))    # read when it goes on
+        self._core.send(Abort(list(self._collectors)))  # read when it goes on
         self._fail_all(error)
 
     def _goes_on(self) -> None:
@@ -256,7 +270,8 @@ class AsyncLLM:
     def _on_message(self, message: FromCore) -> None:
         if isinstance(message, Outputs):
             for output in message.outputs:
-                if (collector := self._collectors.get(output.request_id)) is not None:    # None: its reader has left
+                # None: its reader has left
+                if (collector := self._collectors.get(output.request_id)) is not None:
                     collector.put(output)
         elif isinstance(message, Refused):
             if (collector := self._collectors.get(message.request_id)) is not None:
@@ -267,7 +282,7 @@ class AsyncLLM:
                 self._goes_on()
         elif isinstance(message, Reply):
             reply = self._calls.get(message.call_id)
-            if reply is None or reply.done():    # whoever called has left
+            if reply is None or reply.done():  # whoever called has left
                 return
             if message.error is None:
                 reply.set_result(message.result)
@@ -296,8 +311,11 @@ class AsyncLLM:
             now = loop.time()
             recent = [t for t in self._restarts if t > now - RESTART_WINDOW_S]
             if len(recent) == MOST_RESTARTS:
-                self.dead = EngineDeadError(f"{self.dead}; it has been started again {MOST_RESTARTS} times in {RESTART_WINDOW_S:.0f} s "
-                                            "and is left alone now: restart the server")
+                self.dead = EngineDeadError(
+                    f"{self.dead}; it has been started again {MOST_RESTARTS} times in "
+                    f"{RESTART_WINDOW_S:.0f} s "
+                    "and is left alone now: restart the server"
+                )
                 logger.error("%s", self.dead)
                 return
             await asyncio.sleep(RESTART_PAUSES_S[len(recent)])
@@ -305,14 +323,19 @@ class AsyncLLM:
             try:
                 await self._start()
             except OSError as error:
-                logger.error("the engine did not start again: %s; the next try is in %g s", error,
-                             SHORTAGE_PAUSE_S)
+                logger.error(
+                    "the engine did not start again: %s; the next try is in %g s", error, SHORTAGE_PAUSE_S
+                )
                 self._restarts.pop()
                 await asyncio.sleep(SHORTAGE_PAUSE_S)
                 continue
             except ShoalError as error:
                 logger.error("the engine did not start again: %s", error)
-                self.dead = error if isinstance(error, EngineDeadError) else EngineDeadError(f"the engine did not start again: {error}")
+                self.dead = (
+                    error
+                    if isinstance(error, EngineDeadError)
+                    else EngineDeadError(f"the engine did not start again: {error}")
+                )
                 continue
             logger.warning("the engine core was started again (pid %d)", self.info.pid)
             return

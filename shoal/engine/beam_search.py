@@ -13,13 +13,18 @@ class BeamSearch:
     """Begins with the prompt as its only beam; `advance` takes what the model says about the next token of
     each running beam."""
 
-    def __init__(self, prompt_token_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int],
-                 max_tokens: int) -> None:
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        params: BeamSearchParams,
+        eos_token_ids: Sequence[int],
+        max_tokens: int,
+    ) -> None:
         self.params = params
-        self.max_tokens = max_tokens    # at most params.max_tokens: what the model has room for
+        self.max_tokens = max_tokens  # at most params.max_tokens: what the model has room for
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.running = [BeamSearchSequence(prompt_token_ids, [])]
-        self.finished: list[tuple[float, BeamSearchSequence]] = []    # with scores; the best beam_width
+        self.finished: list[tuple[float, BeamSearchSequence]] = []  # with scores; the best beam_width
 
     @property
     def num_candidates(self) -> int:
@@ -31,14 +36,21 @@ class BeamSearch:
         """`likeliest` holds, for each running beam, at least `num_candidates` tokens with their
         log-probabilities."""
         width = self.params.beam_width
-        candidates = [(beam.cum_logprob + found.logprob, beam, token_id, tokens)
-                      for beam, tokens in zip(self.running, likeliest) for token_id, found in tokens.items()]
+        candidates = [
+            (beam.cum_logprob + found.logprob, beam, token_id, tokens)
+            for beam, tokens in zip(self.running, likeliest)
+            for token_id, found in tokens.items()
+        ]
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         length = len(self.running[0].logprobs) + 1
         self.running = []
         for place, (cum_logprob, beam, token_id, tokens) in enumerate(candidates):
-            grown = replace(beam, tokens=[*beam.tokens, token_id], logprobs=[*beam.logprobs, tokens],
-                            cum_logprob=cum_logprob)
+            grown = replace(
+                beam,
+                tokens=[*beam.tokens, token_id],
+                logprobs=[*beam.logprobs, tokens],
+                cum_logprob=cum_logprob,
+            )
             if token_id in self.eos_token_ids:
                 grown.finish_reason, grown.stop_reason = "stop", token_id
             elif length == self.max_tokens:
@@ -47,7 +59,7 @@ class BeamSearch:
                 self.running.append(grown)
                 if len(self.running) == width:
                     break
-            elif place < width:    # an end that is less likely than beam_width continuations is no result
+            elif place < width:  # an end that is less likely than beam_width continuations is no result
                 self.finished.append((self._score(cum_logprob, length), grown))
             elif length == self.max_tokens:
                 break
@@ -55,11 +67,11 @@ class BeamSearch:
         del self.finished[width:]
         if self.running and len(self.finished) == width:
             best = self._score(self.running[0].cum_logprob, length)
-            if best <= self.finished[-1][0]:    # what runs only becomes less likely
+            if best <= self.finished[-1][0]:  # what runs only becomes less likely
                 self.running = []
 
     def results(self) -> list[BeamSearchSequence]:
         return [beam for _, beam in self.finished]
 
     def _score(self, cum_logprob: float, length: int) -> float:
-        return cum_logprob / length ** self.params.length_penalty
+        return cum_logprob / length**self.params.length_penalty

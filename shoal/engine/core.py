@@ -1,7 +1,8 @@
-"""The engine core: requests in, outputs out, one `step` at a time. Owns scheduler, runner and the other ranks.
+"""The engine core: requests in, outputs out, one `step` at a time. Owns scheduler, runner and the other
+ranks.
 
-With asynchronous scheduling step n+1 is scheduled and launched before the tokens of step n are looked at (`depth` steps in flight).
-Tokenizer and text are above (engine/llm.py).
+With asynchronous scheduling step n+1 is scheduled and launched before the tokens of step n are looked at
+(`depth` steps in flight). Tokenizer and text are above (engine/llm.py).
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
-COMPILE_WAIT_S = 0.001    # of an idle step, for a grammar: other requests may come meanwhile
+COMPILE_WAIT_S = 0.001  # of an idle step, for a grammar: other requests may come meanwhile
 
 
 @dataclass(slots=True)
 class InFlight:
     plan: StepPlan
     result: StepResult
-    embeds: list[int]    # samples, in the order of result.embeddings
+    embeds: list[int]  # samples, in the order of result.embeddings
     launched_at: float
 
 
@@ -73,13 +74,17 @@ class EngineCore:
             if config.check_weights:
                 verify_weights(files)
         self.error: EngineDeadError | None = None
-        self.num_threads = torch.get_num_threads()    # put back by exit()
+        self.num_threads = torch.get_num_threads()  # put back by exit()
         self.group: WorkerGroup | None = None
         self.runner: ModelRunner | None = None
         self.tp: TensorParallel | None = None
         self.tiers: KvTiers | None = None
         events = self.config.kv_events_config
-        self.events = KvEvents(events, self.config.block_size) if events is not None and events.enable_kv_cache_events else None
+        self.events = (
+            KvEvents(events, self.config.block_size)
+            if events is not None and events.enable_kv_cache_events
+            else None
+        )
         try:
             self._start(files, keep_quantized)
         except BaseException:
@@ -92,48 +97,74 @@ class EngineCore:
         self.tp = tp = TensorParallel.single()
         if config.tensor_parallel_size > 1:
             rendezvous = Rendezvous()
-            init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "keep_quantized": keep_quantized}
+            init = {
+                "config": dataclasses.asdict(config),
+                "port": rendezvous.port,
+                "keep_quantized": keep_quantized,
+            }
             self.group = WorkerGroup(config.tensor_parallel_size, "shoal.engine.runner:serve_rank", init)
             self.tp = tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
-            self.group.when_failed(tp.abort)    # so that nobody waits on the device for a rank that is gone
+            self.group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
         self.runner = ModelRunner(config, files, tp, keep_quantized)
         if config.device == "cuda":
             self.collective_rpc("compile_ahead")
         num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
         if num_blocks < 1:
-            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves no room "
-                              f"for a single KV block of {self.runner.block_bytes} bytes; raise it or lower max_num_batched_tokens")
+            raise ConfigError(
+                f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
+                "no room "
+                f"for a single KV block of {self.runner.block_bytes} bytes; raise it or lower "
+                "max_num_batched_tokens"
+            )
         try:
             self.collective_rpc("allocate", num_blocks)
         except (MemoryError, torch.OutOfMemoryError):
-            raise ConfigError(f"{num_blocks} KV blocks of {self.runner.block_bytes} bytes don't fit in memory; lower "
-                              "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization") from None
+            raise ConfigError(
+                f"{num_blocks} KV blocks of {self.runner.block_bytes} bytes don't fit in memory; lower "
+                "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
+            ) from None
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs or 0,
-            max_num_batched_tokens=config.max_num_batched_tokens or 0, max_model_len=config.max_model_len or 0,
-            enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
-            long_prefill_token_threshold=config.long_prefill_token_threshold, events=self.events)
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs or 0,
+            max_num_batched_tokens=config.max_num_batched_tokens or 0,
+            max_model_len=config.max_model_len or 0,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.scheduling_policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            events=self.events,
+        )
         self.builder = self._new_builder(self.runner)
-        self.grammars = Grammars(lambda: load_tokenizer(files, config.tokenizer),
-                                 self.model_config.vocab_size, files.eos_token_ids, config.closes_objects)
-        self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []    # held until their grammar is there
+        self.grammars = Grammars(
+            lambda: load_tokenizer(files, config.tokenizer),
+            self.model_config.vocab_size,
+            files.eos_token_ids,
+            config.closes_objects,
+        )
+        self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []  # held until their grammar is there
         self.sleeper = Sleeper(self)
         self.weights = Weights(self, files, keep_quantized)
-        self.refused: str | None = None         # why no request is taken
-        self.late: list[Output] = []            # of steps completed outside of step()
+        self.refused: str | None = None  # why no request is taken
+        self.late: list[Output] = []  # of steps completed outside of step()
         self.in_flight: deque[InFlight] = deque()
         self.depth = 1 if config.async_scheduling else 0
         if config.has_kv_tiers:
             self.tiers = KvTiers(self)
-        logger.info("%d KV blocks of %d tokens, %d sequences at once, %s on %s", num_blocks, config.block_size, config.max_num_seqs,
-                    config.dtype, config.device)
+        logger.info(
+            "%d KV blocks of %d tokens, %d sequences at once, %s on %s",
+            num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            config.dtype,
+            config.device,
+        )
 
     # Requests
 
     def add(self, request: Request) -> None:
-        """Raises RequestError if the request is impossible for this model or cache, UnavailableError if nothing is taken now: asleep,
-        without weights, refused. Nothing else notices."""
+        """Raises RequestError if the request is impossible for this model or cache, UnavailableError if
+        nothing is taken now: asleep, without weights, refused. Nothing else notices."""
         if (why := self.standstill or self.refused) is not None:
             raise UnavailableError(why)
         self.scheduler.check_request(request)
@@ -155,20 +186,29 @@ class EngineCore:
         params, vocab_size = request.params, self.model_config.vocab_size
         ids = request.prompt_token_ids
         try:
-            valid = np.frombuffer(array("I", ids), np.uint32).max() < vocab_size    # min and max of a list take six times as long
-        except OverflowError:    # negative, or beyond 32 bits
+            # min and max of a list take six times as long
+            valid = np.frombuffer(array("I", ids), np.uint32).max() < vocab_size
+        except OverflowError:  # negative, or beyond 32 bits
             valid = False
         if not valid:
             bad = next(i for i in ids if not 0 <= i < vocab_size)
-            raise RequestError(f"token id {bad} in the prompt is outside the vocabulary [0, {vocab_size}); check the tokenizer")
+            raise RequestError(
+                f"token id {bad} in the prompt is outside the vocabulary [0, {vocab_size}); check the "
+                "tokenizer"
+            )
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token_id in getattr(params, name) or ():
                 if not 0 <= token_id < vocab_size:
-                    raise RequestError(f"{name} names token id {token_id}, outside the vocabulary [0, {vocab_size}); drop it")
+                    raise RequestError(
+                        f"{name} names token id {token_id}, outside the vocabulary [0, {vocab_size}); drop it"
+                    )
         for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             most = self.config.max_logprobs
             if asked is not None and most >= 0 and not 0 <= asked <= most:
-                raise RequestError(f"{name} {asked} is more than max_logprobs {most}; ask for fewer or raise max_logprobs of the engine")
+                raise RequestError(
+                    f"{name} {asked} is more than max_logprobs {most}; ask for fewer or raise max_logprobs "
+                    "of the engine"
+                )
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -189,18 +229,28 @@ class EngineCore:
         return self.sleeper.why() if self.sleeper.state.is_sleeping else self.weights.lost
 
     def refuse(self, reason: str | None) -> None:
-        """From now on `add` raises UnavailableError(reason); None: no longer. What is there already goes on."""
+        """From now on `add` raises UnavailableError(reason); None: no longer. What is there already goes
+        on."""
         self.refused = reason
 
     # Steps
 
     def step(self) -> list[Output]:
-        """Schedules and launches one step, then returns the outputs of the oldest that is due. EngineDeadError if the device fails."""
+        """Schedules and launches one step, then returns the outputs of the oldest that is due.
+        EngineDeadError if the device fails."""
         if self.error is not None:
             raise self.error
         self._take_grammars()
-        outputs = [Output(seq.request.request_id, [], finish_reason=seq.finish_reason, stop_reason=seq.stop_reason, error=seq.error)
-                   for seq in self.scheduler.take_ended()]
+        outputs = [
+            Output(
+                seq.request.request_id,
+                [],
+                finish_reason=seq.finish_reason,
+                stop_reason=seq.stop_reason,
+                error=seq.error,
+            )
+            for seq in self.scheduler.take_ended()
+        ]
         outputs, self.late = self.late + outputs, []
         with self._guarded():
             tiers = self.tiers if self.standstill is None else None
@@ -225,7 +275,8 @@ class EngineCore:
         return outputs
 
     def tick(self) -> bool:
-        """To be called while there is no work: KV blocks go to lower tiers. Whether it should be called again soon."""
+        """To be called while there is no work: KV blocks go to lower tiers. Whether it should be called again
+        soon."""
         if self.tiers is None or self.error is not None:
             return False
         with self._guarded():
@@ -245,31 +296,39 @@ class EngineCore:
 
     def _take_grammars(self) -> None:
         """Lets sequences go whose grammar is ready, and ends those whose grammar failed."""
-        for item in [item for item in self.compiling if item[1].done() or item[0].status is SequenceStatus.FINISHED]:
+        for item in [
+            item for item in self.compiling if item[1].done() or item[0].status is SequenceStatus.FINISHED
+        ]:
             self.compiling.remove(item)
             seq, future = item
             if seq.status is SequenceStatus.FINISHED:
                 future.cancel()
             elif (error := future.exception()) is not None:
-                self.scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar",
-                                      str(error) or repr(error))
+                self.scheduler.finish(
+                    seq.request.request_id, FinishReason.ERROR, "grammar", str(error) or repr(error)
+                )
             else:
                 seq.grammar, seq.held = future.result(), False
 
     def _forget_everything(self) -> None:
-        """After an interrupt, or no memory, in the middle of a step nobody knows what of it reached the device: every request is aborted,
-        and no block that the step should have filled may be found later. Other ranks cannot be brought back in line: the engine ends."""
+        """After an interrupt, or no memory, in the middle of a step nobody knows what of it reached the
+        device: every request is aborted, and no block that the step should have filled may be found later.
+        Other ranks cannot be brought back in line: the engine ends."""
         if self.group is not None:
-            self.error = EngineDeadError("interrupted in the middle of a tensor-parallel step; build a new engine")
+            self.error = EngineDeadError(
+                "interrupted in the middle of a tensor-parallel step; build a new engine"
+            )
             return
         assert self.runner is not None
-        self.error = EngineDeadError("interrupted in the middle of a step, and what was under way did not end; build a new engine")
+        self.error = EngineDeadError(
+            "interrupted in the middle of a step, and what was under way did not end; build a new engine"
+        )
         self.scheduler.abort_all()
         self.scheduler.reset_prefix_cache()
         if self.tiers is not None:
             try:
                 self.tiers.start_anew()
-            except TimeoutError:    # a disk that hangs
+            except TimeoutError:  # a disk that hangs
                 return
         self.flush_events()
         self.in_flight.clear()
@@ -294,8 +353,10 @@ class EngineCore:
         assert self.runner is not None
         decode_only = plan.num_decodes == len(plan.scheduled)
         graphs = self.runner.graphs
-        packed, extras = self.builder.build(plan, graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None)
-        for entry in plan.scheduled[plan.num_decodes:]:
+        packed, extras = self.builder.build(
+            plan, graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None
+        )
+        for entry in plan.scheduled[plan.num_decodes :]:
             if entry.seq.started_at is None:
                 entry.seq.started_at = time.monotonic()
         if extras.grammars:
@@ -312,15 +373,27 @@ class EngineCore:
         logprobs = step.result.logprobs.to_lists() if step.result.logprobs is not None else None
         if step.result.prompt_logprobs is not None:
             self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs.to_lists())
-        embeddings = dict(zip(step.embeds, step.result.embeddings.tolist())) if step.result.embeddings is not None else {}
+        embeddings = (
+            dict(zip(step.embeds, step.result.embeddings.tolist()))
+            if step.result.embeddings is not None
+            else {}
+        )
         outputs = []
         for result in self.scheduler.update(step.plan, tokens):
             seq = result.seq
             is_first = len(seq.token_ids) == seq.num_prompt_tokens + 1
             queued = seq.started_at - seq.added_at if is_first and seq.started_at is not None else 0.0
             if seq.request.embed:
-                outputs.append(Output(seq.request.request_id, [], finish_reason=result.finish_reason, embedding=embeddings[result.sample],
-                                      num_cached_tokens=seq.num_cached_tokens, queued_seconds=queued))
+                outputs.append(
+                    Output(
+                        seq.request.request_id,
+                        [],
+                        finish_reason=result.finish_reason,
+                        embedding=embeddings[result.sample],
+                        num_cached_tokens=seq.num_cached_tokens,
+                        queued_seconds=queued,
+                    )
+                )
                 continue
             params = seq.request.params
             figures = None
@@ -329,9 +402,18 @@ class EngineCore:
             prompt_logprobs = None
             if params.prompt_logprobs is not None and is_first:
                 prompt_logprobs = seq.prompt_logprobs or [None]
-            outputs.append(Output(
-                seq.request.request_id, [result.token_id], finish_reason=result.finish_reason, stop_reason=seq.stop_reason,
-                logprobs=figures, prompt_logprobs=prompt_logprobs, num_cached_tokens=seq.num_cached_tokens, queued_seconds=queued))
+            outputs.append(
+                Output(
+                    seq.request.request_id,
+                    [result.token_id],
+                    finish_reason=result.finish_reason,
+                    stop_reason=seq.stop_reason,
+                    logprobs=figures,
+                    prompt_logprobs=prompt_logprobs,
+                    num_cached_tokens=seq.num_cached_tokens,
+                    queued_seconds=queued,
+                )
+            )
         return outputs
 
     @staticmethod
@@ -376,8 +458,11 @@ class EngineCore:
         """Returns the traces' files, in rank order. Raises ConfigError if none is being made."""
         return self.collective_rpc("stop_profile")
 
-    def each_rank(self, method: str, *args: Any, own: tuple[Callable[..., Any], Any] | None = None) -> list[Any]:
-        """As collective_rpc, for what may fail: a rank's exception is its value. `own`: what rank 0 calls instead, and its argument."""
+    def each_rank(
+        self, method: str, *args: Any, own: tuple[Callable[..., Any], Any] | None = None
+    ) -> list[Any]:
+        """As collective_rpc, for what may fail: a rank's exception is its value. `own`: what rank 0 calls
+        instead, and its argument."""
         if self.error is not None:
             raise self.error
         pending = self.group.submit(method, *args) if self.group is not None else None
@@ -408,7 +493,9 @@ class EngineCore:
     def memory_usage(self) -> dict[str, dict[str, int]]:
         """As Control says (api.py)."""
         ranks = self.collective_rpc("memory_usage")
-        return {tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]}
+        return {
+            tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]
+        }
 
     def reset_prefix_cache(self) -> bool:
         idle = self.scheduler.reset_prefix_cache()
@@ -426,8 +513,11 @@ class EngineCore:
     def kv_events(self) -> KvEvents:
         """Raises ConfigError if the engine was built without."""
         if self.events is None:
-            raise ConfigError("this engine keeps no KV events; build it with kv_events_config={'enable_kv_cache_events': True, "
-                              "'publisher': 'null'} (or 'zmq', which publishes them too)")
+            raise ConfigError(
+                "this engine keeps no KV events; build it with kv_events_config={'enable_kv_cache_events': "
+                "True, "
+                "'publisher': 'null'} (or 'zmq', which publishes them too)"
+            )
         return self.events
 
     def stats(self) -> Stats:
@@ -435,14 +525,14 @@ class EngineCore:
         return stats if self.tiers is None else self.tiers.fill_in(stats)
 
     def exit(self) -> None:
-        """Ends the other ranks and frees the device. KV blocks are written to disk or store first, as far as kv_flush_timeout allows. Safe
-        to call twice."""
+        """Ends the other ranks and frees the device. KV blocks are written to disk or store first, as far as
+        kv_flush_timeout allows. Safe to call twice."""
         try:
             if self.tiers is not None and self.error is None:
                 self.tiers.flush()
         except (RuntimeError, ShoalError) as error:
             logger.warning("KV blocks were not written: %s", error)
-        finally:    # also of an interrupt
+        finally:  # also of an interrupt
             self.tiers = None
             self._end()
 
@@ -452,9 +542,11 @@ class EngineCore:
         if self.events is not None:
             self.events.close()
         if runner is not None:
-            runner.drop_graphs()    # NCCL does not end while graphs hold its collectives
+            runner.drop_graphs()  # NCCL does not end while graphs hold its collectives
         if group is not None and group.failed and tp is not None:
-            tp.close()    # a collective may be running whose other half is gone; otherwise the steps in flight end by themselves
+            # a collective may be running whose other half is gone; otherwise the steps in flight end by
+            # themselves
+            tp.close()
         if runner is not None:
             runner.exit()
         if group is not None:
@@ -468,5 +560,7 @@ class EngineCore:
 def token_logprobs(found: LogprobLists, i: int, token_id: int, k: int) -> TokenLogprobs:
     """vLLM's map for one token: itself with its rank, and the k best (all of them for k = -1)."""
     best_ids, best = (found.top_ids[i], found.top[i]) if k < 0 else (found.top_ids[i][:k], found.top[i][:k])
-    ranked = {token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(zip(best_ids, best), start=1)}
+    ranked = {
+        token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(zip(best_ids, best), start=1)
+    }
     return {token_id: Logprob(found.chosen[i], found.ranks[i])} | ranked

@@ -1,8 +1,9 @@
 """The core's process: `python -m shoal.engine.core_main FOLDER LOG_LEVEL LOG_STYLE`, run by core_process.py.
 
-The main thread steps the engine. One thread decodes what comes, another encodes what goes, so that a big message never waits for a step
-nor a step for it. Between two steps all that has come is taken in: requests, aborts, calls. Without work the main thread sleeps in the
-queue. The process ends, whatever it is doing, when its standard input does: that is the end of its parent; its ranks end with it.
+The main thread steps the engine. One thread decodes what comes, another encodes what goes, so that a big
+message never waits for a step nor a step for it. Between two steps all that has come is taken in: requests,
+aborts, calls. Without work the main thread sleeps in the queue. The process ends, whatever it is doing, when
+its standard input does: that is the end of its parent; its ranks end with it.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from shoal.wire import (
     ToCore,
 )
 
-LAST_WORDS_S = 5.0         # for the messages that are still to be sent when the process ends
-TICK_S = 0.002             # between looks at what goes on while there is no request
+LAST_WORDS_S = 5.0  # for the messages that are still to be sent when the process ends
+TICK_S = 0.002  # between looks at what goes on while there is no request
 PR_SET_PDEATHSIG = 1
-IN, OUT = "in", "out"      # the sockets' names in the folder, as the core sees them
+IN, OUT = "in", "out"  # the sockets' names in the folder, as the core sees them
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class CoreLoop:
 
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
-        self.sleepers: list[Call] = []    # sleep in mode "wait": run when the requests have ended
-        self.progress = 0                 # steps so far; both are read by the thread that sends beats
+        self.sleepers: list[Call] = []  # sleep in mode "wait": run when the requests have ended
+        self.progress = 0  # steps so far; both are read by the thread that sends beats
         self.doing = ""
 
     def run(self) -> NoReturn:
@@ -71,7 +72,7 @@ class CoreLoop:
         while True:
             if self.sleepers and not core.has_work:
                 self._sleep_at_last()
-            while not core.has_work and core.tick():    # KV blocks are on their way to lower tiers
+            while not core.has_work and core.tick():  # KV blocks are on their way to lower tiers
                 self.take_in(block=True, timeout_s=TICK_S)
             self.take_in(block=not core.has_work)
             if core.has_work:
@@ -112,7 +113,10 @@ class CoreLoop:
             if call.method == "sleep" and call.args[2] == "wait" and self.core.has_work:
                 check_sleep(*call.args)
                 self.sleepers.append(call)
-                self.core.refuse("the engine goes to sleep when its running requests have ended; try again when it is awake")
+                self.core.refuse(
+                    "the engine goes to sleep when its running requests have ended; try again when it is "
+                    "awake"
+                )
                 return
             result = getattr(self, "do_" + call.method)(*call.args)
         except Exception as error:
@@ -149,7 +153,12 @@ class CoreLoop:
         """Calls off a sleep that still waits for running requests: the last word counts."""
         sleepers, self.sleepers = self.sleepers, []
         for call in sleepers:
-            self.outbox.put(Reply(call.call_id, error=Failure.of(UnavailableError("wake_up came before the running requests had ended"))))
+            self.outbox.put(
+                Reply(
+                    call.call_id,
+                    error=Failure.of(UnavailableError("wake_up came before the running requests had ended")),
+                )
+            )
         if sleepers:
             self.core.refuse(None)
         return self.core.wake_up(tags)
@@ -191,9 +200,12 @@ class CoreLoop:
 def main() -> NoReturn:
     folder, level, style = sys.argv[1:]
     logs.set_up(int(level), style)
-    for number in (signal.SIGTERM, signal.SIGINT):    # a service manager signals the whole group: it is the parent that decides
+    # a service manager signals the whole group: it is the parent that decides
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(folder,), name="shoal-end-with-parent", daemon=True).start()
+    threading.Thread(
+        target=_end_with_parent, args=(folder,), name="shoal-end-with-parent", daemon=True
+    ).start()
     inbox: Inbox = SimpleQueue()
     outbox: Outbox = SimpleQueue()
     threading.Thread(target=_receive, args=(folder, inbox, outbox), name="shoal-receive", daemon=True).start()
@@ -207,29 +219,40 @@ def main() -> NoReturn:
         outbox.put(Ready(info))
         loop = CoreLoop(core, inbox, outbox)
         threading.Thread(target=loop.send_beats, name="shoal-beats", daemon=True).start()
-        loop.take_in(block=True)    # once anything comes the parent has heard that we are ready, and has removed the folder:
-        _die_with_parent()          # from here on the kernel itself may end us
+        # once anything comes the parent has heard that we are ready, and has removed the folder:
+        loop.take_in(block=True)
+        _die_with_parent()  # from here on the kernel itself may end us
         loop.run()
-    except BaseException as error:    # noqa: BLE001 - the loop of a process: the parent learns of it by these last words
+    except BaseException as error:  # noqa: BLE001 - the loop of a process: the parent learns of it by these last words
         if not isinstance(error, ShoalError):
             traceback.print_exc()
         outbox.put(Dead(Failure.of(error)))
         outbox.put(None)
         sender.join(LAST_WORDS_S)
-        os._exit(1)    # finalizers could wait for ranks that are gone
+        os._exit(1)  # finalizers could wait for ranks that are gone
 
 
 def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
     files = resolve(config.model, config.revision, config.download_dir)
     core = EngineCore(config, files)
-    gc.freeze()    # what is there now stays: a full collection would look at all of it, for 0.1 s in the middle of some step
+    # what is there now stays: a full collection would look at all of it, for 0.1 s in the middle of some step
+    gc.freeze()
     vocab_size, config = core.model_config.vocab_size, core.config
     return core, ModelInfo(
-        model=config.model, pid=os.getpid(), max_model_len=config.max_model_len or 0, vocab_size=vocab_size,
-        hidden_size=core.model_config.hidden_size, eos_token_ids=tuple(i for i in files.eos_token_ids if i < vocab_size),
-        generation_config=files.generation_config if config.generation_config == "auto" else {}, num_blocks=core.num_blocks,
-        block_size=config.block_size, max_num_seqs=config.max_num_seqs or 0, device=config.device, dtype=config.dtype)
+        model=config.model,
+        pid=os.getpid(),
+        max_model_len=config.max_model_len or 0,
+        vocab_size=vocab_size,
+        hidden_size=core.model_config.hidden_size,
+        eos_token_ids=tuple(i for i in files.eos_token_ids if i < vocab_size),
+        generation_config=files.generation_config if config.generation_config == "auto" else {},
+        num_blocks=core.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs or 0,
+        device=config.device,
+        dtype=config.dtype,
+    )
 
 
 def _receive(folder: str, inbox: Inbox, outbox: Outbox) -> NoReturn:
@@ -245,7 +268,12 @@ def _receive(folder: str, inbox: Inbox, outbox: Outbox) -> NoReturn:
                 if request_id is None:
                     inbox.put(error)
                 else:
-                    outbox.put(Refused(request_id, Failure.of(RequestError(f"the engine cannot read this request: {error}"))))
+                    outbox.put(
+                        Refused(
+                            request_id,
+                            Failure.of(RequestError(f"the engine cannot read this request: {error}")),
+                        )
+                    )
 
 
 def _send(folder: str, outbox: Outbox) -> None:
@@ -261,7 +289,8 @@ def _send(folder: str, outbox: Outbox) -> None:
 
 def _end_with_parent(folder: str) -> NoReturn:
     try:
-        while os.read(0, 1):    # the parent writes nothing: this returns when it closes our standard input, or dies
+        # the parent writes nothing: this returns when it closes our standard input, or dies
+        while os.read(0, 1):
             pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)

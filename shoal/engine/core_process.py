@@ -1,8 +1,10 @@
-"""The core's process as its parent sees it: started, talked to, watched, ended. Torch-free; used in one asyncio loop.
+"""The core's process as its parent sees it: started, talked to, watched, ended. Torch-free; used in one
+asyncio loop.
 
-Messages go through two ZMQ sockets in a private temporary folder. The folder is removed as soon as both are connected, so nothing is left
-behind whoever dies when. The child's standard input is its life line: it ends when that closes. Its output is passed on to our stderr, and
-its end is a note of the EngineDeadError when it dies.
+Messages go through two ZMQ sockets in a private temporary folder. The folder is removed as soon as both are
+connected, so nothing is left behind whoever dies when. The child's standard input is its life line: it ends
+when that closes. Its output is passed on to our stderr, and its end is a note of the EngineDeadError when it
+dies.
 """
 
 from __future__ import annotations
@@ -25,19 +27,23 @@ from shoal.config import EngineConfig
 from shoal.errors import EngineDeadError, UserError
 from shoal.wire import Dead, FromCore, Message, ModelInfo, Ready, Start
 
-STDERR_TAIL = 2000          # characters of a dead core's last words that its error quotes
+STDERR_TAIL = 2000  # characters of a dead core's last words that its error quotes
 CONNECT_POLL_S = 0.02
-LAST_WORDS_S = 0.5          # a core that ends by itself says why: how long its message may take after its death is known
+# a core that ends by itself says why: how long its message may take after its death is known
+LAST_WORDS_S = 0.5
 EXIT_TIMEOUT_S = 10.0
-MESSAGES_A_TURN = 64        # read before the loop gets to do something else
+MESSAGES_A_TURN = 64  # read before the loop gets to do something else
 
 logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """Built by `start`. After `on_end` was called, or close(), nothing comes any more and `send` raises EngineDeadError."""
+    """Built by `start`. After `on_end` was called, or close(), nothing comes any more and `send` raises
+    EngineDeadError."""
 
-    def __init__(self, on_message: Callable[[FromCore], None], on_end: Callable[[EngineDeadError], None]) -> None:
+    def __init__(
+        self, on_message: Callable[[FromCore], None], on_end: Callable[[EngineDeadError], None]
+    ) -> None:
         self.info: ModelInfo | None = None
         self.ended: EngineDeadError | None = None
         self._on_message, self._on_end = on_message, on_end
@@ -45,11 +51,11 @@ class CoreProcess:
         self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._gone = asyncio.Event()
         self._tail = ""
-        with contextlib.ExitStack() as undo:    # It gives back what there is when something cannot be had.
+        with contextlib.ExitStack() as undo:  # It gives back what there is when something cannot be had.
             try:
                 self._context = zmq.Context()
                 undo.callback(self._context.destroy, linger=0)
-                self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))    # 0700
+                self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))  # 0700
                 undo.callback(self._remove_folder)
                 self._to_core = self._context.socket(zmq.PUSH)
                 self._from_core = self._context.socket(zmq.PULL)
@@ -72,8 +78,12 @@ class CoreProcess:
         self._loop.add_reader(self._socket_fd, self._read)
 
     @classmethod
-    async def start(cls, config: EngineConfig, on_message: Callable[[FromCore], None],
-                    on_end: Callable[[EngineDeadError], None]) -> CoreProcess:
+    async def start(
+        cls,
+        config: EngineConfig,
+        on_message: Callable[[FromCore], None],
+        on_end: Callable[[EngineDeadError], None],
+    ) -> CoreProcess:
         """Raises the UserError that kept the engine from starting, or EngineDeadError. on_end is not called
         for those. Raises OSError where the system has no process or no descriptors left for it."""
         self = cls(on_message, lambda error: None)
@@ -85,7 +95,7 @@ class CoreProcess:
             raise
         self._remove_folder()
         self._on_end = on_end
-        if self.ended is not None:    # it died in the moment that it was ready
+        if self.ended is not None:  # it died in the moment that it was ready
             await self.close()
             raise self.ended
         return self
@@ -95,10 +105,11 @@ class CoreProcess:
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Never waits. Raises EngineDeadError, and TypeError, ValueError or OverflowError for what cannot be encoded."""
+        """Never waits. Raises EngineDeadError, and TypeError, ValueError or OverflowError for what cannot be
+        encoded."""
         if self.ended is not None:
-            raise self.ended.with_traceback(None)    # as often as it is asked: frames would pile up
-        with contextlib.suppress(zmq.Again):    # nobody is connected any more: its death is about to be noticed
+            raise self.ended.with_traceback(None)  # as often as it is asked: frames would pile up
+        with contextlib.suppress(zmq.Again):  # nobody is connected any more: its death is about to be noticed
             self._to_core.send(wire.encode(message), zmq.NOBLOCK)
 
     async def close(self) -> None:
@@ -128,7 +139,8 @@ class CoreProcess:
                 await asyncio.sleep(CONNECT_POLL_S)
 
     def _read(self) -> None:
-        """Takes what is there. The descriptor tells of news only once, so this goes on until nothing is left."""
+        """Takes what is there. The descriptor tells of news only once, so this goes on until nothing is
+        left."""
         for _ in range(MESSAGES_A_TURN):
             if self._from_core.closed:
                 return
@@ -168,8 +180,11 @@ class CoreProcess:
         self._pass_on()
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
         tail = self._tail.rstrip()
-        error = EngineDeadError(f"the engine core (pid {self.pid}) {how}{'' if self._ready.done() else ' while it was starting'}")
-        error.add_note(f"the end of its output:\n{tail}" if tail else "it printed nothing")    # for the log, not for clients
+        error = EngineDeadError(
+            f"the engine core (pid {self.pid}) {how}{'' if self._ready.done() else ' while it was starting'}"
+        )
+        # for the log, not for clients
+        error.add_note(f"the end of its output:\n{tail}" if tail else "it printed nothing")
         self._end(error)
         self._loop.remove_reader(self._output)
         assert self._process.stdout is not None
@@ -188,7 +203,7 @@ class CoreProcess:
         self._remove_folder()
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()    # it may be that nobody waits any more
+            self._ready.exception()  # it may be that nobody waits any more
         if tell:
             self._on_end(error)
 
@@ -196,7 +211,7 @@ class CoreProcess:
         """It holds two sockets at the most. rmtree would need a descriptor, and there may be none left."""
         for name in ("in", "out"):
             (self._folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):    # it has gone already
+        with contextlib.suppress(OSError):  # it has gone already
             self._folder.rmdir()
 
     def _pass_on(self) -> None:
@@ -212,7 +227,7 @@ class CoreProcess:
             text = data.decode(errors="replace")
             self._tail = (self._tail + text)[-STDERR_TAIL:]
             if sys.stderr is not None:
-                with contextlib.suppress(OSError, ValueError):    # our stderr is closed: no reason to stop
+                with contextlib.suppress(OSError, ValueError):  # our stderr is closed: no reason to stop
                     sys.stderr.write(text)
                     sys.stderr.flush()
 
@@ -221,10 +236,27 @@ def _spawn(folder: Path) -> subprocess.Popen[bytes]:
     """In a process group of its own, so that Ctrl-C reaches us alone."""
     level = str(logging.getLogger().getEffectiveLevel())
     # -P with our own sys.path: what we can import, and nothing else. -u: what it prints is seen at once.
-    command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "shoal.engine.core_main", str(folder),
-               level, logs.current_style()]
+    command = [
+        sys.executable,
+        "-P",
+        "-u",
+        "-X",
+        "faulthandler",
+        "-m",
+        "shoal.engine.core_main",
+        str(folder),
+        level,
+        logs.current_style(),
+    ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    return subprocess.Popen(command, env=env, process_group=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command,
+        env=env,
+        process_group=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def _end_at_once(process: subprocess.Popen[bytes]) -> None:

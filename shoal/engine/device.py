@@ -12,8 +12,8 @@ from shoal.errors import ConfigError
 
 
 class DeviceMemory:
-    """This engine's share of a GPU: `total * gpu_memory_utilization`. What other processes use does not count against it (as in vLLM),
-    but a share larger than what is free at the start is refused with ConfigError."""
+    """This engine's share of a GPU: `total * gpu_memory_utilization`. What other processes use does not count
+    against it (as in vLLM), but a share larger than what is free at the start is refused with ConfigError."""
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         self.device, self.config = device, config
@@ -27,11 +27,15 @@ class DeviceMemory:
         self.share = int(total * config.gpu_memory_utilization)
         if self.share > self.free_at_start:
             share, free, whole = (size / 2**30 for size in (self.share, self.free_at_start, total))
-            raise ConfigError(f"gpu_memory_utilization {config.gpu_memory_utilization} asks for {share:.1f} GiB of {device}, but only "
-                              f"{free:.1f} of {whole:.1f} GiB are free; lower it or end what else runs there")
+            raise ConfigError(
+                f"gpu_memory_utilization {config.gpu_memory_utilization} asks for {share:.1f} GiB of "
+                f"{device}, but only "
+                f"{free:.1f} of {whole:.1f} GiB are free; lower it or end what else runs there"
+            )
 
     def room(self, graph_bytes: int) -> int:
-        """Bytes left for the KV cache: the share less torch's peak, what others took since the start (NCCL, kernels), and the graphs."""
+        """Bytes left for the KV cache: the share less torch's peak, what others took since the start (NCCL,
+        kernels), and the graphs."""
         if self.config.kv_cache_memory_bytes is not None:
             return self.config.kv_cache_memory_bytes
         torch.cuda.synchronize(self.device)
@@ -48,10 +52,12 @@ def queue_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 class PinnedRing:
-    """Pinned host buffers and their twins on the device, used in turn. An event guards a buffer whose copy is still in flight. `copy`: from
-    one to the other, without waiting."""
+    """Pinned host buffers and their twins on the device, used in turn. An event guards a buffer whose copy is
+    still in flight. `copy`: from one to the other, without waiting."""
 
-    def __init__(self, size: int, device: torch.device, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def __init__(
+        self, size: int, device: torch.device, copy: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
         self.device, self.copy = device, copy
         self.host: list[torch.Tensor] = [self._pinned(1 << 14) for _ in range(size)]
         self.device_side = [torch.empty_like(h, device=device) for h in self.host]
@@ -66,7 +72,7 @@ class PinnedRing:
         """One asynchronous copy; the returned view is good until the ring comes round, in stream order."""
         i, self.next = self.next, (self.next + 1) % len(self.host)
         self.events[i].synchronize()
-        if self.host[i].shape[0] < packed.shape[0]:    # grows to the largest step met, then never again
+        if self.host[i].shape[0] < packed.shape[0]:  # grows to the largest step met, then never again
             self.host[i] = self._pinned(2 * packed.shape[0])
             self.device_side[i] = torch.empty_like(self.host[i], device=self.device)
         size = packed.shape[0]

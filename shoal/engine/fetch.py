@@ -1,8 +1,9 @@
-"""The way up: fetches at work. Blocks of the host tier are copied in at once; those of persistent tiers are read into slots first, a few
-at a time, while the ones before are copied in.
+"""The way up: fetches at work. Blocks of the host tier are copied in at once; those of persistent tiers are
+read into slots first, a few at a time, while the ones before are copied in.
 
-A fetch ends when all of it has come or failed; the scheduler then uses its leading intact blocks. One whose sequence has left reads no
-further. Rank 0 alone, between steps. The way down, and who is asked for what: engine/offload.py.
+A fetch ends when all of it has come or failed; the scheduler then uses its leading intact blocks. One whose
+sequence has left reads no further. Rank 0 alone, between steps. The way down, and who is asked for what:
+engine/offload.py.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from shoal.kv.block_file import BlockMeta
 from shoal.kv.host import HostTier
 
 HOST = "host"
-READ_BLOCKS = 16       # of one read
-MAX_READING = 256      # blocks, of all jobs: a tier lets so many wait
-PATIENCE_S = 10.0      # with reads: then the sequence computes what has not come
-SMOOTHING = 0.2        # of moving averages: the weight of the newest
+READ_BLOCKS = 16  # of one read
+MAX_READING = 256  # blocks, of all jobs: a tier lets so many wait
+PATIENCE_S = 10.0  # with reads: then the sequence computes what has not come
+SMOOTHING = 0.2  # of moving averages: the weight of the newest
 
 
 class Rate:
@@ -43,21 +44,24 @@ class Books:
 
     slots: HostTier
     transfers: Transfers
-    keeps: bool                       # whether slots keep blocks: there is a host tier. Else they are a staging area
-    rates: dict[str, Rate]            # a block from that tier
+    keeps: bool  # whether slots keep blocks: there is a host tier. Else they are a staging area
+    rates: dict[str, Rate]  # a block from that tier
     stats: dict[str, KvTierStats]
     clock: Callable[[], float]
-    epoch: int = 0                    # resets so far: what was begun before the last is not kept
-    tickets: dict[int, tuple[list[int], Callable[[Done], None]]] = field(default_factory=dict)    # slots in use, and what follows
-    num_launched: int = 0             # steps ...
-    num_completed: int = 0            # ... whose end the host knows of: in order
-    used_until: dict[int, int] = field(default_factory=dict)    # block -> steps launched when a sequence let it go
+    epoch: int = 0  # resets so far: what was begun before the last is not kept
+    # slots in use, and what follows
+    tickets: dict[int, tuple[list[int], Callable[[Done], None]]] = field(default_factory=dict)
+    num_launched: int = 0  # steps ...
+    num_completed: int = 0  # ... whose end the host knows of: in order
+    # block -> steps launched when a sequence let it go
+    used_until: dict[int, int] = field(default_factory=dict)
 
     def track(self, ticket: int, slots: list[int], then: Callable[[Done], None]) -> None:
         self.tickets[ticket] = slots, then
 
     def in_use(self, blocks: Iterable[int]) -> bool:
-        """Whether a step in flight may read or write one of these blocks, which no sequence had when they were taken."""
+        """Whether a step in flight may read or write one of these blocks, which no sequence had when they
+        were taken."""
         return any(self.used_until.get(block, 0) > self.num_completed for block in blocks)
 
     def settle(self, done: Done) -> None:
@@ -70,23 +74,24 @@ class Job:
 
     fetch: Fetch
     metas: list[BlockMeta]
-    host: list[tuple[int, int]]       # (block, slot), held and not yet begun
-    unread: deque[tuple[int, str]]    # (block, tier)
+    host: list[tuple[int, int]]  # (block, slot), held and not yet begun
+    unread: deque[tuple[int, str]]  # (block, tier)
     end: int
     expires: float
     arrived: list[bool]
-    behind: int = 0                   # the copy out of what these blocks have held until now, if there is one: copies in come after it
+    # the copy out of what these blocks have held until now, if there is one: copies in come after it
+    behind: int = 0
     num_reading: int = 0
     num_copying: int = 0
-    closed: bool = False              # nothing more is begun; what is still read goes to the host tier at best
+    closed: bool = False  # nothing more is begun; what is still read goes to the host tier at best
 
 
 class Fetcher:
     def __init__(self, scheduler: Scheduler, books: Books) -> None:
         self.scheduler, self.books = scheduler, books
         self.jobs: list[Job] = []
-        self._num_reading = 0    # blocks
-        self._last_read = dict.fromkeys(books.rates, 0.0)    # when one ended
+        self._num_reading = 0  # blocks
+        self._last_read = dict.fromkeys(books.rates, 0.0)  # when one ended
 
     def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> Job:
         """Takes it in; `advance` begins the transfers."""
@@ -100,10 +105,19 @@ class Fetcher:
                 host.append((i, slot))
                 metas.append(meta)
             elif (tier := where(key)) is None:
-                break    # evicted since the look-up: it and those behind are computed
+                break  # evicted since the look-up: it and those behind are computed
             else:
                 unread.append((i, tier))
-                metas.append(make_meta(seq.keys, fetch.start + i, seq.token_ids, block_size, request.adapter, request.cache_salt))
+                metas.append(
+                    make_meta(
+                        seq.keys,
+                        fetch.start + i,
+                        seq.token_ids,
+                        block_size,
+                        request.adapter,
+                        request.cache_salt,
+                    )
+                )
         slots.hold([slot for _, slot in host])
         count = len(fetch.keys)
         job = Job(fetch, metas, host, unread, count, books.clock() + PATIENCE_S, [False] * count)
@@ -111,7 +125,8 @@ class Fetcher:
         return job
 
     def advance(self) -> None:
-        """Begins what can begin, ends what has ended. Steps and copies that must run before have been launched."""
+        """Begins what can begin, ends what has ended. Steps and copies that must run before have been
+        launched."""
         for job in list(self.jobs):
             if job.fetch.seq.fetch is not job.fetch or self.books.clock() > job.expires:
                 self._close(job)
@@ -155,16 +170,20 @@ class Fetcher:
             if i < job.end:
                 blocks.append(i)
         if not blocks:
-            return bool(most)    # the rest was given up
+            return bool(most)  # the rest was given up
         slots = books.slots.take(len(blocks))
         assert slots is not None
         job.num_reading += 1
         self._num_reading += len(blocks)
         ticket = books.transfers.read(tier, [job.metas[i] for i in blocks], slots)
-        books.track(ticket, slots, partial(self._was_read, job, tier, blocks, slots, books.epoch, books.clock()))
+        books.track(
+            ticket, slots, partial(self._was_read, job, tier, blocks, slots, books.epoch, books.clock())
+        )
         return True
 
-    def _was_read(self, job: Job, tier: str, blocks: list[int], slots: list[int], epoch: int, begun: float, done: Done) -> None:
+    def _was_read(
+        self, job: Job, tier: str, blocks: list[int], slots: list[int], epoch: int, begun: float, done: Done
+    ) -> None:
         books, now = self.books, self.books.clock()
         books.rates[tier].add(now - max(begun, self._last_read[tier]), len(blocks))
         self._last_read[tier] = now
@@ -206,6 +225,13 @@ class Fetcher:
             stats.failed_blocks += not intact
 
 
-def make_meta(keys: list[bytes], i: int, token_ids: list[int], block_size: int, adapter: str | None, cache_salt: str | None) -> BlockMeta:
-    tokens = array("I", token_ids[i * block_size:(i + 1) * block_size])
+def make_meta(
+    keys: list[bytes],
+    i: int,
+    token_ids: list[int],
+    block_size: int,
+    adapter: str | None,
+    cache_salt: str | None,
+) -> BlockMeta:
+    tokens = array("I", token_ids[i * block_size : (i + 1) * block_size])
     return BlockMeta(keys[i], keys[i - 1] if i else None, tokens, (adapter, cache_salt))

@@ -1,7 +1,9 @@
-"""Grammars at work: compiled in the background for the model's tokens, and a mask of what may follow for each row of a step.
+"""Grammars at work: compiled in the background for the model's tokens, and a mask of what may follow for each
+row of a step.
 
-A matcher depends on a sequence's output tokens alone, so it outlives preemption. A row under a grammar is in lockstep: its mask needs its
-last token. What a grammar is: structured.py; how masks reach the logits: engine/sampling.py.
+A matcher depends on a sequence's output tokens alone, so it outlives preemption. A row under a grammar is in
+lockstep: its mask needs its last token. What a grammar is: structured.py; how masks reach the logits:
+engine/sampling.py.
 
 Most masks take some microseconds, but a stranger's grammar may need much longer. A sequence whose masks are
 slow gets them from one thread beside the steps and is left out of steps meanwhile. If it stays slow, it ends
@@ -24,13 +26,13 @@ from shoal.errors import RequestError
 from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
 from shoal.tokenizer import Tokenizer, end_token_ids
 
-AheadMask = tuple[np.ndarray, float]    # int32 [words], and the seconds it took
+AheadMask = tuple[np.ndarray, float]  # int32 [words], and the seconds it took
 
-KEPT = 64              # compiled grammars, for requests that bring the same
-SLOW_S = 0.01          # a step's masks that take longer are slow, ...
-SLOW_ROW_S = 0.0005    # ... by so much more for each of its rows
-MOST_SLOW_S = 2.0      # that one sequence's slow masks may take together, ...
-TOKEN_S = 0.02         # ... and so much more for each of its tokens
+KEPT = 64  # compiled grammars, for requests that bring the same
+SLOW_S = 0.01  # a step's masks that take longer are slow, ...
+SLOW_ROW_S = 0.0005  # ... by so much more for each of its rows
+MOST_SLOW_S = 2.0  # that one sequence's slow masks may take together, ...
+TOKEN_S = 0.02  # ... and so much more for each of its tokens
 # So many masks have to be fast before a sequence's next one belongs to a step again; twice as many each time.
 FAST_AGAIN = 8
 
@@ -38,17 +40,21 @@ FAST_AGAIN = 8
 class Grammar:
     """One sequence's way through its grammar."""
 
-    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int],
-                 compute_ahead: Callable[[LLMatcher], Future[AheadMask]]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        end_ids: frozenset[int],
+        compute_ahead: Callable[[LLMatcher], Future[AheadMask]],
+    ) -> None:
         self.matcher, self.end_ids = matcher, end_ids
         self.ended = False
-        self.dead_end = False    # the request's other wishes left no token
+        self.dead_end = False  # the request's other wishes left no token
         self.error: str | None = None
         self._compute_ahead = compute_ahead
-        self._ahead: Future[AheadMask] | None = None    # the next token's mask
+        self._ahead: Future[AheadMask] | None = None  # the next token's mask
         self._is_slow = False
-        self._slow_s = 0.0                              # that slow masks took
-        self._num_tokens = self._num_fast = 0           # so far; in a row
+        self._slow_s = 0.0  # that slow masks took
+        self._num_tokens = self._num_fast = 0  # so far; in a row
         self._fast_again = FAST_AGAIN
 
     @property
@@ -92,15 +98,21 @@ class Grammar:
             if self._is_slow and not self.ended:
                 return self._goes_on()
             return True
-        self.error = ("allowed_token_ids, bad_words or min_tokens leave no token that the grammar allows; drop one of them" if self.dead_end
-                      else f"the grammar cannot go on: {short(self.matcher.get_error())}; simplify it")
+        self.error = (
+            "allowed_token_ids, bad_words or min_tokens leave no token that the grammar allows; drop one of "
+            "them"
+            if self.dead_end
+            else f"the grammar cannot go on: {short(self.matcher.get_error())}; simplify it"
+        )
         return False
 
     def _goes_on(self) -> bool:
         if self._slow_s > MOST_SLOW_S + TOKEN_S * self._num_tokens:
             took_ms, most_ms = 1000 * self._slow_s / self._num_tokens, 1000 * TOKEN_S
-            self.error = (f"the grammar is too slow: it took {took_ms:.0f} ms a token, and {most_ms:.0f} is "
-                          "the most that it may take for long; simplify it")
+            self.error = (
+                f"the grammar is too slow: it took {took_ms:.0f} ms a token, and {most_ms:.0f} is "
+                "the most that it may take for long; simplify it"
+            )
             return False
         self.begin_ahead()
         return True
@@ -112,17 +124,22 @@ class Grammars:
     end_ids: what ends a text, beside the tokenizer's own. closes_objects: as in structured.grammar_of.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, end_ids: Iterable[int],
-                 closes_objects: bool = True) -> None:
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Tokenizer],
+        vocab_size: int,
+        end_ids: Iterable[int],
+        closes_objects: bool = True,
+    ) -> None:
         self._closes_objects = closes_objects
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, tuple(end_ids)
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
         # Computes masks ahead, in one thread: the engine's own thread and the compiler's both ask it to.
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-slow-masks")
-        self._beside_executor: LLExecutor | None = None    # made and used in that thread only
-        self.under_way: set[Future[AheadMask]] = set()     # those masks
-        self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)    # called in one thread only
+        self._beside_executor: LLExecutor | None = None  # made and used in that thread only
+        self.under_way: set[Future[AheadMask]] = set()  # those masks
+        self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
         self._tokenizer: LLTokenizer | None = None
 
     def start(self, params: StructuredOutputsParams) -> Future[Grammar]:
@@ -130,11 +147,12 @@ class Grammars:
         return in_deep_thread(lambda: self._new(params))
 
     def masks(self, rows: list[GrammarRow]) -> np.ndarray:
-        """int32 [rows, words]: the bit of each token that may be drawn. What a row must not draw otherwise is taken out. Where nothing
-        is left, the end of text is: if the grammar does not end there, `accept` refuses it."""
+        """int32 [rows, words]: the bit of each token that may be drawn. What a row must not draw otherwise is
+        taken out. Where nothing is left, the end of text is: if the grammar does not end there, `accept`
+        refuses it."""
         words = self._num_words
         masks = np.zeros((len(rows), words), np.int32)
-        grammars: list[Grammar] = [row.grammar for row in rows]    # type: ignore[misc]
+        grammars: list[Grammar] = [row.grammar for row in rows]  # type: ignore[misc]
         now = []
         for i, grammar in enumerate(grammars):
             if (ahead := grammar.take_ahead()) is None:
@@ -163,7 +181,7 @@ class Grammars:
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * self._num_words, len(masks))
         seconds = time.perf_counter() - begin
         if seconds > SLOW_S + SLOW_ROW_S * len(grammars):
-            for grammar in grammars:    # which of them it was shows itself when they are computed one by one
+            for grammar in grammars:  # which of them it was shows itself when they are computed one by one
                 grammar.note_slow(seconds / len(grammars))
 
     def _compute_ahead(self, matcher: LLMatcher) -> Future[AheadMask]:
@@ -177,8 +195,9 @@ class Grammars:
             self._beside_executor = LLExecutor(1)
         begin = time.perf_counter()
         mask = np.zeros((1, self._num_words), np.int32)
-        self._beside_executor.unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data,
-                                                      4 * self._num_words, 1)
+        self._beside_executor.unsafe_compute_mask_ptr(
+            [(matcher, 0)], mask.ctypes.data, 4 * self._num_words, 1
+        )
         return mask[0], time.perf_counter() - begin
 
     # In the background
@@ -197,23 +216,31 @@ class Grammars:
             tokenizer = self._load_tokenizer()
             self._end_ids = end_token_ids(self._end_ids, tokenizer, self._vocab_size)
             if not self._end_ids:
-                raise RequestError("structured_outputs needs a model with an end-of-text token, and this one names none; "
-                                   "set eos_token_id in its generation_config.json")
+                raise RequestError(
+                    "structured_outputs needs a model with an end-of-text token, and this one names none; "
+                    "set eos_token_id in its generation_config.json"
+                )
             self._tokenizer = token_table(tokenizer, self._vocab_size, self._end_ids)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         first = matcher.deep_copy()
         begin = time.perf_counter()
-        first.compute_bitmask()    # It is mostly the costliest: here it stalls nobody and shows what is too complex.
+        # It is mostly the costliest: here it stalls nobody and shows what is too complex.
+        first.compute_bitmask()
         seconds = time.perf_counter() - begin
         for m in (matcher, first):
             if m.is_error():
-                raise RequestError(f"structured_outputs is not usable: {short(m.get_error())}; mend or simplify it")
+                raise RequestError(
+                    f"structured_outputs is not usable: {short(m.get_error())}; mend or simplify it"
+                )
         return matcher, seconds
 
 
 def token_table(tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
-    """The tokens as our detokenizer spells them: a grammar speaks of the very text that is shown. Hidden tokens match no text."""
-    return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, vocab_size, tuple(end_ids))), eos_token=list(end_ids))
+    """The tokens as our detokenizer spells them: a grammar speaks of the very text that is shown. Hidden
+    tokens match no text."""
+    return LLTokenizer(
+        TokenizerWrapper(_Tokens(tokenizer, vocab_size, tuple(end_ids))), eos_token=list(end_ids)
+    )
 
 
 class _Tokens:
@@ -224,10 +251,13 @@ class _Tokens:
         self.eos_token_id, self.bos_token_id = end_ids[0], None
         hidden = {*tokenizer.all_special_ids, *end_ids}
         self.special_token_ids = sorted(i for i in hidden if i < vocab_size)
-        self.tokens = [tokenizer.token_bytes[i] for i in range(vocab_size)]    # empty beyond the tokenizer's end: never drawn
+        # empty beyond the tokenizer's end: never drawn
+        self.tokens = [tokenizer.token_bytes[i] for i in range(vocab_size)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+        return self._tokenizer.encode(
+            text if isinstance(text, str) else text.decode(), add_special_tokens=False
+        )
 
 
 def _bits(token_ids: Iterable[int], words: int) -> np.ndarray:

@@ -1,8 +1,10 @@
-"""CUDA graphs of decode steps, at a ladder of batch sizes, and of small mixed steps, at a ladder of token counts.
+"""CUDA graphs of decode steps, at a ladder of batch sizes, and of small mixed steps, at a ladder of token
+counts.
 
-Each runs before any is captured (kernels compile, workspaces grow), one layer of each kind, which is all there is to load. Graphs are
-captured from large to small, all in one memory pool, so that the smaller ones live in the largest one's memory. A decode step takes
-everything from the batch state; a mixed step its tokens from one static buffer; both write the sampled tokens back into the state.
+Each runs before any is captured (kernels compile, workspaces grow), one layer of each kind, which is all
+there is to load. Graphs are captured from large to small, all in one memory pool, so that the smaller ones
+live in the largest one's memory. A decode step takes everything from the batch state; a mixed step its tokens
+from one static buffer; both write the sampled tokens back into the state.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import torch
 
 from shoal.engine.batch import MixedShape
 
-FEW_DECODES, FEW_PREFILLS = 16, 8    # of a step with room for few sequences
-FEW_FROM = 128                       # tokens: smaller steps lose nothing by room for many
-TOKENS_PER_PREFILL = 16              # room for many: that many prompts, for attention's grid to stay in bounds
+FEW_DECODES, FEW_PREFILLS = 16, 8  # of a step with room for few sequences
+FEW_FROM = 128  # tokens: smaller steps lose nothing by room for many
+TOKENS_PER_PREFILL = 16  # room for many: that many prompts, for attention's grid to stay in bounds
 
 Key = TypeVar("Key")
 
@@ -27,17 +29,22 @@ Key = TypeVar("Key")
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     graph: torch.cuda.CUDAGraph
-    output: torch.Tensor    # of the captured launch, overwritten by each replay of any graph of the pool
+    output: torch.Tensor  # of the captured launch, overwritten by each replay of any graph of the pool
 
     def replay(self) -> None:
         self.graph.replay()
 
 
 class StepGraphs(Generic[Key]):
-    """`launch(key)` launches a step on the current stream; `keys` come from large to small; `rehearsal` makes steps short."""
+    """`launch(key)` launches a step on the current stream; `keys` come from large to small; `rehearsal` makes
+    steps short."""
 
-    def __init__(self, launch: Callable[[Key], torch.Tensor], keys: Sequence[Key],
-                 rehearsal: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        launch: Callable[[Key], torch.Tensor],
+        keys: Sequence[Key],
+        rehearsal: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.launch, self.keys, self.rehearsal = launch, keys, rehearsal
         self.graphs: dict[Key, StepGraph] = {}
 
@@ -47,7 +54,8 @@ class StepGraphs(Generic[Key]):
         self.graphs = {key: self._capture_one(key, pool) for key in self.keys}
 
     def measure(self) -> int:
-        """Bytes all graphs will take: the two largest are captured on trial; the second shows what each further one adds."""
+        """Bytes all graphs will take: the two largest are captured on trial; the second shows what each
+        further one adds."""
         if not self.keys:
             return 0
         pool = torch.cuda.graph_pool_handle()
@@ -76,14 +84,23 @@ class StepGraphs(Generic[Key]):
 
 
 class DecodeGraphs(StepGraphs[tuple[int, bool]]):
-    """Keys are (rows, sharing), outputs logits [rows, V]. Sizes from `share_from` on are captured with `sharing` too, as looking for
-    shared prefixes that are not there costs 2 % of a step."""
+    """Keys are (rows, sharing), outputs logits [rows, V]. Sizes from `share_from` on are captured with
+    `sharing` too, as looking for shared prefixes that are not there costs 2 % of a step."""
 
-    def __init__(self, decode: Callable[[tuple[int, bool]], torch.Tensor], sizes: list[int], share_from: int | None,
-                 rehearsal: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[tuple[int, bool]], torch.Tensor],
+        sizes: list[int],
+        share_from: int | None,
+        rehearsal: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.sizes = sorted(sizes)
-        keys = [(size, sharing) for size in reversed(self.sizes) for sharing in (True, False)
-                if not sharing or (share_from is not None and size >= share_from)]
+        keys = [
+            (size, sharing)
+            for size in reversed(self.sizes)
+            for sharing in (True, False)
+            if not sharing or (share_from is not None and size >= share_from)
+        ]
         super().__init__(decode, keys, rehearsal)
 
     def fitting(self, size: int, sharing: bool) -> tuple[int, StepGraph] | None:
@@ -98,10 +115,18 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
 
 
 def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> list[MixedShape]:
-    """The ladder of mixed steps up to `max_tokens`, small to large. From 256 tokens on rungs are at most a quarter apart, which costs 10 %
-    of padding in the mean; below, products take the time of their weights. From FEW_FROM on each comes twice: for few sequences, whose
-    decodes are split finely, and for many, whose decodes may share prefixes."""
-    rungs = [32, 64, 128, 192, 256, *(octave * quarters // 4 for octave in (256, 512, 1024, 2048) for quarters in (5, 6, 7, 8))]
+    """The ladder of mixed steps up to `max_tokens`, small to large. From 256 tokens on rungs are at most a
+    quarter apart, which costs 10 % of padding in the mean; below, products take the time of their weights.
+    From FEW_FROM on each comes twice: for few sequences, whose decodes are split finely, and for many, whose
+    decodes may share prefixes."""
+    rungs = [
+        32,
+        64,
+        128,
+        192,
+        256,
+        *(octave * quarters // 4 for octave in (256, 512, 1024, 2048) for quarters in (5, 6, 7, 8)),
+    ]
     shapes = set()
     for tokens in rungs:
         if tokens > max_tokens:
@@ -109,6 +134,8 @@ def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> 
         many = min(tokens, max_num_seqs), min(max(FEW_PREFILLS, tokens // TOKENS_PER_PREFILL), max_num_seqs)
         few = min(FEW_DECODES, max_num_seqs), min(FEW_PREFILLS, max_num_seqs)
         sharing = share_from is not None and many[0] >= share_from
-        for (decodes, prefills), shares in ((many, sharing), (few, False)) if tokens >= FEW_FROM else ((many, sharing),):
+        for (decodes, prefills), shares in (
+            ((many, sharing), (few, False)) if tokens >= FEW_FROM else ((many, sharing),)
+        ):
             shapes.add(MixedShape(tokens, decodes, prefills, min(decodes + prefills, max_num_seqs), shares))
     return sorted(shapes)

@@ -1,4 +1,5 @@
-"""LLM: the offline interface, vLLM's by name and meaning. Text in and out around an EngineCore in this process."""
+"""LLM: the offline interface, vLLM's by name and meaning. Text in and out around an EngineCore in this
+process."""
 
 from __future__ import annotations
 
@@ -49,16 +50,21 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 class LLM:
     """Loads a checkpoint and generates. Options are EngineConfig's fields.
 
-    Raises UserError (a ValueError) for impossible options, checkpoints and requests; the engine lives on after a bad request.
+    Raises UserError (a ValueError) for impossible options, checkpoints and requests; the engine lives on
+    after a bad request.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        for name in ("tokenizer", "dtype"):    # a path, a torch.dtype
+        for name in ("tokenizer", "dtype"):  # a path, a torch.dtype
             if options.get(name) is not None:
                 options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir).check()
-        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, config.tokenizer, config.chat_template)
+        self.tokenizer = (
+            None
+            if config.skip_tokenizer_init
+            else load_tokenizer(files, config.tokenizer, config.chat_template)
+        )
         self.generation_config = files.generation_config if config.generation_config == "auto" else {}
         self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, files.config.vocab_size)
         self.core = EngineCore(config, files)
@@ -69,37 +75,59 @@ class LLM:
 
     # Generation
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 use_tqdm: bool = True, *, priority: list[int] | None = None) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in order. A prompt is text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, which may
-        carry a "cache_salt"."""
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in order. A prompt is text, token ids, or {"prompt": text} /
+        {"prompt_token_ids": ids}, which may carry a "cache_salt"."""
         prompts = _as_list(prompts)
         params = self._params_for(len(prompts), sampling_params)
-        if priority is not None and (len(priority) != len(prompts) or not all(isinstance(p, int) for p in priority)):
-            raise RequestError(f"priority {priority!r:.80} is not one integer for each of {len(prompts)} prompts; lower runs first")
+        if priority is not None and (
+            len(priority) != len(prompts) or not all(isinstance(p, int) for p in priority)
+        ):
+            raise RequestError(
+                f"priority {priority!r:.80} is not one integer for each of {len(prompts)} prompts; lower "
+                "runs first"
+            )
         with _only_young_garbage:
-            groups = self._add([self._group(p, s, first) for p, s, first in zip(prompts, params, priority or [0] * len(prompts))])
+            groups = self._add(
+                [
+                    self._group(p, s, first)
+                    for p, s, first in zip(prompts, params, priority or [0] * len(prompts))
+                ]
+            )
             self._run(groups, use_tqdm)
             return [group.output() for group in groups]
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
-        """One embedding a prompt, in order: the hidden state after its last token, of unit length. Prompts are those of `generate`."""
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """One embedding a prompt, in order: the hidden state after its last token, of unit length. Prompts
+        are those of `generate`."""
         embeddings = []
         with _only_young_garbage:
             for prompt in _as_list(prompts):
                 _, ids, salt = self._tokenize(prompt)
                 number = next(self._ids)
-                request = Request(f"{number}-0", ids, SamplingParams(), arrival=float(number), cache_salt=salt, embed=True)
+                request = Request(
+                    f"{number}-0", ids, SamplingParams(), arrival=float(number), cache_salt=salt, embed=True
+                )
                 embeddings.append(_Embedding(request))
             self._run(self._add(embeddings), use_tqdm)
             return [embedding.result() for embedding in embeddings]
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
-                    use_tqdm: bool = False) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest texts of each prompt that a search so wide finds: `transformers`' num_beams.
-        Each token is a step of all beams of all prompts, which the prefix cache makes cheap. Raises
-        RequestError if beam_width and the model's end-of-text ids are together more than max_logprobs, and for
-        a prompt that leaves no room for a token."""
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest texts of each prompt that a search so wide finds: `transformers`'
+        num_beams. Each token is a step of all beams of all prompts, which the prefix cache makes cheap.
+        Raises RequestError if beam_width and the model's end-of-text ids are together more than max_logprobs,
+        and for a prompt that leaves no room for a token."""
         searches, salts = [], []
         for prompt in _as_list(prompts):
             _, ids, salt = self._tokenize(prompt)
@@ -110,7 +138,8 @@ class LLM:
             raise RequestError(
                 f"beam_width {params.beam_width} needs the {searches[0].num_candidates} likeliest tokens of "
                 f"each step, more than max_logprobs {self.config.max_logprobs}; choose fewer beams or raise "
-                "max_logprobs of the engine")
+                "max_logprobs of the engine"
+            )
         hidden = not (use_tqdm and sys.stderr.isatty())
         with tqdm(total=params.max_tokens, desc="Beam search", disable=hidden) as bar:
             while any(search.running for search in searches):
@@ -125,12 +154,15 @@ class LLM:
 
     def _advance(self, searches: Sequence[BeamSearch], salts: Sequence[str | None]) -> None:
         """One token for every running beam."""
-        beams = [{"prompt_token_ids": beam.tokens, "cache_salt": salt}
-                 for search, salt in zip(searches, salts) for beam in search.running]
+        beams = [
+            {"prompt_token_ids": beam.tokens, "cache_salt": salt}
+            for search, salt in zip(searches, salts)
+            for beam in search.running
+        ]
         num_candidates = searches[0].num_candidates
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, detokenize=False)
         outputs = self.generate(beams, params, use_tqdm=False)
-        likeliest = iter([output.outputs[0].logprobs[0] for output in outputs])    # type: ignore[index]
+        likeliest = iter([output.outputs[0].logprobs[0] for output in outputs])  # type: ignore[index]
         for search in searches:
             if search.running:
                 search.advance([next(likeliest) for _ in search.running])
@@ -139,7 +171,8 @@ class LLM:
         """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
-            for group in groups:    # in turn: looking at all of them at each step takes thousands of small ones a fifth of their time
+            # in turn: looking at all of them at each step takes thousands of small ones a fifth of their time
+            for group in groups:
                 while not group.finished:
                     self._step()
                 bar.update()
@@ -147,31 +180,57 @@ class LLM:
             self._drop(groups)
             bar.close()
 
-    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
-             chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
-             tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
-        """Renders one conversation, or a list of them, through the model's chat template, and generates the answers."""
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Renders one conversation, or a list of them, through the model's chat template, and generates the
+        answers."""
         if not isinstance(messages, Sequence) or not messages:
-            raise RequestError(f"messages {messages!r:.80} is no conversation; give a list of {{'role': ..., 'content': ...}}")
+            raise RequestError(
+                f"messages {messages!r:.80} is no conversation; give a list of {{'role': ..., 'content': "
+                f"...}}"
+            )
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        prompts = [self.chat_prompt(m, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools,    # type: ignore[arg-type]
-                                    continue_final_message=continue_final_message, **(chat_template_kwargs or {})) for m in conversations]
+        prompts = [
+            self.chat_prompt(
+                m,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,  # type: ignore[arg-type]
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for m in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
         """The prompt of a conversation. The template writes the special tokens, so none are added."""
         tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True} | options, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, **{"add_generation_prompt": True} | options, tokenize=False
+        )
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yields the growing RequestOutput of one prompt after every step that adds to it. Closing the iterator aborts the request."""
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yields the growing RequestOutput of one prompt after every step that adds to it. Closing the
+        iterator aborts the request."""
         [params] = self._params_for(1, sampling_params)
         [group] = groups = self._add([self._group(prompt, params, 0)])
         shown = group.progress
         try:
-            while not group.finished or group.progress != shown:    # another call's steps may have moved it on
+            while not group.finished or group.progress != shown:  # another call's steps may have moved it on
                 if group.progress == shown:
                     self._step()
                 if group.progress != shown:
@@ -188,8 +247,10 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init); give token ids, "
-                               "or build it with one")
+            raise RequestError(
+                "this engine runs without a tokenizer (skip_tokenizer_init); give token ids, "
+                "or build it with one"
+            )
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool:
@@ -197,13 +258,14 @@ class LLM:
         return self.core.reset_prefix_cache()
 
     def drain_kv_events(self) -> list[EventBatch]:
-        """What has been cached and forgotten since the last call, a batch for each step that changed anything (shoal/kv_events.py); vLLM's
-        `take_events`. After more than `buffer_steps` of them one batch that clears all and stores what is there. Raises ConfigError unless
-        kv_events_config enables events."""
+        """What has been cached and forgotten since the last call, a batch for each step that changed anything
+        (shoal/kv_events.py); vLLM's `take_events`. After more than `buffer_steps` of them one batch that
+        clears all and stores what is there. Raises ConfigError unless kv_events_config enables events."""
         return self.core.kv_events.drain()
 
     def kv_snapshot(self) -> EventBatch:
-        """All KV blocks that are cached now, as one batch that clears all and stores them. Raises as drain_kv_events."""
+        """All KV blocks that are cached now, as one batch that clears all and stores them. Raises as
+        drain_kv_events."""
         return self.core.kv_events.snapshot()
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
@@ -220,9 +282,9 @@ class LLM:
         return self.core.sleep(level, tags, mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Takes memory again, at the same addresses; all regions, or those of `tags`. If memory was taken meanwhile it raises
-        UnavailableError, nothing has changed, and it can be tried again. After level 2 weights are missing: until an update `generate`
-        raises UnavailableError."""
+        """Takes memory again, at the same addresses; all regions, or those of `tags`. If memory was taken
+        meanwhile it raises UnavailableError, nothing has changed, and it can be tried again. After level 2
+        weights are missing: until an update `generate` raises UnavailableError."""
         return self.core.wake_up(tags)
 
     @property
@@ -237,24 +299,42 @@ class LLM:
         return self.core.memory_usage()
 
     def update_weights(self, source: str) -> int:
-        """Loads the weights of another checkpoint of the same architecture (as the option `model` names one) in place of these, and returns
-        their version. Raises CheckpointError, with nothing changed, for another model, shape or quantization. If loading itself breaks off,
-        nothing is generated until a good update."""
+        """Loads the weights of another checkpoint of the same architecture (as the option `model` names one)
+        in place of these, and returns their version. Raises CheckpointError, with nothing changed, for
+        another model, shape or quantization. If loading itself breaks off, nothing is generated until a good
+        update."""
         return self.core.update_weights(str(source))
 
     def update_weights_from_tensors(self, tensors: Mapping[str, Any] | Sequence[dict[str, Any]]) -> int:
-        """Loads whole tensors by their Hugging Face names: a dict of this process's, or the handles of another process's
-        (shoal.weights.transfer.SharedTensors). Some of a model's tensors will do; after level 2 all must have come before it generates."""
+        """Loads whole tensors by their Hugging Face names: a dict of this process's, or the handles of
+        another process's (shoal.weights.transfer.SharedTensors). Some of a model's tensors will do; after
+        level 2 all must have come before it generates."""
         return self.core.weights.update_from_tensors(tensors)
 
-    def init_weights_update_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int,
-                                  group_name: str = "weight_update_group", backend: str = "nccl") -> None:
-        """Joins the process group that a trainer opens as its rank 0, with this engine's ranks from `rank_offset` on; waits for all."""
-        self.core.weights.init_group(master_address, master_port, rank_offset, world_size, group_name, backend)
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+    ) -> None:
+        """Joins the process group that a trainer opens as its rank 0, with this engine's ranks from
+        `rank_offset` on; waits for all."""
+        self.core.weights.init_group(
+            master_address, master_port, rank_offset, world_size, group_name, backend
+        )
 
-    def update_weights_from_distributed(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
-                                        group_name: str = "weight_update_group") -> int:
-        """Receives whole tensors that rank 0 of the group broadcasts in this order. Returns the new version."""
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[Any],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = "weight_update_group",
+    ) -> int:
+        """Receives whole tensors that rank 0 of the group broadcasts in this order. Returns the new
+        version."""
         return self.core.weights.update_from_distributed(names, dtypes, shapes, group_name)
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
@@ -267,7 +347,8 @@ class LLM:
         return self.core.weights.version
 
     def check_weights(self) -> dict[str, str]:
-        """A checksum of each tensor, by rank and name; equal in engines of equal weights, dtype and tensor_parallel_size."""
+        """A checksum of each tensor, by rank and name; equal in engines of equal weights, dtype and
+        tensor_parallel_size."""
         return self.core.check_weights()
 
     def _finish_requests(self) -> None:
@@ -306,15 +387,22 @@ class LLM:
 
     # Inside
 
-    def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    def _params_for(
+        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
         if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
-            raise RequestError(f"sampling_params {given!r:.80} is neither SamplingParams nor a list of them; build SamplingParams(...)")
+            raise RequestError(
+                f"sampling_params {given!r:.80} is neither SamplingParams nor a list of them; build "
+                "SamplingParams(...)"
+            )
         if len(given) != count:
-            raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one for all or one each")
+            raise RequestError(
+                f"{len(given)} sampling_params for {count} prompts; give one for all or one each"
+            )
         return list(given)
 
     def _group(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Group:
@@ -323,17 +411,31 @@ class LLM:
         if params.structured_outputs is not None:
             structured.check(params.structured_outputs, self.config.closes_objects)
         if (params.stop or params.bad_words) and self.tokenizer is None:
-            raise RequestError("stop strings and bad_words need a tokenizer; this engine runs without one "
-                               "(skip_tokenizer_init)")
-        bad_words = self.get_tokenizer().bad_word_ids(params.bad_words, self.core.model_config.vocab_size) if params.bad_words else ()
+            raise RequestError(
+                "stop strings and bad_words need a tokenizer; this engine runs without one "
+                "(skip_tokenizer_init)"
+            )
+        bad_words = (
+            self.get_tokenizer().bad_word_ids(params.bad_words, self.core.model_config.vocab_size)
+            if params.bad_words
+            else ()
+        )
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         number = next(self._ids)
         answers = []
         for i in range(params.n):
             own = _copy_params(params)
             own.n, own.seed = 1, (seed + i) % 2**64
-            request = Request(f"{number}-{i}", ids, own, priority=priority, arrival=float(number), cache_salt=salt,
-                              eos_token_ids=self.eos_token_ids, bad_word_ids=bad_words)
+            request = Request(
+                f"{number}-{i}",
+                ids,
+                own,
+                priority=priority,
+                arrival=float(number),
+                cache_salt=salt,
+                eos_token_ids=self.eos_token_ids,
+                bad_word_ids=bad_words,
+            )
             answers.append(_Answer(i, request, self.tokenizer if needs_text else None))
         return _Group(str(number), text, ids, answers)
 
@@ -342,20 +444,26 @@ class LLM:
         salt = None
         if isinstance(prompt, dict):
             if unknown := set(prompt) - PROMPT_KEYS:
-                raise RequestError(f"the prompt has unknown keys {sorted(unknown)}; there are {sorted(PROMPT_KEYS)}")
+                raise RequestError(
+                    f"the prompt has unknown keys {sorted(unknown)}; there are {sorted(PROMPT_KEYS)}"
+                )
             salt = prompt.get("cache_salt")
             if salt is not None and not (isinstance(salt, str) and salt):
-                raise RequestError(f"cache_salt {salt!r} is not a text of at least one character; leave it out for none")
+                raise RequestError(
+                    f"cache_salt {salt!r} is not a text of at least one character; leave it out for none"
+                )
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and ids is None:
-                raise RequestError(f"the prompt {prompt!r:.80} has neither 'prompt' nor 'prompt_token_ids'; give one of them")
+                raise RequestError(
+                    f"the prompt {prompt!r:.80} has neither 'prompt' nor 'prompt_token_ids'; give one of them"
+                )
         else:
             text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         if ids is None:
             if not isinstance(text, str):
                 raise RequestError(f"the prompt {text!r:.80} is no text; give a string, or token ids")
             ids = self.get_tokenizer().encode(text)
-        if hasattr(ids, "tolist"):    # numpy, torch
+        if hasattr(ids, "tolist"):  # numpy, torch
             ids = ids.tolist()
         if (own := _own_ids(ids)) is None:
             raise RequestError(f"the prompt {ids!r:.80} is not a list of token ids; give text or integers")
@@ -382,7 +490,8 @@ class LLM:
 
     def _step(self) -> None:
         """One engine step; its outputs reach their answers, whoever waits for them."""
-        if self.core.error is None and not self.core.has_work:    # kept asleep, or without weights: waiting here would never end
+        # kept asleep, or without weights: waiting here would never end
+        if self.core.error is None and not self.core.has_work:
             raise UnavailableError(self.core.standstill or "an answer is awaited that nobody works on")
         for output in self.core.step():
             answer = self._answers.get(output.request_id)
@@ -398,9 +507,16 @@ class _Answer:
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request, self.tokenizer = request, tokenizer
         params = request.params
-        self.completion = CompletionOutput(index, "", [], cumulative_logprob=0.0 if params.logprobs is not None else None,
-                                           logprobs=[] if params.logprobs is not None else None)
-        self.detokenizer = Detokenizer(tokenizer, params, request.prompt_token_ids) if tokenizer is not None else None
+        self.completion = CompletionOutput(
+            index,
+            "",
+            [],
+            cumulative_logprob=0.0 if params.logprobs is not None else None,
+            logprobs=[] if params.logprobs is not None else None,
+        )
+        self.detokenizer = (
+            Detokenizer(tokenizer, params, request.prompt_token_ids) if tokenizer is not None else None
+        )
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_cached_tokens = 0
 
@@ -409,21 +525,26 @@ class _Answer:
         return self.completion.finish_reason is not None
 
     def push(self, output: Output) -> str | None:
-        """Adds one output. Returns the stop string if its text completed one: the engine is to end the request."""
+        """Adds one output. Returns the stop string if its text completed one: the engine is to end the
+        request."""
         completion = self.completion
         if self.finished:
             return None
         completion.token_ids.extend(output.token_ids)
         self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = [self._with_text(step) if step else None for step in output.prompt_logprobs]
+            self.prompt_logprobs = [
+                self._with_text(step) if step else None for step in output.prompt_logprobs
+            ]
         for token_id, step in zip(output.token_ids, output.logprobs or ()):
-            completion.logprobs.append(self._with_text(step))    # type: ignore[union-attr]
-            completion.cumulative_logprob += step[token_id].logprob    # type: ignore[operator]
+            completion.logprobs.append(self._with_text(step))  # type: ignore[union-attr]
+            completion.cumulative_logprob += step[token_id].logprob  # type: ignore[operator]
         stop = None
         if self.detokenizer is not None and output.token_ids:
             stop_id = output.finish_reason == "stop"
-            text, stop = self.detokenizer.push(output.token_ids, last=output.finish_reason is not None, drop_last=stop_id)
+            text, stop = self.detokenizer.push(
+                output.token_ids, last=output.finish_reason is not None, drop_last=stop_id
+            )
             completion.text += text
         if stop is not None:
             completion.finish_reason, completion.stop_reason = "stop", stop
@@ -456,16 +577,29 @@ class _Embedding:
         """Raises UnavailableError if the request was ended from outside."""
         output = self.output
         if output is None or output.embedding is None:
-            raise UnavailableError(f"the embedding of request {self.request.request_id} was aborted; ask again")
-        return EmbeddingRequestOutput(self.request.request_id.removesuffix("-0"), EmbeddingOutput(output.embedding),
-                                      self.request.prompt_token_ids, num_cached_tokens=output.num_cached_tokens)
+            raise UnavailableError(
+                f"the embedding of request {self.request.request_id} was aborted; ask again"
+            )
+        return EmbeddingRequestOutput(
+            self.request.request_id.removesuffix("-0"),
+            EmbeddingOutput(output.embedding),
+            self.request.prompt_token_ids,
+            num_cached_tokens=output.num_cached_tokens,
+        )
 
 
 class _Group:
     """The n answers to one prompt."""
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: list[_Answer]) -> None:
-        self.request_id, self.prompt, self.prompt_token_ids, self.answers = request_id, prompt, prompt_token_ids, answers
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: list[_Answer]
+    ) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids, self.answers = (
+            request_id,
+            prompt,
+            prompt_token_ids,
+            answers,
+        )
 
     @property
     def finished(self) -> bool:
@@ -478,17 +612,33 @@ class _Group:
 
     def output(self) -> RequestOutput:
         """A snapshot: later steps don't change it."""
-        completions = [CompletionOutput(c.index, c.text, list(c.token_ids), c.cumulative_logprob,
-                                        None if c.logprobs is None else list(c.logprobs), c.finish_reason, c.stop_reason)
-                       for c in (a.completion for a in self.answers)]    # `replace` takes twice as long
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, completions, self.finished,
-                             self.answers[0].prompt_logprobs, self.answers[0].num_cached_tokens)
+        completions = [
+            CompletionOutput(
+                c.index,
+                c.text,
+                list(c.token_ids),
+                c.cumulative_logprob,
+                None if c.logprobs is None else list(c.logprobs),
+                c.finish_reason,
+                c.stop_reason,
+            )
+            for c in (a.completion for a in self.answers)
+        ]  # `replace` takes twice as long
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            self.finished,
+            self.answers[0].prompt_logprobs,
+            self.answers[0].num_cached_tokens,
+        )
 
 
 class _OnlyYoungGarbage:
-    """Is collected while somebody is in here, but for once in minutes. A full collection looks at all modules and requests, for 0.1 s,
-    before the first step, in the middle of one, or after the last. (To freeze what is there would undo it for others: `gc.unfreeze` does
-    not tell whose it was.)"""
+    """Is collected while somebody is in here, but for once in minutes. A full collection looks at all modules
+    and requests, for 0.1 s, before the first step, in the middle of one, or after the last. (To freeze what
+    is there would undo it for others: `gc.unfreeze` does not tell whose it was.)"""
 
     def __init__(self) -> None:
         self._lock, self._num_inside, self._before = threading.Lock(), 0, gc.get_threshold()
@@ -514,12 +664,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts {prompts!r:.80} is neither a prompt nor a list of them; give text, token ids or a dict")
-    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)    # type: ignore[list-item,arg-type]
+        raise RequestError(
+            f"prompts {prompts!r:.80} is neither a prompt nor a list of them; give text, token ids or a dict"
+        )
+    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item,arg-type]
 
 
 def _copy_params(params: SamplingParams) -> SamplingParams:
-    """Checked already, so not by `replace`. (copy's own way with slots takes more than twice as long, and each request has its copy.)"""
+    """Checked already, so not by `replace`. (copy's own way with slots takes more than twice as long, and
+    each request has its copy.)"""
     if type(params) is not SamplingParams:
         return copy(params)
     own = object.__new__(SamplingParams)
@@ -533,6 +686,7 @@ def _own_ids(ids: object) -> list[int] | None:
     if not isinstance(ids, Sequence):
         return None
     try:
-        return convert(ids, list[int])    # checks and copies in C, since the GPU waits: one by one, half a million take 40 ms
-    except (ValidationError, UnicodeEncodeError):    # it takes no ranges and bytes
+        # checks and copies in C, since the GPU waits: one by one, half a million take 40 ms
+        return convert(ids, list[int])
+    except (ValidationError, UnicodeEncodeError):  # it takes no ranges and bytes
         return list(ids) if all(isinstance(i, int) and not isinstance(i, bool) for i in ids) else None

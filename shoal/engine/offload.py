@@ -1,8 +1,10 @@
-"""The tiers below the device, as rank 0 runs them: which blocks leave the cache ahead of their eviction, which are worth fetching.
+"""The tiers below the device, as rank 0 runs them: which blocks leave the cache ahead of their eviction,
+which are worth fetching.
 
-Slots of the host slab keep what is copied out, if there is a host tier; else they are a small staging area on the way to disk or store. All
-transfers run beside the steps (engine/transfers.py) and are polled between them; a step that rewrites a block waits, on the device, for the
-copy that still reads it. The way up: engine/fetch.py. Which slot goes next: kv/host.py.
+Slots of the host slab keep what is copied out, if there is a host tier; else they are a small staging area on
+the way to disk or store. All transfers run beside the steps (engine/transfers.py) and are polled between
+them; a step that rewrites a block waits, on the device, for the copy that still reads it. The way up:
+engine/fetch.py. Which slot goes next: kv/host.py.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from shoal.kv.block_file import BlockMeta
 from shoal.kv.host import HostTier
 from shoal.kv.policy import FrequencySketch
 
-SCAN_S = 0.1               # between looks at the coldest blocks while nothing presses
-WRITE_BLOCKS = 16          # of one write
-MAX_WRITING = 48           # blocks: fewer than a tier lets wait
-WRITE_REST_S = 1.0         # after a write that failed, before the host tier's coldest are looked at again
-HOST_WATERMARK = 1024      # of the coldest blocks in the host tier, so many are to lie below it too
-FETCH_LATENCY_S = 0.002    # of a fetch beside its bytes: its end is noticed between two steps
-RECOVERY = 0.98            # of a tier's cost, each time that it was too high: so the tier is tried again
+SCAN_S = 0.1  # between looks at the coldest blocks while nothing presses
+WRITE_BLOCKS = 16  # of one write
+MAX_WRITING = 48  # blocks: fewer than a tier lets wait
+WRITE_REST_S = 1.0  # after a write that failed, before the host tier's coldest are looked at again
+HOST_WATERMARK = 1024  # of the coldest blocks in the host tier, so many are to lie below it too
+FETCH_LATENCY_S = 0.002  # of a fetch beside its bytes: its end is noticed between two steps
+RECOVERY = 0.98  # of a tier's cost, each time that it was too high: so the tier is tried again
 POLL_S = 0.0003
 
 
@@ -43,64 +45,80 @@ class LowerTier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    block_size: int                     # tokens
-    block_bytes: int                    # over all ranks
-    keeps: bool                         # there is a host tier
-    watermark: int                      # of the coldest blocks on the device, so many are to lie below it too
-    max_leaving: int                    # blocks that are copied out at once ...
-    copy_blocks: int                    # ... in copies of so many: what a step that takes one of them may have to wait for
-    on_registration: bool = False       # copy what is new instead of what is cold
-    min_uses: int = 1                   # of a block, before it is worth keeping
-    always_fetch: bool = False          # whatever computing it would cost
-    bytes_per_s: float | None = None    # that leave the device; beyond it blocks are lost
+    block_size: int  # tokens
+    block_bytes: int  # over all ranks
+    keeps: bool  # there is a host tier
+    watermark: int  # of the coldest blocks on the device, so many are to lie below it too
+    max_leaving: int  # blocks that are copied out at once ...
+    copy_blocks: int  # ... in copies of so many: what a step that takes one of them may have to wait for
+    on_registration: bool = False  # copy what is new instead of what is cold
+    min_uses: int = 1  # of a block, before it is worth keeping
+    always_fetch: bool = False  # whatever computing it would cost
+    bytes_per_s: float | None = None  # that leave the device; beyond it blocks are lost
 
 
 class Offloader:
-    """The scheduler's `tiers` and its pool's listener. `persistent`: the tiers below the slots, in the order in which they are asked.
+    """The scheduler's `tiers` and its pool's listener. `persistent`: the tiers below the slots, in the order
+    in which they are asked.
 
     Around a step: `poll`, Scheduler.schedule, `before_step`, the step, `offload`. Without steps: `tick`.
     """
 
-    def __init__(self, scheduler: Scheduler, slots: HostTier, transfers: Transfers, persistent: Mapping[str, LowerTier],
-                 policy: OffloadPolicy, token_s: float = 0.0, block_s: Mapping[str, float] | None = None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        slots: HostTier,
+        transfers: Transfers,
+        persistent: Mapping[str, LowerTier],
+        policy: OffloadPolicy,
+        token_s: float = 0.0,
+        block_s: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.scheduler = scheduler
-        self.pool, self.slots, self.transfers, self.persistent, self.policy = scheduler.pool, slots, transfers, persistent, policy
-        self.token = Rate(token_s)    # computed in a prefill
+        self.pool, self.slots, self.transfers, self.persistent, self.policy = (
+            scheduler.pool,
+            slots,
+            transfers,
+            persistent,
+            policy,
+        )
+        self.token = Rate(token_s)  # computed in a prefill
         names = dict.fromkeys((HOST, *persistent, *(block_s or ())))
         self.stats = {name: KvTierStats() for name in names}
-        self.num_dropped = 0          # evicted from the device, and nowhere else
+        self.num_dropped = 0  # evicted from the device, and nowhere else
         rates = {name: Rate((block_s or {}).get(name, 0.0)) for name in names}
         self.books = Books(slots, transfers, policy.keeps, rates, self.stats, clock)
         self.fetcher = Fetcher(scheduler, self.books)
-        self._metas: dict[bytes, BlockMeta] = {}                        # of what can be found on the device
+        self._metas: dict[bytes, BlockMeta] = {}  # of what can be found on the device
         self._uses = FrequencySketch(self.pool.num_blocks + slots.num_slots) if policy.min_uses > 1 else None
         self._unready = set(slots.take(slots.num_slots) or ())
-        self._leaving: dict[bytes, int] = {}                            # blocks that are being copied out, and their tickets
-        self._evicted: dict[int, BlockMeta] = {}                        # taken since the last step, what they held is nowhere else
-        self._overtaken = 0                                             # the last ticket one of whose blocks may be rewritten
-        self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)  # registered, to be copied out; without those that are long gone
-        self._staged: deque[tuple[int, BlockMeta]] = deque()            # held slots of a staging area, to be written
-        self._kept: deque[bytes] = deque(maxlen=slots.num_slots)        # in the host tier, to be written
-        self._num_writing = 0                                           # blocks, once for each tier
-        self._failed_at = -math.inf                                     # when a write last did
-        self._flushing = False                                          # what is copied out is written at once
+        self._leaving: dict[bytes, int] = {}  # blocks that are being copied out, and their tickets
+        self._evicted: dict[int, BlockMeta] = {}  # taken since the last step, what they held is nowhere else
+        self._overtaken = 0  # the last ticket one of whose blocks may be rewritten
+        # registered, to be copied out; without those that are long gone
+        self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)
+        self._staged: deque[tuple[int, BlockMeta]] = deque()  # held slots of a staging area, to be written
+        self._kept: deque[bytes] = deque(maxlen=slots.num_slots)  # in the host tier, to be written
+        self._num_writing = 0  # blocks, once for each tier
+        self._failed_at = -math.inf  # when a write last did
+        self._flushing = False  # what is copied out is written at once
         self._allowance, self._allowed_at = 0.0, clock()
         self._num_registered = self._num_evicted = 0
-        self._scanned: tuple[float, int, int, int] = (0.0, 0, 0, -1)    # when, and the counts of then
-        self._cut_short = False                                         # the last scan found more than there was room for
+        self._scanned: tuple[float, int, int, int] = (0.0, 0, 0, -1)  # when, and the counts of then
+        self._cut_short = False  # the last scan found more than there was room for
 
     # What the scheduler asks and tells
 
     def lookup(self, keys: Sequence[bytes], start: int) -> int:
-        """The run's best end: where computing its blocks, behind those computed now, would take longest compared to fetching them, behind
-        those fetched now."""
+        """The run's best end: where computing its blocks, behind those computed now, would take longest
+        compared to fetching them, behind those fetched now."""
         if self._uses is not None:
             for key in keys[:start]:
                 self._uses.add(key)
         computing = self.token.seconds * self.policy.block_size
         fetching = {name: rate.seconds for name, rate in self.books.rates.items()}
-        queued = self.fetcher.num_blocks + len(self._evicted)    # of which it would save its own first
+        queued = self.fetcher.num_blocks + len(self._evicted)  # of which it would save its own first
         gain = self.token.seconds * self.scheduler.num_to_prefill - fetching[HOST] * queued - FETCH_LATENCY_S
         best, best_gain = start, 0.0
         end = start
@@ -121,12 +139,14 @@ class Offloader:
         return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
 
     def begin(self, fetch: Fetch) -> None:
-        """Blocks that the sequence has taken before they were copied out are now, as far as slots and bandwidth allow, and what is fetched
-        comes behind that. Until it has ended nobody else gets any of the sequence's blocks."""
-        job = self.fetcher.begin(fetch, self.where, self.policy.block_size)    # which holds its slots
-        job.behind = self._save_evicted(fetch.seq.block_ids[fetch.start:])     # not of its hits: a step may be about to write them
+        """Blocks that the sequence has taken before they were copied out are now, as far as slots and
+        bandwidth allow, and what is fetched comes behind that. Until it has ended nobody else gets any of the
+        sequence's blocks."""
+        job = self.fetcher.begin(fetch, self.where, self.policy.block_size)  # which holds its slots
+        # not of its hits: a step may be about to write them
+        job.behind = self._save_evicted(fetch.seq.block_ids[fetch.start :])
         if job.behind:
-            rest = fetch.seq.block_ids[len(fetch.held):]
+            rest = fetch.seq.block_ids[len(fetch.held) :]
             self.pool.try_allocate(0, shared=rest)
             fetch.held += rest
 
@@ -135,12 +155,14 @@ class Offloader:
         for i in range(start, end):
             key = seq.keys[i]
             if key not in self._metas:
-                self._metas[key] = make_meta(seq.keys, i, seq.token_ids, self.policy.block_size, request.adapter, request.cache_salt)
+                self._metas[key] = make_meta(
+                    seq.keys, i, seq.token_ids, self.policy.block_size, request.adapter, request.cache_salt
+                )
             if self._uses is not None:
                 self._uses.add(key)
             if self.policy.on_registration:
                 self._fresh.append(key)
-            if key in self._leaving:    # another block has the content now
+            if key in self._leaving:  # another block has the content now
                 self._overtaken = max(self._overtaken, self._leaving[key])
         self._num_registered += end - start
 
@@ -148,7 +170,8 @@ class Offloader:
         self.books.used_until.update(dict.fromkeys(blocks, self.books.num_launched))
         if self._leaving:
             for key in map(self.pool.key_of, blocks):
-                if key in self._leaving and self.pool.has_copies(key):    # which have the content from now on: the block may be rewritten
+                # which have the content from now on: the block may be rewritten
+                if key in self._leaving and self.pool.has_copies(key):
                     self._overtaken = max(self._overtaken, self._leaving[key])
 
     def removed(self, key: bytes, block: int) -> None:
@@ -180,20 +203,24 @@ class Offloader:
         return bool(ended)
 
     def before_step(self, launches: bool = False) -> None:
-        """When the plan is made, and blocks have changed hands. `launches`: a step follows; `books.num_completed` is to tell of its end."""
+        """When the plan is made, and blocks have changed hands. `launches`: a step follows;
+        `books.num_completed` is to tell of its end."""
         self.num_dropped += len(self._evicted)
         self._evicted.clear()
-        if self._overtaken:    # copies out end in the order of their tickets
+        if self._overtaken:  # copies out end in the order of their tickets
             self.transfers.order_behind(self._overtaken)
             self._overtaken = 0
         self.fetcher.advance()
         self.books.num_launched += launches
 
     def offload(self, idle: bool = False) -> None:
-        """Begins to copy out what should leave, as far as slots and bandwidth allow. `idle`: no step will follow soon."""
+        """Begins to copy out what should leave, as far as slots and bandwidth allow. `idle`: no step will
+        follow soon."""
         if self._is_due(idle):
             room = self._room()
-            self._copy_out(*(self._new_blocks(room) if self.policy.on_registration else self._cold_blocks(room)))
+            self._copy_out(
+                *(self._new_blocks(room) if self.policy.on_registration else self._cold_blocks(room))
+            )
             self._look_at_host()
             self._write()
 
@@ -210,7 +237,8 @@ class Offloader:
     # Everything else
 
     def quiesce(self, timeout_s: float = 60.0) -> None:
-        """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of slots go on."""
+        """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of slots go
+        on."""
         self.fetcher.close_all()
         deadline = self.books.clock() + timeout_s
         self.poll()
@@ -229,20 +257,27 @@ class Offloader:
         self._staged.clear()
 
     def flush(self, timeout_s: float) -> int:
-        """Writes what lies above the persistent tiers only, for no longer than this. Returns how many blocks were left."""
+        """Writes what lies above the persistent tiers only, for no longer than this. Returns how many blocks
+        were left."""
         if not self.persistent:
             return 0
         self.quiesce()
         deadline, self._flushing = self.books.clock() + timeout_s, True
-        self._kept.extend(meta.key for _, meta in reversed(self.slots.coldest(self.slots.num_slots)) if not self._is_saved(meta.key))
-        blocks, metas = self._candidates(reversed(self.pool.coldest(self.pool.num_blocks)), self.pool.num_blocks)
+        self._kept.extend(
+            meta.key
+            for _, meta in reversed(self.slots.coldest(self.slots.num_slots))
+            if not self._is_saved(meta.key)
+        )
+        blocks, metas = self._candidates(
+            reversed(self.pool.coldest(self.pool.num_blocks)), self.pool.num_blocks
+        )
         while (blocks or self.books.tickets or self._staged or self._kept) and self.books.clock() < deadline:
             if blocks and not self._leaving:
                 if room := self._safe_room():
                     self._copy_out(blocks[:room], metas[:room])
                     del blocks[:room], metas[:room]
                 elif not (self.books.tickets or self._staged or self._kept):
-                    break    # what lies in the slots can't be written
+                    break  # what lies in the slots can't be written
             self._write()
             if not self.poll():
                 time.sleep(POLL_S)
@@ -252,9 +287,13 @@ class Offloader:
     def check(self) -> None:
         """Proves the books."""
         in_use = [slot for slots, _ in self.books.tickets.values() for slot in slots]
-        self.slots.check([*self._unready, *in_use, *(slot for slot, _ in self._staged), *self.fetcher.held_slots()])
+        self.slots.check(
+            [*self._unready, *in_use, *(slot for slot, _ in self._staged), *self.fetcher.held_slots()]
+        )
         assert set(self._leaving.values()) <= self.books.tickets.keys(), "copies that nobody waits for"
-        assert set(self.pool.cached_keys()) <= self._metas.keys(), "a block on the device whose content is not known"
+        assert set(self.pool.cached_keys()) <= self._metas.keys(), (
+            "a block on the device whose content is not known"
+        )
 
     # Inside
 
@@ -265,7 +304,7 @@ class Offloader:
         """Whether to look for blocks to copy out: not after every step where that takes long."""
         counts = (self._num_registered, self._num_evicted, self.pool.num_free)
         at, *then = self._scanned
-        if self._cut_short:    # a look costs more than a few blocks are worth
+        if self._cut_short:  # a look costs more than a few blocks are worth
             room, one_copy = self._room(), min(self.policy.copy_blocks, self.policy.max_leaving)
             return room >= one_copy or (room > 0 and (idle or self.books.clock() - at >= SCAN_S))
         if counts == tuple(then):
@@ -280,7 +319,8 @@ class Offloader:
     def _allowed(self) -> int:
         """Blocks for which there are slots and bandwidth."""
         policy, now = self.policy, self.books.clock()
-        room = self.slots.num_free if policy.keeps else self.slots.num_free - self.slots.num_slots // 2    # half are for what comes up
+        # half are for what comes up
+        room = self.slots.num_free if policy.keeps else self.slots.num_free - self.slots.num_slots // 2
         if policy.bytes_per_s is not None:
             most = max(policy.bytes_per_s, policy.block_bytes)
             self._allowance = min(most, self._allowance + (now - self._allowed_at) * policy.bytes_per_s)
@@ -295,11 +335,15 @@ class Offloader:
         return min(self.policy.max_leaving, self.slots.num_free - len(cold) + num_saved)
 
     def _save_evicted(self, taken: list[int]) -> int:
-        """Copies out what these blocks, taken in this order, still hold. Returns the last copy's ticket, 0 if there is nothing to copy."""
-        blocks = [block for block in taken if block in self._evicted and self._is_wanted(self._evicted[block].key)]
+        """Copies out what these blocks, taken in this order, still hold. Returns the last copy's ticket, 0 if
+        there is nothing to copy."""
+        blocks = [
+            block for block in taken if block in self._evicted and self._is_wanted(self._evicted[block].key)
+        ]
         if not blocks:
             return 0
-        blocks = blocks[max(0, len(blocks) - self._allowed()):]    # heads are taken last, and a tail is nothing without them
+        # heads are taken last, and a tail is nothing without them
+        blocks = blocks[max(0, len(blocks) - self._allowed()) :]
         return self._copy_out(blocks, [self._evicted.pop(block) for block in blocks])
 
     def _cold_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
@@ -347,10 +391,12 @@ class Offloader:
             some = slice(at, at + self.policy.copy_blocks)
             slots = self.slots.take(len(blocks[some]))
             assert slots is not None
-            wait = self.policy.on_registration or self.books.in_use(blocks[some])    # else all of them are free
+            wait = self.policy.on_registration or self.books.in_use(blocks[some])  # else all of them are free
             ticket = self.transfers.copy_out(blocks[some], slots, wait)
             self._leaving.update((meta.key, ticket) for meta in metas[some])
-            self.books.track(ticket, slots, partial(self._was_copied_out, metas[some], slots, self.books.epoch))
+            self.books.track(
+                ticket, slots, partial(self._was_copied_out, metas[some], slots, self.books.epoch)
+            )
         return ticket
 
     def _was_copied_out(self, metas: list[BlockMeta], slots: list[int], epoch: int, done: Done) -> None:
@@ -370,12 +416,18 @@ class Offloader:
                     self._kept.append(meta.key)
             else:
                 self._staged.append((slot, meta))
-        self.slots.release(free if self.policy.on_registration else free[::-1])    # the coldest on the device is the coldest here
+        # the coldest on the device is the coldest here
+        self.slots.release(free if self.policy.on_registration else free[::-1])
 
     def _look_at_host(self) -> None:
         """What is the coldest there is to be written ahead of its eviction."""
-        if self.policy.keeps and self.persistent and not self.policy.on_registration and not self._kept and (
-                self.books.clock() - self._failed_at >= WRITE_REST_S):
+        if (
+            self.policy.keeps
+            and self.persistent
+            and not self.policy.on_registration
+            and not self._kept
+            and (self.books.clock() - self._failed_at >= WRITE_REST_S)
+        ):
             cold = self.slots.coldest(min(HOST_WATERMARK, self.slots.num_slots // 2))
             self._kept.extend(meta.key for _, meta in cold if not self._is_saved(meta.key))
 

@@ -1,7 +1,8 @@
-"""Traces of a running engine for Perfetto (ui.perfetto.dev): steps and host work by name, kernels on a line of their own.
+"""Traces of a running engine for Perfetto (ui.perfetto.dev): steps and host work by name, kernels on a line
+of their own.
 
-One file a rank, by torch's profiler. While no trace is being made a span costs a function call. `StepClock` says how long the GPU stood
-idle between steps.
+One file a rank, by torch's profiler. While no trace is being made a span costs a function call. `StepClock`
+says how long the GPU stood idle between steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shoal.errors import ConfigError
 
 NOTHING = contextlib.nullcontext()
-_active: Profiler | None = None    # torch's profiler is one a process
+_active: Profiler | None = None  # torch's profiler is one a process
 
 
 class Profiler:
@@ -33,7 +34,9 @@ class Profiler:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"the folder {folder} for traces cannot be made: {error.strerror}; name another") from None
+            raise ConfigError(
+                f"the folder {folder} for traces cannot be made: {error.strerror}; name another"
+            ) from None
         if not os.access(path, os.W_OK):
             raise ConfigError(f"the folder {folder} for traces cannot be written to; name another")
         self.file = path / f"shoal-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{rank}.trace.json.gz"
@@ -60,7 +63,8 @@ def span(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 class StepClock:
-    """When the GPU begins and ends each step, by events on its stream: nothing waits for them before `stop`."""
+    """When the GPU begins and ends each step, by events on its stream: nothing waits for them before
+    `stop`."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -74,7 +78,8 @@ class StepClock:
         self._steps.append((start, end))
 
     def stop(self) -> tuple[float, float]:
-        """Seconds from the first step's beginning to the last one's end, and those of them that lay between steps."""
+        """Seconds from the first step's beginning to the last one's end, and those of them that lay between
+        steps."""
         torch.cuda.synchronize()
         if not self._steps:
             return 0.0, 0.0

@@ -1,6 +1,7 @@
 """One rank's weights and KV cache as memory that can be given back and taken again at the same addresses.
 
-On a GPU it lies in regions of shoal/memory, the graphs' own memory with the cache; on the CPU in ordinary memory whose pages are dropped.
+On a GPU it lies in regions of shoal/memory, the graphs' own memory with the cache; on the CPU in ordinary
+memory whose pages are dropped.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ MADV_DONTNEED = 4
 
 
 class CpuRegions:
-    """Tensors in ordinary memory, by tag. Released, their pages go back to the kernel and read as zeros from then on; what is kept stays
-    where it is. Without sleep mode this only counts."""
+    """Tensors in ordinary memory, by tag. Released, their pages go back to the kernel and read as zeros from
+    then on; what is kept stays where it is. Without sleep mode this only counts."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Callable[[], Iterable[torch.Tensor]]] = {}
-        self._asleep: dict[str, bool] = {}    # tag -> whether its content is kept
+        self._asleep: dict[str, bool] = {}  # tag -> whether its content is kept
 
     def holding(self, tag: str) -> AbstractContextManager[None]:
         """Tensors that are made meanwhile lie in the region."""
@@ -54,8 +55,15 @@ class CpuRegions:
         return self._report(taken_bytes=taken)
 
     def usage(self) -> dict[str, dict[str, int]]:
-        return {tag: {"device_bytes": 0 if tag in self._asleep else self._size(tag), "reserved_bytes": self._size(tag),
-                      "host_bytes": self._size(tag) if self._asleep.get(tag) else 0, "ready_bytes": 0} for tag in self._tensors}
+        return {
+            tag: {
+                "device_bytes": 0 if tag in self._asleep else self._size(tag),
+                "reserved_bytes": self._size(tag),
+                "host_bytes": self._size(tag) if self._asleep.get(tag) else 0,
+                "ready_bytes": 0,
+            }
+            for tag in self._tensors
+        }
 
     def in_use(self) -> dict[str, int]:
         """Device memory in use: in all, in regions, by PyTorch elsewhere. Here regions alone are counted."""
@@ -80,8 +88,12 @@ class CpuRegions:
         return sum(tensor.nbytes for tensor in self._tensors[tag]())
 
     def _report(self, freed_bytes: int = 0, taken_bytes: int = 0) -> dict[str, int]:
-        return {"freed_bytes": freed_bytes, "taken_bytes": taken_bytes,
-                "host_bytes": sum(entry["host_bytes"] for entry in self.usage().values()), **self.in_use()}
+        return {
+            "freed_bytes": freed_bytes,
+            "taken_bytes": taken_bytes,
+            "host_bytes": sum(entry["host_bytes"] for entry in self.usage().values()),
+            **self.in_use(),
+        }
 
 
 class GpuRegions:

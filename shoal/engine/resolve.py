@@ -1,8 +1,9 @@
 """Fills in what EngineConfig leaves open, once model and machine are known. Defaults and their reasons:
 
-block_size 16: a prefix is shared to within 15 tokens, and a block over all layers is one copy of megabytes. gpu_memory_utilization 0.9:
-the rest is room for the driver and fragmentation. max_num_seqs 256 with graphs at 1, 2, 4, 8 and every 16: a padded row costs little,
-a missing graph costs milliseconds. Budget 16384 tokens a step on a GPU: beyond it a product is no faster; on the CPU 1024.
+block_size 16: a prefix is shared to within 15 tokens, and a block over all layers is one copy of megabytes.
+gpu_memory_utilization 0.9: the rest is room for the driver and fragmentation. max_num_seqs 256 with graphs at
+1, 2, 4, 8 and every 16: a padded row costs little, a missing graph costs milliseconds. Budget 16384 tokens a
+step on a GPU: beyond it a product is no faster; on the CPU 1024.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal.models.config import ModelConfig
 from shoal.models.shapes import num_weights
 
 CPU_CACHE_BYTES = 1 << 30
-PENALTY_BYTES = 5    # that a sequence with a penalty keeps for each token of the vocabulary: a flag and a count
+PENALTY_BYTES = 5  # that a sequence with a penalty keeps for each token of the vocabulary: a flag and a count
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -29,27 +30,43 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; install a CUDA build of torch or use device='cpu'")
+        raise ConfigError(
+            "device 'cuda' was asked for, but torch sees no GPU; install a CUDA build of torch or use "
+            "device='cpu'"
+        )
     if device == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
-        raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} > {torch.cuda.device_count()} GPUs here; lower it")
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} > {torch.cuda.device_count()} GPUs here; "
+            "lower it"
+        )
     gpu = device == "cuda"
     if config.kv_host_bytes > (free := available_bytes()):
-        raise ConfigError(f"kv_host_bytes {config.kv_host_bytes} > {free}, the host memory that can be had; lower it")
+        raise ConfigError(
+            f"kv_host_bytes {config.kv_host_bytes} > {free}, the host memory that can be had; lower it"
+        )
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > (longest := _longest(model)):
-        raise ConfigError(f"max_model_len {max_model_len} > {longest}, the most positions this model's config allows; lower it")
+        raise ConfigError(
+            f"max_model_len {max_model_len} > {longest}, the most positions this model's config allows; "
+            "lower it"
+        )
     resolved = replace(
-        config, device=device, dtype=_dtype(config, model, gpu, quantized), max_model_len=max_model_len,
+        config,
+        device=device,
+        dtype=_dtype(config, model, gpu, quantized),
+        max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if gpu else 1024),
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_CACHE_BYTES),
-        async_scheduling=gpu if config.async_scheduling is None else config.async_scheduling)
+        async_scheduling=gpu if config.async_scheduling is None else config.async_scheduling,
+    )
     _check_memory(config, resolved, model)
     return resolved
 
 
 def _check_memory(given: EngineConfig, config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for a number that asks for more memory than can be had, before anything is made for it.
+    """Raises ConfigError for a number that asks for more memory than can be had, before anything is made for
+    it.
     `config`: `given` with its defaults filled in. The sizes are below what is really needed: this finds what
     never fits."""
     free = available_bytes() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
@@ -60,17 +77,19 @@ def _check_memory(given: EngineConfig, config: EngineConfig, model: ModelConfig)
     block_bytes = model.num_layers * 2 * kv_heads * config.block_size * model.head_dim * itemsize
     num_tokens = min(config.max_num_batched_tokens or 0, num_seqs * max_model_len)
     state = torch.int32.itemsize * StateLayout(num_seqs, blocks).row_stride + PENALTY_BYTES * model.vocab_size
-    needs = [("max_num_seqs", num_seqs, state, "for each sequence's state"),
-             ("max_num_batched_tokens", num_tokens, 4 * model.hidden_size * itemsize,
-              "for each token of a step"),
-             ("num_gpu_blocks_override", given.num_gpu_blocks_override or 0, block_bytes,
-              "for each KV block"),
-             ("kv_cache_memory_bytes", given.kv_cache_memory_bytes or 0, 1, "")]
+    needs = [
+        ("max_num_seqs", num_seqs, state, "for each sequence's state"),
+        ("max_num_batched_tokens", num_tokens, 4 * model.hidden_size * itemsize, "for each token of a step"),
+        ("num_gpu_blocks_override", given.num_gpu_blocks_override or 0, block_bytes, "for each KV block"),
+        ("kv_cache_memory_bytes", given.kv_cache_memory_bytes or 0, 1, ""),
+    ]
     for name, count, size, what in needs:
         if count * size > free:
             each = f" {what} ({size} each)" if what else ""
-            raise ConfigError(f"{name} {getattr(config, name)} needs {count * size} bytes{each}, and {free} are free "
-                              f"here; lower it to {free // size} or, as the rest of the engine wants memory too, less")
+            raise ConfigError(
+                f"{name} {getattr(config, name)} needs {count * size} bytes{each}, and {free} are free "
+                f"here; lower it to {free // size} or, as the rest of the engine wants memory too, less"
+            )
 
 
 def check_room(config: EngineConfig, model: ModelConfig, packed_bytes: int | None) -> None:
@@ -81,18 +100,21 @@ def check_room(config: EngineConfig, model: ModelConfig, packed_bytes: int | Non
     weights = num_weights(model) * width // (size if gpu else 1) if packed_bytes is None else packed_bytes
     length = config.max_model_len or 0
     blocks = (config.max_num_seqs or 0) * -(-length // config.block_size)
-    tables = 4 * (length * model.head_dim + blocks)    # of rotations and of blocks
+    tables = 4 * (length * model.head_dim + blocks)  # of rotations and of blocks
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
     if weights + tables > total:
-        raise ConfigError(f"{config.model}: {num_weights(model):,} weights of {weights} bytes, and tables "
-                          f"of {tables} bytes for max_model_len {length} and max_num_seqs "
-                          f"{config.max_num_seqs}, are more than the {total} bytes that "
-                          f"{'the GPU' if gpu else 'this machine'} has; take a smaller model, or lower "
-                          "max_model_len or max_num_seqs")
+        raise ConfigError(
+            f"{config.model}: {num_weights(model):,} weights of {weights} bytes, and tables "
+            f"of {tables} bytes for max_model_len {length} and max_num_seqs "
+            f"{config.max_num_seqs}, are more than the {total} bytes that "
+            f"{'the GPU' if gpu else 'this machine'} has; take a smaller model, or lower "
+            "max_model_len or max_num_seqs"
+        )
 
 
 def _longest(model: ModelConfig) -> int:
-    """Positions the model is good for: scaled rope reaches beyond max_position_embeddings (as vLLM derives it)."""
+    """Positions the model is good for: scaled rope reaches beyond max_position_embeddings (as vLLM derives
+    it)."""
     rope, trained = model.rope, model.max_position_embeddings
     scaled = {"yarn": rope.original_max_position_embeddings * rope.factor, "linear": trained * rope.factor}
     return max(trained, int(scaled.get(rope.kind, trained)))
@@ -103,5 +125,6 @@ def _dtype(config: EngineConfig, model: ModelConfig, gpu: bool, quantized: bool)
         return ALIASES.get(config.dtype, config.dtype)
     if gpu:
         return "bfloat16" if model.dtype in (None, "float32", "bfloat16") else "float16"
-    # Quantized weights meet float32 activations in our kernels; plain ones are bf16 where the processor multiplies bf16 itself.
+    # Quantized weights meet float32 activations in our kernels; plain ones are bf16 where the processor
+    # multiplies bf16 itself.
     return "bfloat16" if not quantized and torch.cpu._is_avx512_bf16_supported() else "float32"

@@ -1,8 +1,9 @@
-"""Rank 0's sampler for what the captured step can't say: penalties, bias, allowed and banned ids, log-probabilities.
+"""Rank 0's sampler for what the captured step can't say: penalties, bias, allowed and banned ids,
+log-probabilities.
 
-Plain sampling (temperature, top-k, top-p, min-p, seed) is one op of the step itself (kernels' `sample`). Rows with more get their logits
-changed here, outside the graph, and every row of the step is drawn again: the draw depends on seed and position alone, so rows without
-extras draw the same token twice.
+Plain sampling (temperature, top-k, top-p, min-p, seed) is one op of the step itself (kernels' `sample`). Rows
+with more get their logits changed here, outside the graph, and every row of the step is drawn again: the draw
+depends on seed and position alone, so rows without extras draw the same token twice.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from shoal.engine.batch import Extras
 from shoal.kernels import logits as shaping
 from shoal.kernels.ops import Ops
 
-MAX_PIECE_ELEMENTS = 1 << 24    # of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB
-FEW_ELEMENTS = 1 << 22         # an operation on so many takes some milliseconds on one thread
+# of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB
+MAX_PIECE_ELEMENTS = 1 << 24
+FEW_ELEMENTS = 1 << 22  # an operation on so many takes some milliseconds on one thread
 
 
 @dataclass(slots=True)
@@ -36,13 +38,15 @@ class LogprobLists:
 class LogprobTensors:
     """Log-probability and rank of each chosen token, then the k best ids and their log-probabilities."""
 
-    chosen: torch.Tensor         # [S] float32
-    ranks: torch.Tensor          # [S] int64
-    top_ids: torch.Tensor        # [S, k] int64
-    top: torch.Tensor            # [S, k] float32
+    chosen: torch.Tensor  # [S] float32
+    ranks: torch.Tensor  # [S] int64
+    top_ids: torch.Tensor  # [S, k] int64
+    top: torch.Tensor  # [S, k] float32
 
     def to_lists(self) -> LogprobLists:
-        return LogprobLists(self.chosen.tolist(), self.ranks.tolist(), self.top_ids.tolist(), self.top.tolist())
+        return LogprobLists(
+            self.chosen.tolist(), self.ranks.tolist(), self.top_ids.tolist(), self.top.tolist()
+        )
 
     def to_host(self) -> LogprobTensors:
         """Starts the copies; they are complete when an event recorded after this call has passed."""
@@ -76,12 +80,13 @@ def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
 
 
 class LogitShaper:
-    """Owns the token counts that penalties need: [rows, V], allocated when the first request with a penalty arrives."""
+    """Owns the token counts that penalties need: [rows, V], allocated when the first request with a penalty
+    arrives."""
 
     def __init__(self, ops: Ops, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.ops, self.num_rows, self.vocab_size, self.device = ops, num_rows, vocab_size, device
-        self.prompt_mask: torch.Tensor | None = None      # bool: the token is in the prompt
-        self.output_counts: torch.Tensor | None = None    # int32: how often it was drawn
+        self.prompt_mask: torch.Tensor | None = None  # bool: the token is in the prompt
+        self.output_counts: torch.Tensor | None = None  # int32: how often it was drawn
 
     @property
     def reserved_bytes(self) -> int:
@@ -89,11 +94,13 @@ class LogitShaper:
         return self.num_rows * self.vocab_size * (torch.bool.itemsize + torch.int32.itemsize)
 
     def forget(self) -> None:
-        """Gives the counts back. To be called when no sequence has a row: each that gets one again brings its tokens."""
+        """Gives the counts back. To be called when no sequence has a row: each that gets one again brings its
+        tokens."""
         self.prompt_mask = self.output_counts = None
 
     def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
-        """float32 [S, V] in vLLM's order: grammars, allowed ids, bias, penalties, then banned ids (which nothing may lift)."""
+        """float32 [S, V] in vLLM's order: grammars, allowed ids, bias, penalties, then banned ids (which
+        nothing may lift)."""
         with few_threads(self.device, logits_SV.numel()):
             return self._shape(logits_SV.float().clone(), extras)
 
@@ -104,7 +111,9 @@ class LogitShaper:
             shaping.keep_only(logits_SV, [(sample, self._ids(ids)) for sample, ids in extras.allowed])
         if extras.bias:
             samples, ids, values = zip(*extras.bias)
-            shaping.add_bias(logits_SV, self._ids(samples), self._ids(ids), upload(torch.tensor(values), self.device))
+            shaping.add_bias(
+                logits_SV, self._ids(samples), self._ids(ids), upload(torch.tensor(values), self.device)
+            )
         if extras.penalties:
             self._penalize(logits_SV, extras)
         if extras.banned:
@@ -117,8 +126,12 @@ class LogitShaper:
         if not extras.new_penalty_rows:
             return
         if self.output_counts is None or self.prompt_mask is None:
-            self.prompt_mask = torch.zeros(self.num_rows, self.vocab_size, dtype=torch.bool, device=self.device)
-            self.output_counts = torch.zeros(self.num_rows, self.vocab_size, dtype=torch.int32, device=self.device)
+            self.prompt_mask = torch.zeros(
+                self.num_rows, self.vocab_size, dtype=torch.bool, device=self.device
+            )
+            self.output_counts = torch.zeros(
+                self.num_rows, self.vocab_size, dtype=torch.int32, device=self.device
+            )
         with few_threads(self.device, self.vocab_size):
             for new in extras.new_penalty_rows:
                 self.prompt_mask[new.row].zero_()[self._ids(new.prompt_ids)] = True
@@ -132,11 +145,17 @@ class LogitShaper:
         assert self.output_counts is not None
         samples, rows = zip(*((p[0], p[1]) for p in extras.penalties))
         tokens = tokens_S[self._ids(samples)].long()
-        self.output_counts.index_put_((self._ids(rows), tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        self.output_counts.index_put_(
+            (self._ids(rows), tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True
+        )
 
     def _mask(self, logits_SV: torch.Tensor, samples: list[int], masks: np.ndarray) -> None:
-        """Only tokens whose bit is set stay possible. One asynchronous copy: each row's sample index travels before its mask."""
-        packed = upload(torch.from_numpy(np.concatenate([np.array(samples, np.int32)[:, None], masks], axis=1)), self.device)
+        """Only tokens whose bit is set stay possible. One asynchronous copy: each row's sample index travels
+        before its mask."""
+        packed = upload(
+            torch.from_numpy(np.concatenate([np.array(samples, np.int32)[:, None], masks], axis=1)),
+            self.device,
+        )
         for piece in row_pieces(len(samples), self.vocab_size):
             self.ops.keep_bits(logits_SV, packed[piece, 0].long(), packed[piece, 1:])
 
@@ -145,7 +164,9 @@ class LogitShaper:
         samples, rows, repetition, presence, frequency = zip(*extras.penalties)
         at, rows_P = self._ids(samples), self._ids(rows)
         strengths = upload(torch.tensor([repetition, presence, frequency]), self.device)
-        logits_SV[at] = shaping.penalize(logits_SV[at], self.prompt_mask[rows_P], self.output_counts[rows_P], *strengths)
+        logits_SV[at] = shaping.penalize(
+            logits_SV[at], self.prompt_mask[rows_P], self.output_counts[rows_P], *strengths
+        )
 
     def _ids(self, values: object) -> torch.Tensor:
         return upload(torch.tensor(values, dtype=torch.long), self.device)
@@ -161,7 +182,9 @@ def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> Logpr
 
 def unit_rows(hidden_SD: torch.Tensor, samples: list[int]) -> torch.Tensor:
     """These rows as float32, of unit length: embeddings."""
-    return torch.nn.functional.normalize(hidden_SD[upload(torch.tensor(samples), hidden_SD.device)].float(), dim=-1)
+    return torch.nn.functional.normalize(
+        hidden_SD[upload(torch.tensor(samples), hidden_SD.device)].float(), dim=-1
+    )
 
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -176,4 +199,6 @@ def row_pieces(num_rows: int, vocab_size: int) -> list[slice]:
 
 
 def concatenate(pieces: list[LogprobTensors]) -> LogprobTensors:
-    return LogprobTensors(*(torch.cat([getattr(p, name) for p in pieces]) for name in ("chosen", "ranks", "top_ids", "top")))
+    return LogprobTensors(
+        *(torch.cat([getattr(p, name) for p in pieces]) for name in ("chosen", "ranks", "top_ids", "top"))
+    )

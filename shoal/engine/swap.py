@@ -1,11 +1,11 @@
 """Many models on one device: one is awake, the others sleep, and requests wake what they need. Torch-free.
 
-    turns    who may run, and when another model's turn comes: pure decisions, no clock and no engine
-    Swapper  does what they say: waits for the running requests, puts the awake model to sleep, wakes the wanted one
+    turns    who may run, and when another model's turn comes: pure decisions, no clock and no engine Swapper
+    does what they say: waits for the running requests, puts the awake model to sleep, wakes the wanted one
     SwappedModel  one model of it, as an Engine with its Control
 
-The model that goes to sleep keeps its weights in host memory (level 1) while that lasts; then those that were used least recently give
-theirs up (level 2, read again from their files on waking).
+The model that goes to sleep keeps its weights in host memory (level 1) while that lasts; then those that were
+used least recently give theirs up (level 2, read again from their files on waking).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.memory.available import available_bytes
 
 logger = logging.getLogger(__name__)
 
-HOST_MARGIN = 0.1          # of the host's available memory, never taken for sleeping weights
+HOST_MARGIN = 0.1  # of the host's available memory, never taken for sleeping weights
 WEIGHTS = "weights"
 
 
@@ -35,8 +35,9 @@ class SwapEngine(Engine, Control, Protocol):
 class Turns:
     """Which model's requests run. Times are seconds of any clock.
 
-    A request of the awake model begins at once, unless another model's oldest request has waited for longer than `patience`; then it
-    queues, so that the running ones end and the turn passes on. The next turn is that of the model whose request has waited longest.
+    A request of the awake model begins at once, unless another model's oldest request has waited for longer
+    than `patience`; then it queues, so that the running ones end and the turn passes on. The next turn is
+    that of the model whose request has waited longest.
     """
 
     def __init__(self, patience: float) -> None:
@@ -44,7 +45,7 @@ class Turns:
         self.awake: str | None = None
         self.switching = False
         self.running: dict[str, int] = {}
-        self.waiting: dict[str, deque[float]] = {}    # when each came, oldest first
+        self.waiting: dict[str, deque[float]] = {}  # when each came, oldest first
         self.last_used: dict[str, float] = {}
 
     def may_begin(self, name: str, now: float) -> bool:
@@ -54,8 +55,8 @@ class Turns:
         return all(not queue or now - queue[0] <= self.patience for queue in self.waiting.values())
 
     def next(self) -> str | None:
-        """Whose waiting requests should begin, asked when one has come or ended. None: nobody waits, or the awake model's requests run and
-        have to end first."""
+        """Whose waiting requests should begin, asked when one has come or ended. None: nobody waits, or the
+        awake model's requests run and have to end first."""
         oldest = {name: queue[0] for name, queue in self.waiting.items() if queue}
         if self.switching or not oldest:
             return None
@@ -70,9 +71,9 @@ class Turns:
 @dataclass(slots=True)
 class _Sleeper:
     engine: SwapEngine
-    path: str                                        # of its weights
-    level: int | None = None                         # it sleeps at; None: awake
-    queue: deque[asyncio.Future[None]] = field(default_factory=deque)    # in step with Turns.waiting
+    path: str  # of its weights
+    level: int | None = None  # it sleeps at; None: awake
+    queue: deque[asyncio.Future[None]] = field(default_factory=deque)  # in step with Turns.waiting
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Switch:
     drain: float = 0.0
     sleep: float = 0.0
     wake: float = 0.0
-    ended: float = 0.0                               # time.monotonic()
+    ended: float = 0.0  # time.monotonic()
 
 
 class Swapper:
@@ -106,7 +107,8 @@ class Swapper:
     # Requests
 
     async def begin(self, name: str, on_wait: Callable[[asyncio.Future[None]], None] | None = None) -> None:
-        """Returns when a request of the model may run; then `end` must follow. Raises what kept the model from waking.
+        """Returns when a request of the model may run; then `end` must follow. Raises what kept the model
+        from waking.
 
         on_wait: is given the future that is waited for, so that it can be cancelled.
         """
@@ -124,7 +126,8 @@ class Swapper:
                 if turn in model.queue:
                     at = model.queue.index(turn)
                     del model.queue[at], turns.waiting[name][at]
-                elif turn.done() and not turn.cancelled() and turn.exception() is None:    # let in and cancelled in the same moment
+                # let in and cancelled in the same moment
+                elif turn.done() and not turn.cancelled() and turn.exception() is None:
                     self.end(name)
                 self._go_on()
                 raise
@@ -153,7 +156,7 @@ class Swapper:
         self.turns.running[name] = self.turns.running.get(name, 0) + len(queue)
         while queue:
             turn = queue.popleft()
-            if turn.done():    # cancelled, and about to say so
+            if turn.done():  # cancelled, and about to say so
                 self.turns.running[name] -= 1
             else:
                 turn.set_result(None)
@@ -169,7 +172,8 @@ class Swapper:
     # Switching
 
     async def _make_awake(self, switch: Switch) -> None:
-        """Ends with the model awake and its requests let in, or with them sent away and everything as consistent as before."""
+        """Ends with the model awake and its requests let in, or with them sent away and everything as
+        consistent as before."""
         turns, name = self.turns, switch.model
         try:
             start = time.monotonic()
@@ -181,14 +185,24 @@ class Swapper:
             switch.ended = time.monotonic()
             switch.wake = switch.ended - start
             self.last_switch = switch
-            logger.info("model %s is awake: waited %.3f s for running requests, sleep %.3f s, wake %.3f s", name, switch.drain,
-                        switch.sleep, switch.wake)
+            logger.info(
+                "model %s is awake: waited %.3f s for running requests, sleep %.3f s, wake %.3f s",
+                name,
+                switch.drain,
+                switch.sleep,
+                switch.wake,
+            )
             self._let_in(name)
         except EngineDeadError as error:
             self._send_away(name, error)
-        except Exception as error:    # whatever it is, it must not leave requests waiting for ever
+        except Exception as error:  # whatever it is, it must not leave requests waiting for ever
             logger.exception("model %s could not be woken", name)
-            self._send_away(name, UnavailableError(f"the model {name} could not be woken ({type(error).__name__}); try again later"))
+            self._send_away(
+                name,
+                UnavailableError(
+                    f"the model {name} could not be woken ({type(error).__name__}); try again later"
+                ),
+            )
         finally:
             turns.switching = False
         self._go_on()
@@ -210,18 +224,29 @@ class Swapper:
         except UnavailableError:
             if level == 2:
                 raise
-            logger.warning("model %s found no host memory for its weights; they will be read again from %s", name, model.path)
+            logger.warning(
+                "model %s found no host memory for its weights; they will be read again from %s",
+                name,
+                model.path,
+            )
             level = 2
             await model.engine.sleep(level, None, "wait")
         model.level = level
 
     async def _make_host_room(self, name: str) -> bool:
-        """Whether the model's weights fit into host memory, once others that slept longer have given theirs up."""
+        """Whether the model's weights fit into host memory, once others that slept longer have given theirs
+        up."""
         needed = await self._host_need(name)
-        sleeping = self.turns.least_recent([other for other, model in self.models.items() if model.level == 1])
+        sleeping = self.turns.least_recent(
+            [other for other, model in self.models.items() if model.level == 1]
+        )
         while needed > self._room() and sleeping:
             other = self.models[sleeping.pop(0)]
-            logger.info("host memory is short: a sleeping model's weights are dropped, and read again from %s when it wakes", other.path)
+            logger.info(
+                "host memory is short: a sleeping model's weights are dropped, and read again from %s when "
+                "it wakes",
+                other.path,
+            )
             try:
                 await other.engine.sleep(2, [WEIGHTS], "abort")
                 other.level = 2
@@ -250,12 +275,13 @@ class Swapper:
 
 
 class SwappedModel:
-    """One of the models, as an Engine with its Control. Waking it takes a request; sleep and wake-up are the swapper's alone."""
+    """One of the models, as an Engine with its Control. Waking it takes a request; sleep and wake-up are the
+    swapper's alone."""
 
     def __init__(self, swapper: Swapper, name: str) -> None:
         self.swapper, self.name = swapper, name
         self._model = swapper.models[name]
-        self._turns: dict[str, asyncio.Future[None]] = {}    # of requests that wait
+        self._turns: dict[str, asyncio.Future[None]] = {}  # of requests that wait
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         request_id, arrived = request.request_id, time.monotonic()
@@ -263,7 +289,7 @@ class SwappedModel:
             await self.swapper.begin(self.name, lambda turn: self._turns.__setitem__(request_id, turn))
         except asyncio.CancelledError:
             turn = self._turns.get(request_id)
-            if turn is None or not turn.cancelled() or _is_cancelled():    # it is the reader that was cancelled
+            if turn is None or not turn.cancelled() or _is_cancelled():  # it is the reader that was cancelled
                 raise
             yield Output(request_id, [], finish_reason=FinishReason.ABORT)
             return
@@ -283,8 +309,12 @@ class SwappedModel:
     def _tell_first_token(self, arrived: float) -> None:
         switch = self.swapper.last_switch
         if switch is not None and switch.model == self.name and switch.ended:
-            logger.info("model %s: first token %.3f s after it was awake, %.3f s after its request came", self.name,
-                        time.monotonic() - switch.ended, time.monotonic() - arrived)
+            logger.info(
+                "model %s: first token %.3f s after it was awake, %.3f s after its request came",
+                self.name,
+                time.monotonic() - switch.ended,
+                time.monotonic() - arrived,
+            )
             switch.ended = 0.0
 
     async def abort(self, request_id: str) -> None:
@@ -300,7 +330,10 @@ class SwappedModel:
         return stats
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        raise ConfigError("sleep and wake_up are up to the server, which swaps its models (--swap); a request wakes the one that it names")
+        raise ConfigError(
+            "sleep and wake_up are up to the server, which swaps its models (--swap); a request wakes the "
+            "one that it names"
+        )
 
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
         return await self.sleep()

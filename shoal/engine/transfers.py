@@ -1,7 +1,8 @@
-"""What the tiers ask of whoever moves blocks, and the rank-0 end of it. What each rank does: engine/kv_commands.py.
+"""What the tiers ask of whoever moves blocks, and the rank-0 end of it. What each rank does:
+engine/kv_commands.py.
 
-    device block  --copy out-->  slot of the host slab  --write-->  file on disk, object in a store
-    device block  <--copy in---  slot                   <--read---
+device block  --copy out-->  slot of the host slab  --write-->  file on disk, object in a store
+device block  <--copy in---  slot                   <--read---
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A transfer that has ended on every rank. `intact`: for each of its blocks. `seconds`: that it took, without the wait for its turn."""
+    """A transfer that has ended on every rank. `intact`: for each of its blocks. `seconds`: that it took,
+    without the wait for its turn."""
 
     ticket: int
     intact: Sequence[bool]
@@ -28,8 +30,8 @@ class Done:
 
 
 class Transfers(Protocol):
-    """The first four begin something and return its ticket. `wait`: a copy begins when all steps launched so far have run; `behind`: when
-    this copy out has ended too, if it is not 0."""
+    """The first four begin something and return its ticket. `wait`: a copy begins when all steps launched so
+    far have run; `behind`: when this copy out has ended too, if it is not 0."""
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int: ...
     def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int: ...
@@ -58,16 +60,17 @@ class Transfers(Protocol):
 
 
 class RankTransfers:
-    """Has every rank do its part. Tickets of one rank end when its own poll says so; of several, when all have said so."""
+    """Has every rank do its part. Tickets of one rank end when its own poll says so; of several, when all
+    have said so."""
 
     def __init__(self, runner: KvCommands, group: WorkerGroup | None) -> None:
         self._runner, self._group = runner, group
         self._num_ranks = group.world_size if group is not None else 1
         self._last = 0
         self._replies: Pending | None = None
-        self._told: dict[int, list[Done]] = {}      # by the ranks that have ended it, while some have not
-        self._ready: dict[int, int] = {}            # slot -> ranks where it is
-        self._usable: list[int] = []                # not announced yet
+        self._told: dict[int, list[Done]] = {}  # by the ranks that have ended it, while some have not
+        self._ready: dict[int, int] = {}  # slot -> ranks where it is
+        self._usable: list[int] = []  # not announced yet
         self._announced: list[int] = []
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int:
@@ -86,7 +89,7 @@ class RankTransfers:
         self._call("kv_order_behind", ticket)
 
     def disown(self, tier: str, keys: Sequence[bytes]) -> None:
-        if self._group is not None:    # a single rank's tier knows
+        if self._group is not None:  # a single rank's tier knows
             self._call("kv_forget", tier, list(keys))
 
     def forget(self, tier: str) -> None:

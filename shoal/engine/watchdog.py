@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shoal.wire import BEAT_S, Beat
 
-CPU_PATIENCE = 10.0     # a step that computes on the CPU may take so many times as long as one that does not
-BUSY_SHARE = 0.1        # of a core: a process that uses more of it computes
-MOST_TICK_S = 1.0       # a longer time without a tick means that the watcher stood still, not the watched
+CPU_PATIENCE = 10.0  # a step that computes on the CPU may take so many times as long as one that does not
+BUSY_SHARE = 0.1  # of a core: a process that uses more of it computes
+MOST_TICK_S = 1.0  # a longer time without a tick means that the watcher stood still, not the watched
 
 
 class Watchdog:
@@ -19,8 +19,8 @@ class Watchdog:
     def __init__(self, timeout_s: float) -> None:
         """timeout_s: the silence after which a core counts as hung; 0: it never does."""
         self.timeout_s = timeout_s
-        self.unheard_s = 0.0    # since the last beat
-        self.stuck_s = 0.0      # of the step that runs; on the CPU, time in which it computes counts less
+        self.unheard_s = 0.0  # since the last beat
+        self.stuck_s = 0.0  # of the step that runs; on the CPU, time in which it computes counts less
         self._last = Beat(-1, "", 0.0)
 
     def beat(self, beat: Beat) -> None:

@@ -1,7 +1,9 @@
-"""The weights of a running engine: where they came from, which version they are, whether they are whole, and how new ones come in.
+"""The weights of a running engine: where they came from, which version they are, whether they are whole, and
+how new ones come in.
 
-New weights are written into the old ones' memory, so that captured graphs stay valid. What they don't fit is refused before anything
-changes. An update that breaks off in the middle leaves an engine that refuses to generate until a good one.
+New weights are written into the old ones' memory, so that captured graphs stay valid. What they don't fit is
+refused before anything changes. An update that breaks off in the middle leaves an engine that refuses to
+generate until a good one.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 class Weights:
-    """An EngineCore's. `version` counts updates. Every call is made between steps; running requests go on under the new weights, their KV
-    computed anew, and the prefix cache is reset."""
+    """An EngineCore's. `version` counts updates. Every call is made between steps; running requests go on
+    under the new weights, their KV computed anew, and the prefix cache is reset."""
 
     def __init__(self, core: EngineCore, files: CheckpointFiles, keep_quantized: bool) -> None:
         self.core, self.packed_as = core, files if keep_quantized else None
         self.version = 0
-        self.lost: str | None = None     # why the weights are of no use
+        self.lost: str | None = None  # why the weights are of no use
         self._awaited: set[str] = set()  # of lost weights, the tensors that have not come back yet
-        self._source: CheckpointFiles | None = None    # the whole checkpoint that the weights equal
+        self._source: CheckpointFiles | None = None  # the whole checkpoint that the weights equal
         self._fingerprint: list[tuple[str, int, int]] = []
         if not self._is_dummy(files):
             self._remember(files)
@@ -42,7 +44,8 @@ class Weights:
     # Updates
 
     def update(self, source: str) -> int:
-        """From a checkpoint. Returns the new version. Raises CheckpointError; if loading had begun, nothing runs until a good update."""
+        """From a checkpoint. Returns the new version. Raises CheckpointError; if loading had begun, nothing
+        runs until a good update."""
         config = self.core.config
         revision = config.revision if source == config.model else None
         files = resolve(str(source), revision, config.download_dir)
@@ -61,49 +64,87 @@ class Weights:
         return self.version
 
     def update_from_tensors(self, tensors: Mapping[str, torch.Tensor] | Sequence[Handle]) -> int:
-        """From whole tensors under their Hugging Face names, some or all: of this process, or SharedTensors.handles of another."""
+        """From whole tensors under their Hugging Face names, some or all: of this process, or
+        SharedTensors.handles of another."""
         if isinstance(tensors, Mapping):
             for name, tensor in tensors.items():
                 if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-                    raise ConfigError(f"{name!s:.80} is no tensor that holds data, but {tensor!r:.80}; give tensors by name")
+                    raise ConfigError(
+                        f"{name!s:.80} is no tensor that holds data, but {tensor!r:.80}; give tensors by name"
+                    )
             tensors = checkpoint_tensors(tensors)
-            names = self._check_tensors([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
+            names = self._check_tensors(
+                [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            )
             tensors = {name: tensors[name] for name in names}
-            described = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
+            described = [
+                (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+                for name, tensor in tensors.items()
+            ]
             assert self.core.runner is not None
-            self._load("from tensors", names, "load_broadcast", described, own=(self.core.runner.load_tensors, tensors))
+            self._load(
+                "from tensors",
+                names,
+                "load_broadcast",
+                described,
+                own=(self.core.runner.load_tensors, tensors),
+            )
         else:
             try:
                 handles = list(tensors)
                 listed = parse_tensors(*([h[key] for h in handles] for key in ("name", "dtype", "shape")))
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"tensors are neither a dict of tensors nor SharedTensors.handles ({error!r}); give either") from None
-            names = self._check_tensors([(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed])
-            self._load("from shared tensors", names, "load_shared", [h for h in handles if h["name"] in names])
+                raise ConfigError(
+                    f"tensors are neither a dict of tensors nor SharedTensors.handles ({error!r}); give "
+                    "either"
+                ) from None
+            names = self._check_tensors(
+                [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
+            )
+            self._load(
+                "from shared tensors", names, "load_shared", [h for h in handles if h["name"] in names]
+            )
         return self.version
 
-    def init_group(self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str) -> None:
-        """Joins a trainer's process group, this engine's rank r as rank_offset + r. Returns when all have come."""
+    def init_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Joins a trainer's process group, this engine's rank r as rank_offset + r. Returns when all have
+        come."""
         runner = self.core.runner
         assert runner is not None
         check_group(address, port, rank_offset + runner.tp.size - 1, world_size, backend, runner.device)
         if group_name in runner.weights_groups:
-            raise ConfigError(f"group_name {group_name!r} is in use; destroy that weights update group first, or choose another name")
-        outcomes = self.core.each_rank("join_weights_group", address, port, rank_offset, world_size, group_name, backend)
+            raise ConfigError(
+                f"group_name {group_name!r} is in use; destroy that weights update group first, or choose "
+                "another name"
+            )
+        outcomes = self.core.each_rank(
+            "join_weights_group", address, port, rank_offset, world_size, group_name, backend
+        )
         if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
             self.core.each_rank("leave_weights_group", group_name)
-            raise UnavailableError(f"the trainer's process group {group_name!r} at {address}:{port} did not come together: {errors[0]}")
+            raise UnavailableError(
+                f"the trainer's process group {group_name!r} at {address}:{port} did not come together: "
+                f"{errors[0]}"
+            )
 
     def destroy_group(self, group_name: str) -> None:
         self._check_group(group_name)
         self.core.each_rank("leave_weights_group", group_name)
 
-    def update_from_distributed(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], group_name: str) -> int:
+    def update_from_distributed(
+        self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], group_name: str
+    ) -> int:
         """Rank 0 of the group broadcasts the whole tensors in this order."""
         self._check_group(group_name)
         listed = parse_tensors(names, dtypes, shapes)
-        taken = self._check_tensors([(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed])
-        self._load(f"over the group {group_name!r}", taken, "receive_weights", listed, sorted(taken), group_name)
+        taken = self._check_tensors(
+            [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
+        )
+        self._load(
+            f"over the group {group_name!r}", taken, "receive_weights", listed, sorted(taken), group_name
+        )
         return self.version
 
     def check(self) -> dict[str, str]:
@@ -125,7 +166,9 @@ class Weights:
                 return fingerprint(self._source) == self._fingerprint
             except CheckpointError:
                 pass
-        logger.warning("the weights are no checkpoint's as it lies on disk now: sleep keeps them in host memory instead")
+        logger.warning(
+            "the weights are no checkpoint's as it lies on disk now: sleep keeps them in host memory instead"
+        )
         return False
 
     def reread(self) -> list[Exception]:
@@ -135,7 +178,11 @@ class Weights:
         if not self.unchanged():
             self.lose(f"{source.path} changed while the engine slept and relied on it")
             return []
-        return [o for o in self.core.each_rank("load_checkpoint", str(source.path), False) if isinstance(o, Exception)]
+        return [
+            o
+            for o in self.core.each_rank("load_checkpoint", str(source.path), False)
+            if isinstance(o, Exception)
+        ]
 
     # Inside
 
@@ -147,28 +194,36 @@ class Weights:
     def _is_dummy(self, files: CheckpointFiles) -> bool:
         """The engine's own model under load_format "dummy": made up again as at the start."""
         config = self.core.config
-        return config.load_format == "dummy" and str(files.path) == str(resolve(config.model, config.revision, config.download_dir).path)
+        return config.load_format == "dummy" and str(files.path) == str(
+            resolve(config.model, config.revision, config.download_dir).path
+        )
 
     def _remember(self, files: CheckpointFiles) -> None:
         self._source, self._fingerprint = files, fingerprint(files)
 
     def _check_awake(self) -> None:
         if "weights" in self.core.sleeper.state.asleep:
-            raise UnavailableError("the weights are asleep; wake them up first (wake_up with the tag "
-                                   "weights)")
+            raise UnavailableError(
+                "the weights are asleep; wake them up first (wake_up with the tag weights)"
+            )
 
     def _check_group(self, group_name: str) -> None:
         groups = self.core.runner.weights_groups if self.core.runner is not None else {}
         if group_name not in groups:
-            raise ConfigError(f"there is no weights update group {group_name!r} (there are {sorted(groups)}); "
-                              "call init_weights_update_group first")
+            raise ConfigError(
+                f"there is no weights update group {group_name!r} (there are {sorted(groups)}); "
+                "call init_weights_update_group first"
+            )
 
     def _check_tensors(self, listed: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> set[str]:
         """The names to load. Raises CheckpointError, before anything changes, for what does not fit."""
         self._check_awake()
         if self.packed_as is not None:
-            raise CheckpointError(f"the engine's weights are packed from {self.packed_as.path}, so plain tensors can't replace them; "
-                                  "build it with an explicit dtype, or name a GGUF file")
+            raise CheckpointError(
+                f"the engine's weights are packed from {self.packed_as.path}, so plain tensors can't "
+                "replace them; "
+                "build it with an explicit dtype, or name a GGUF file"
+            )
         shapes, names = self._shapes, set()
         for name, dtype, shape in listed:
             if is_derived(name, self.core.model_config):
@@ -179,7 +234,9 @@ class Weights:
             names.add(name)
         return names
 
-    def _load(self, where: str, names: set[str] | None, method: str, *args: Any, own: tuple[Any, Any] | None = None) -> None:
+    def _load(
+        self, where: str, names: set[str] | None, method: str, *args: Any, own: tuple[Any, Any] | None = None
+    ) -> None:
         """`names`: what is loaded; None for everything."""
         core = self.core
         core.drain()
@@ -191,7 +248,11 @@ class Weights:
         if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
             self.lose(f"the update {where} broke off")
             error = errors[0]
-            raise error if isinstance(error, CheckpointError) else CheckpointError(f"the update {where} broke off: {error}") from error
+            raise (
+                error
+                if isinstance(error, CheckpointError)
+                else CheckpointError(f"the update {where} broke off: {error}")
+            ) from error
         self._source = None
         self._awaited = self._awaited - names if names is not None else set()
         if not self._awaited:

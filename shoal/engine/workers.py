@@ -1,8 +1,9 @@
 """WorkerGroup: how rank 0, the user's process, starts, commands, watches and ends the other ranks.
 
-A rank is a fresh Python process (engine/worker_main.py) that inherits file descriptors and nothing else. Commands go to all ranks through
-the ring of engine/channel.py. Replies, and each side's notice of the other's death (end of file), go through a socket pair per rank.
-Everything shared is anonymous, so nothing can collide or be left behind: when rank 0 dies, even by SIGKILL, its ranks end themselves.
+A rank is a fresh Python process (engine/worker_main.py) that inherits file descriptors and nothing else.
+Commands go to all ranks through the ring of engine/channel.py. Replies, and each side's notice of the other's
+death (end of file), go through a socket pair per rank. Everything shared is anonymous, so nothing can collide
+or be left behind: when rank 0 dies, even by SIGKILL, its ranks end themselves.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from shoal import errors
 from shoal.engine.channel import PREFIX, ChannelWriter, pack, unpack
 from shoal.errors import EngineDeadError, UnavailableError, UserError
 
-STDERR_TAIL = 2000           # characters of a dead rank's last words that its error quotes
+STDERR_TAIL = 2000  # characters of a dead rank's last words that its error quotes
 EXIT_TIMEOUT_S = 5.0
-REAP_TIMEOUT_S = 0.8         # a rank whose socket closed is dead or about to be; its exit code comes when the kernel has freed its memory
+# a rank whose socket closed is dead or about to be; its exit code comes when the kernel has freed its memory
+REAP_TIMEOUT_S = 0.8
 LONGEST_LINE = 1 << 16
 
 
@@ -39,15 +41,16 @@ class _Rank:
     rank: int
     process: subprocess.Popen[bytes]
     link: socket.socket
-    output: IO[bytes]                                            # its stdout and stderr
-    line: bytes = b""                                            # the unfinished last line
+    output: IO[bytes]  # its stdout and stderr
+    line: bytes = b""  # the unfinished last line
     tail: str = ""
     inbox: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error as it travels: rebuilt where it is raised, so that a UserError of a rank is one for the caller too."""
+    """An error as it travels: rebuilt where it is raised, so that a UserError of a rank is one for the caller
+    too."""
 
     kind: type[Exception]
     message: str
@@ -68,7 +71,7 @@ class Pending:
 
     def __init__(self, monitor: _Monitor, method: str, num_ranks: int) -> None:
         self.monitor, self.method, self.num_ranks = monitor, method, num_ranks
-        self.replies: dict[int, Any] = {}     # rank -> result or _Failure
+        self.replies: dict[int, Any] = {}  # rank -> result or _Failure
 
     @property
     def complete(self) -> bool:
@@ -76,8 +79,9 @@ class Pending:
         return len(self.replies) == self.num_ranks or self.monitor.failure is not None
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
-        """What ranks 1 and up returned, in rank order. If the method raised, so does this (for the lowest rank): the same UserError, or a
-        RuntimeError with the traceback. Raises EngineDeadError when a rank dies, and when one has not answered in time."""
+        """What ranks 1 and up returned, in rank order. If the method raised, so does this (for the lowest
+        rank): the same UserError, or a RuntimeError with the traceback. Raises EngineDeadError when a rank
+        dies, and when one has not answered in time."""
         replies = self.outcomes(timeout_s)
         for reply in replies:
             if isinstance(reply, Exception):
@@ -88,7 +92,9 @@ class Pending:
         """As results, but what a rank's method raised is a value among the others."""
         monitor = self.monitor
         with monitor.news:
-            monitor.news.wait_for(lambda: len(self.replies) == self.num_ranks or monitor.failure is not None, timeout_s)
+            monitor.news.wait_for(
+                lambda: len(self.replies) == self.num_ranks or monitor.failure is not None, timeout_s
+            )
         if len(self.replies) < self.num_ranks:
             monitor.check()
             silent = sorted({r.rank for r in monitor.ranks} - self.replies.keys())
@@ -99,11 +105,13 @@ class Pending:
 
 class WorkerGroup:
     """Ranks 1 to world_size - 1, each serving the object that `target` ("package.module:factory") returns for
-    (rank=, world_size=, **init). To be used by one thread at a time: the ranks do everything in the order it is asked for.
+    (rank=, world_size=, **init). To be used by one thread at a time: the ranks do everything in the order it
+    is asked for.
 
-    Returns at once; the ranks start meanwhile. An error in a factory is raised by whatever is called next: as the same UserError, or as
-    EngineDeadError. The ranks are in a process group of their own, so Ctrl-C reaches rank 0 alone, which decides. They end with close(),
-    with the last reference to the group, at exit, and when this process dies.
+    Returns at once; the ranks start meanwhile. An error in a factory is raised by whatever is called next: as
+    the same UserError, or as EngineDeadError. The ranks are in a process group of their own, so Ctrl-C
+    reaches rank 0 alone, which decides. They end with close(), with the last reference to the group, at exit,
+    and when this process dies.
     """
 
     def __init__(self, world_size: int, target: str, init: dict[str, Any]) -> None:
@@ -111,7 +119,8 @@ class WorkerGroup:
         self._monitor = _Monitor()
         self._channel = ChannelWriter(world_size - 1, self._monitor.failed_fd, self._monitor.check)
         self._last_id = 0
-        self._finalizer = weakref.finalize(self, _end, self._monitor, self._channel, os.getpid())    # runs at exit too
+        # runs at exit too
+        self._finalizer = weakref.finalize(self, _end, self._monitor, self._channel, os.getpid())
         try:
             for rank in range(1, world_size):
                 self._monitor.ranks.append(_start_rank(rank, world_size, self._channel.reader_fds(rank - 1)))
@@ -126,7 +135,8 @@ class WorkerGroup:
         self._send(None, method, args)
 
     def submit(self, method: str, *args: Any) -> Pending:
-        """Has every rank call `method` and return or raise; collect that with `.results()`. Rank 0 can do its own part in between."""
+        """Has every rank call `method` and return or raise; collect that with `.results()`. Rank 0 can do its
+        own part in between."""
         self._last_id += 1
         pending = Pending(self._monitor, method, self.world_size - 1)
         self._monitor.pending[self._last_id] = pending
@@ -142,8 +152,9 @@ class WorkerGroup:
         self._channel.put(pieces)
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raises if a rank has died: EngineDeadError, or the UserError that kept it from starting. After an error of our own that a dying
-        rank may have caused (a collective that broke), `wait_s` gives that news time to arrive."""
+        """Raises if a rank has died: EngineDeadError, or the UserError that kept it from starting. After an
+        error of our own that a dying rank may have caused (a collective that broke), `wait_s` gives that news
+        time to arrive."""
         if wait_s:
             with self._monitor.news:
                 self._monitor.news.wait_for(lambda: self.failed, wait_s)
@@ -155,11 +166,13 @@ class WorkerGroup:
         return self._monitor.failure is not None
 
     def when_failed(self, callback: Callable[[], None]) -> None:
-        """`callback` is called once, from the watching thread, when a rank has died or the group is closed."""
+        """`callback` is called once, from the watching thread, when a rank has died or the group is
+        closed."""
         self._monitor.callbacks.append(callback)
 
     def close(self) -> None:
-        """Ends all ranks, whatever they are doing, within EXIT_TIMEOUT_S, and frees what was shared. Safe to call twice."""
+        """Ends all ranks, whatever they are doing, within EXIT_TIMEOUT_S, and frees what was shared. Safe to
+        call twice."""
         self._finalizer()
 
 
@@ -170,11 +183,29 @@ def _start_rank(rank: int, world_size: int, channel_fds: tuple[int, ...]) -> _Ra
     output = os.fdopen(output_fd, "rb", buffering=0)
     os.set_blocking(output_fd, False)
     fds = (*channel_fds, their_link.fileno())
-    # -P with our own sys.path: what rank 0 can import, and nothing else. -u: print() in a rank is seen at once.
-    command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "shoal.engine.worker_main", *map(str, (rank, world_size, *fds))]
+    # -P with our own sys.path: what rank 0 can import, and nothing else. -u: print() in a rank is seen at
+    # once.
+    command = [
+        sys.executable,
+        "-P",
+        "-u",
+        "-X",
+        "faulthandler",
+        "-m",
+        "shoal.engine.worker_main",
+        *map(str, (rank, world_size, *fds)),
+    ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     with their_link, open(their_output_fd, "wb") as pipe:
-        process = subprocess.Popen(command, env=env, pass_fds=fds, process_group=0, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(
+            command,
+            env=env,
+            pass_fds=fds,
+            process_group=0,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+        )
     return _Rank(rank, process, link, output)
 
 
@@ -188,13 +219,14 @@ def _name_culprit(method: str, args: tuple[Any, ...], error: Exception) -> TypeE
 
 
 class _Monitor:
-    """The ranks' processes and the thread that listens to them: takes in replies, passes on their output, notices deaths."""
+    """The ranks' processes and the thread that listens to them: takes in replies, passes on their output,
+    notices deaths."""
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
         self.pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
         self.failure: _Failure | None = None
-        self.failed_fd = os.eventfd(0)    # readable from the first failure on
+        self.failed_fd = os.eventfd(0)  # readable from the first failure on
         self.news = threading.Condition()
         self.callbacks: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="shoal-monitor", daemon=True)
@@ -236,7 +268,7 @@ class _Monitor:
             if len(rank.inbox) < end:
                 break
             body = np.frombuffer(rank.inbox, np.uint8, body_size, PREFIX.size + head_size).copy()
-            call_id, ok, reply = unpack(bytes(rank.inbox[PREFIX.size:end - body_size]), body)
+            call_id, ok, reply = unpack(bytes(rank.inbox[PREFIX.size : end - body_size]), body)
             del rank.inbox[:end]
             self._deliver(rank, call_id, reply if ok else _Failure.from_reply(rank.rank, *reply))
         if not data:
@@ -244,7 +276,7 @@ class _Monitor:
         return bool(data)
 
     def _deliver(self, rank: _Rank, call_id: int | None, reply: Any) -> None:
-        if call_id is None:    # the factory raised a UserError, which says more than the death that follows
+        if call_id is None:  # the factory raised a UserError, which says more than the death that follows
             self._fail(reply)
             return
         with self.news:
@@ -260,10 +292,16 @@ class _Monitor:
                 code: int | None = rank.process.wait(REAP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 code = None
-            how = "is ending" if code is None else f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+            how = (
+                "is ending"
+                if code is None
+                else f"was killed by {_signal_name(-code)}"
+                if code < 0
+                else f"exited with code {code}"
+            )
             words = f"; the end of its output:\n{rank.tail.rstrip()}" if rank.tail else "; it printed nothing"
             self._fail(_Failure(EngineDeadError, f"rank {rank.rank} (pid {rank.process.pid}) {how}{words}"))
-        for other in self.ranks:    # they could only wait for the dead one
+        for other in self.ranks:  # they could only wait for the dead one
             other.process.kill()
 
     def _fail(self, failure: _Failure) -> None:
@@ -288,8 +326,11 @@ class _Monitor:
             if rank.line and (not data or len(rank.line) > LONGEST_LINE):
                 lines, rank.line = [*lines, rank.line], b""
             if lines and sys.stderr is not None:
-                with contextlib.suppress(OSError, ValueError):    # our stderr is closed: no reason to stop watching
-                    sys.stderr.write("".join(f"[rank {rank.rank}] {line.decode(errors='replace')}\n" for line in lines))
+                # our stderr is closed: no reason to stop watching
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.write(
+                        "".join(f"[rank {rank.rank}] {line.decode(errors='replace')}\n" for line in lines)
+                    )
                     sys.stderr.flush()
             if not data:
                 return False
@@ -298,7 +339,7 @@ class _Monitor:
         self._fail(_Failure(EngineDeadError, "the worker group is closed; build a new engine"))
         deadline = time.monotonic() + timeout_s
         for rank in self.ranks:
-            rank.link.shutdown(socket.SHUT_WR)    # a thread of the rank waits for just this
+            rank.link.shutdown(socket.SHUT_WR)  # a thread of the rank waits for just this
         for rank in self.ranks:
             try:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
@@ -321,7 +362,7 @@ def _signal_name(number: int) -> str:
 
 
 def _end(monitor: _Monitor, channel: ChannelWriter, owner_pid: int) -> None:
-    if os.getpid() != owner_pid:    # a fork of rank 0 that exits: the ranks aren't its own
+    if os.getpid() != owner_pid:  # a fork of rank 0 that exits: the ranks aren't its own
         return
     monitor.end_ranks(EXIT_TIMEOUT_S)
     channel.close()

@@ -1,4 +1,5 @@
-"""Elementwise ops in Triton: SiLU(gate) * up, and the embedding's rows. T tokens · F intermediate · D hidden. Oracle: reference.py."""
+"""Elementwise ops in Triton: SiLU(gate) * up, and the embedding's rows. T tokens · F intermediate · D hidden.
+Oracle: reference.py."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import triton.language as tl
 
 from shoal.kernels.hopper import empty_rows
 
-BLOCK = 1024    # with 4 warps 8 elements a thread: one 16-byte access each
+BLOCK = 1024  # with 4 warps 8 elements a thread: one 16-byte access each
 
 
 @triton.jit

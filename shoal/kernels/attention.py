@@ -1,8 +1,10 @@
 """Triton attention over the paged KV cache: one kernel for decode steps, one for (chunked) prefills.
 
-Both group the query heads of one kv head in a tile, so that K and V are read once a group. The oracle is attention_reference.py;
-who launches which, and the workspace, is attention/triton.py; what decodes share, prefix_attention.py. Offsets into the cache are 64-bit.
-Shapes: T tokens, S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size; GROUP = H / G.
+Both group the query heads of one kv head in a tile, so that K and V are read once a group. The oracle is
+attention_reference.py; who launches which, and the workspace, is attention/triton.py; what decodes share,
+prefix_attention.py. Offsets into the cache are 64-bit.
+Shapes: T tokens, S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size;
+GROUP = H / G.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import triton.language as tl
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 
 LOG2_E = 1.4426950408889634
-LOWEST: tl.constexpr = tl.constexpr(-1e30)    # start of a running maximum: finite, so that a wholly masked tile adds 0, not NaN
+# start of a running maximum: finite, so that a wholly masked tile adds 0, not NaN
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +30,12 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None    # a thread: fewer let more programs share an SM
+    max_registers: int | None = None  # a thread: fewer let more programs share an SM
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:    # products without tensor cores: small tiles keep the unrolled code and its registers in bounds
+    # products without tensor cores: small tiles keep the unrolled code and its registers in bounds
+    if dtype == torch.float32:
         return Tiles(16, 32 if head_dim <= 64 else 16, 4, 2)
     return Tiles(16, 32, 2 if head_dim <= 128 else 4, 3)
 
@@ -42,14 +46,17 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     return Tiles(128, 64, 8, 3) if head_dim <= 128 else Tiles(64, 32, 8, 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------- shared by both kernels
+# ------------------------------------------------------------------------------------------
+# shared by both kernels
+
 
 @triton.jit
 def _load_blocks(table_ptr, keys, end, BLOCK_SIZE: tl.constexpr):
     """The cache block of each key of a tile.
 
-    Loops load the blocks of the next tile while they work on this one: were K and V addressed by a load of the same iteration, Triton
-    would pipeline the two in turn, and K and V would be in flight for one iteration instead of num_stages - 1.
+    Loops load the blocks of the next tile while they work on this one: were K and V addressed by a load of
+    the same iteration, Triton would pipeline the two in turn, and K and V would be in flight for one
+    iteration instead of num_stages - 1.
     """
     return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
 
@@ -73,13 +80,26 @@ def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.
     return acc, total, new_highest
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- decode
+# ------------------------------------------------------------------------------------------ decode
+
 
 @triton.jit
-def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
-                    ROWS: tl.constexpr, N_PAD: tl.constexpr, CHUNK: tl.constexpr):
-    """Weighs the partial results of one (sequence, kv head): `active` of its splits, then `parts` of a shared prefix, which lie behind
-    the room for all `splits`. Always in this order: who came last changes no bit."""
+def _combine_splits(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    active,
+    parts,
+    splits,
+    SHARED: tl.constexpr,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    N_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Weighs the partial results of one (sequence, kv head): `active` of its splits, then `parts` of a shared
+    prefix, which lie behind the room for all `splits`. Always in this order: who came last changes no bit."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, N_PAD)
     acc = tl.zeros((ROWS, N_PAD), tl.float32)
@@ -93,8 +113,12 @@ def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED
         slots = results[:, None] * GROUP + rows[None, :]
         # .cg: other SMs wrote these, this one's L1 must not answer
         lse = tl.load(lse_ptr + slots, mask=there, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(partial_ptr + slots[:, :, None] * N + dims[None, None, :], mask=there[:, :, None] & (dims < N)[None, None, :],
-                       other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + slots[:, :, None] * N + dims[None, None, :],
+            mask=there[:, :, None] & (dims < N)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
         new_highest = tl.maximum(highest, tl.max(lse, 0))
         shrink = tl.exp2(highest - new_highest)
         weights = tl.exp2(lse - new_highest[None, :])
@@ -102,31 +126,70 @@ def _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED
         total = total * shrink + tl.sum(weights, 0)
         highest = new_highest
     result = acc / total[:, None]
-    tl.store(out_ptr + rows[:, None] * N + dims[None, :], result.to(out_ptr.dtype.element_ty),
-             mask=(rows < GROUP)[:, None] & (dims < N)[None, :])
+    tl.store(
+        out_ptr + rows[:, None] * N + dims[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=(rows < GROUP)[:, None] & (dims < N)[None, :],
+    )
 
 
-@triton.jit(do_not_specialize=["splits", "max_parts", "min_split"], do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"])
-def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr, parts_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr,
-                  scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, splits, max_parts, min_split,
-                  GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
-                  CUT: tl.constexpr, LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_PAD: tl.constexpr,
-                  ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One query token a sequence; grid (G, splits, S). A sequence's keys are shared out evenly over at most `splits` programs.
+@triton.jit(
+    do_not_specialize=["splits", "max_parts", "min_split"],
+    do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"],
+)
+def decode_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    rows_ptr,
+    kv_lens_ptr,
+    prefix_lens_ptr,
+    parts_ptr,
+    table_ptr,
+    partial_ptr,
+    lse_ptr,
+    arrived_ptr,
+    scale_log2,
+    stride_q,
+    stride_table,
+    stride_block,
+    stride_kv,
+    stride_head,
+    splits,
+    max_parts,
+    min_split,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
+    CUT: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    N_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One query token a sequence; grid (G, splits, S). A sequence's keys are shared out evenly over at most
+    `splits` programs.
 
-    The grid is fixed when a graph is captured, lengths are read here: programs beyond a length leave at once, and a sequence that
-    needs one program writes its output directly. Otherwise each leaves a normalised result and its log-sum-exp in the workspace, and
-    the last to arrive (a counter tells) weighs them together and puts the counter back to 0: no second launch.
+    The grid is fixed when a graph is captured, lengths are read here: programs beyond a length leave at once,
+    and a sequence that needs one program writes its output directly. Otherwise each leaves a normalised
+    result and its log-sum-exp in the workspace, and the last to arrive (a counter tells) weighs them together
+    and puts the counter back to 0: no second launch.
 
-    Lengths and block tables are older than the layer (pdl.py): they are read before the wait for the kernel before.
+    Lengths and block tables are older than the layer (pdl.py): they are read before the wait for the kernel
+    before.
 
-    CUT > 0: a large batch, which fills the GPU uncut, in order of length; grid (G, 1, S + CUT * (splits - 1)). Only the first CUT sequences
-    are cut, and only if they have more than 1.5 times the mean's keys, in splits of as many or of a quarter of theirs; the programs at the
-    grid's end, which usually have nothing to do, take what is behind their first split. LENGTHS: a power of two, S at least, for all sizes
-    the same.
+    CUT > 0: a large batch, which fills the GPU uncut, in order of length; grid (G, 1, S + CUT * (splits -
+    1)). Only the first CUT sequences are cut, and only if they have more than 1.5 times the mean's keys, in
+    splits of as many or of a quarter of theirs; the programs at the grid's end, which usually have nothing to
+    do, take what is behind their first split. LENGTHS: a power of two, S at least, for all sizes the same.
 
-    SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in `parts_ptr[seq]` parts, while
-    this one works on the other keys; they are weighed together with the splits.
+    SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in
+    `parts_ptr[seq]` parts, while this one works on the other keys; they are weighed together with the splits.
     """
     start_next(PDL)
     kv_head = tl.program_id(0)
@@ -154,21 +217,24 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
             if WINDOW > 0:
                 lens = tl.minimum(lens, WINDOW)
             if SHARED:
-                lens -= tl.minimum(tl.load(prefix_lens_ptr + each, mask=each < num_seqs, other=0, cache_modifier=".cg"), lens)
+                lens -= tl.minimum(
+                    tl.load(prefix_lens_ptr + each, mask=each < num_seqs, other=0, cache_modifier=".cg"), lens
+                )
             least = tl.sum(lens, axis=0) // tl.maximum(num_lens, 1) * 3 // 2
         min_split = tl.maximum(min_split, least)
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
     active = tl.cdiv(kv_len - start, split_len)
-    if split >= tl.maximum(active, 1):    # without waiting, as the first split does: its registers are the next kernel's at once
+    # without waiting, as the first split does: its registers are the next kernel's at once
+    if split >= tl.maximum(active, 1):
         return
 
-    heads = tl.arange(0, BLOCK_M)    # of this group; padded, as a matrix product wants 16 rows
+    heads = tl.arange(0, BLOCK_M)  # of this group; padded, as a matrix product wants 16 rows
     dims = tl.arange(0, N_PAD)
     dim_mask = (dims < N)[None, :]
     head_mask = (heads < GROUP)[:, None] & dim_mask
     head_offsets = heads[:, None] * N + dims[None, :]
     out_ptr += (seq * num_kv_heads + kv_head).to(tl.int64) * GROUP * N
-    if kv_len == 0:    # a padded row
+    if kv_len == 0:  # a padded row
         wait_for_previous(PDL)
         tl.store(out_ptr + head_offsets, tl.zeros((BLOCK_M, N_PAD), out_ptr.dtype.element_ty), mask=head_mask)
         return
@@ -181,10 +247,14 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     begin = start + split * split_len
     end = tl.minimum(begin + split_len, kv_len)
     columns = tl.arange(0, BLOCK_N)
-    blocks = tl.load(table_ptr + (begin + columns) // BLOCK_SIZE, mask=begin + columns < end, other=0, cache_modifier=".cg")
+    blocks = tl.load(
+        table_ptr + (begin + columns) // BLOCK_SIZE, mask=begin + columns < end, other=0, cache_modifier=".cg"
+    )
     if not SHARED:
         wait_for_previous(PDL)
-    q = tl.load(q_ptr + seq.to(tl.int64) * stride_q + kv_head * GROUP * N + head_offsets, mask=head_mask, other=0.0)
+    q = tl.load(
+        q_ptr + seq.to(tl.int64) * stride_q + kv_head * GROUP * N + head_offsets, mask=head_mask, other=0.0
+    )
     for first in range(begin, end, BLOCK_N):
         keys = first + columns
         there = keys < end
@@ -192,7 +262,8 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
         blocks = _load_blocks(table_ptr, keys + BLOCK_N, end, BLOCK_SIZE)
         mask = there[:, None] & dim_mask
         k = tl.load(kv_ptr + offsets, mask=mask, other=0.0)
-        v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)    # masked: 0 * what an unused slot holds may be NaN
+        # masked: 0 * what an unused slot holds may be NaN
+        v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)
         acc, total, highest = _softmax_step(acc, total, highest, q, k, v, there[None, :], scale_log2, True)
     task = seq * num_kv_heads + kv_head
     room = splits
@@ -205,10 +276,20 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
         wait_for_previous(PDL)
         parts = tl.load(parts_ptr + seq, mask=start > 0, other=0, cache_modifier=".cg")
     if active == 1:
-        if SHARED:    # who is alone weighs the parts of the prefix itself
+        if SHARED:  # who is alone weighs the parts of the prefix itself
             for part in tl.range(splits, splits + parts, loop_unroll_factor=4):
-                lse = tl.load(lse_ptr + part * GROUP + heads, mask=heads < GROUP, other=float("-inf"), cache_modifier=".cg")
-                partial = tl.load(partial_ptr + part * GROUP * N + head_offsets, mask=head_mask, other=0.0, cache_modifier=".cg")
+                lse = tl.load(
+                    lse_ptr + part * GROUP + heads,
+                    mask=heads < GROUP,
+                    other=float("-inf"),
+                    cache_modifier=".cg",
+                )
+                partial = tl.load(
+                    partial_ptr + part * GROUP * N + head_offsets,
+                    mask=head_mask,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
                 new_highest = tl.maximum(highest, lse)
                 shrink = tl.exp2(highest - new_highest)
                 weight = tl.exp2(lse - new_highest)
@@ -221,72 +302,156 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, prefix_lens_ptr
     result = acc / total[:, None]
     tl.store(partial_ptr + split * GROUP * N + head_offsets, result, mask=head_mask)
     tl.store(lse_ptr + split * GROUP + heads, highest + tl.log2(total), mask=heads < GROUP)
-    tl.debug_barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
+    # all threads have stored before one of them says so (release), and it has heard before any reads
+    # (acquire)
+    tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + task, 1, sem="acq_rel", scope="gpu")
     if arrived == active - 1:
         tl.store(arrived_ptr + task, 0)
         tl.debug_barrier()
-        _combine_splits(out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED, GROUP, N, ROWS, N_PAD, CHUNK)
+        _combine_splits(
+            out_ptr, partial_ptr, lse_ptr, active, parts, splits, SHARED, GROUP, N, ROWS, N_PAD, CHUNK
+        )
 
 
-def decode_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor, rows_S: torch.Tensor, kv_lens_S: torch.Tensor,
-                     block_tables_RM: torch.Tensor, workspace: DecodeWorkspace, num_seqs: int, splits: int, scale: float,
-                     window: int | None = None, tiles: Tiles | None = None, min_split: int = 64,
-                     prefix_lens_S: torch.Tensor | None = None, max_parts: int = 0, num_cut: int | None = None) -> None:
-    """Sequence s < num_seqs has the one query q_THN[s]; writes out_THN[s]. `min_split`: fewest keys worth a program of their own.
-    `num_cut`: only so many sequences may be split, the first, which ought to be the longest, and only if they have more than 1.5 times
-    the mean's keys.
+def decode_attention(
+    q_THN: torch.Tensor,
+    kv_layer: torch.Tensor,
+    out_THN: torch.Tensor,
+    rows_S: torch.Tensor,
+    kv_lens_S: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    workspace: DecodeWorkspace,
+    num_seqs: int,
+    splits: int,
+    scale: float,
+    window: int | None = None,
+    tiles: Tiles | None = None,
+    min_split: int = 64,
+    prefix_lens_S: torch.Tensor | None = None,
+    max_parts: int = 0,
+    num_cut: int | None = None,
+) -> None:
+    """Sequence s < num_seqs has the one query q_THN[s]; writes out_THN[s]. `min_split`: fewest keys worth a
+    program of their own.
+    `num_cut`: only so many sequences may be split, the first, which ought to be the longest, and only if they
+    have more than 1.5 times the mean's keys.
 
-    With `prefix_lens_S`, `prefix_attention` of the same `splits` and `max_parts` was launched just before: it has those keys."""
+    With `prefix_lens_S`, `prefix_attention` of the same `splits` and `max_parts` was launched just before: it
+    has those keys."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
-    assert q_THN.stride()[1:] == (head_dim, 1) and out_THN.is_contiguous() and kv_layer.stride()[3:] == (head_dim, 1)
+    assert (
+        q_THN.stride()[1:] == (head_dim, 1)
+        and out_THN.is_contiguous()
+        and kv_layer.stride()[3:] == (head_dim, 1)
+    )
     assert block_tables_RM.stride(1) == 1 and num_seqs * num_kv_heads <= workspace.arrived.numel()
     shared = prefix_lens_S is not None
     assert num_cut is None or 0 < num_cut <= num_seqs
     assert not (shared and window) and (shared or max_parts == 0)
-    assert splits + max_parts == 1 or num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
+    assert (
+        splits + max_parts == 1
+        or num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
+    )
     tiles = tiles or decode_tiles(head_dim, q_THN.dtype)
     head_dim_pad = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(group)
-    grid = (num_kv_heads, splits, num_seqs) if num_cut is None else (num_kv_heads, 1, num_seqs + num_cut * (splits - 1))
+    grid = (
+        (num_kv_heads, splits, num_seqs)
+        if num_cut is None
+        else (num_kv_heads, 1, num_seqs + num_cut * (splits - 1))
+    )
     decode_kernel[grid](
-        q_THN, kv_layer, out_THN, rows_S, kv_lens_S, prefix_lens_S if shared else rows_S, workspace.parts, block_tables_RM,
-        workspace.partial, workspace.lse, workspace.arrived,
-        scale * LOG2_E, q_THN.stride(0), block_tables_RM.stride(0), *kv_layer.stride()[:3], splits, max_parts, min_split,
-        GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SHARED=shared,
-        CUT=num_cut or 0, LENGTHS=triton.next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
-        BLOCK_M=max(tiles.block_m, rows), BLOCK_N=tiles.block_n, N_PAD=head_dim_pad, ROWS=rows,
+        q_THN,
+        kv_layer,
+        out_THN,
+        rows_S,
+        kv_lens_S,
+        prefix_lens_S if shared else rows_S,
+        workspace.parts,
+        block_tables_RM,
+        workspace.partial,
+        workspace.lse,
+        workspace.arrived,
+        scale * LOG2_E,
+        q_THN.stride(0),
+        block_tables_RM.stride(0),
+        *kv_layer.stride()[:3],
+        splits,
+        max_parts,
+        min_split,
+        GROUP=group,
+        N=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        SHARED=shared,
+        CUT=num_cut or 0,
+        LENGTHS=triton.next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
+        BLOCK_M=max(tiles.block_m, rows),
+        BLOCK_N=tiles.block_n,
+        N_PAD=head_dim_pad,
+        ROWS=rows,
         # with a prefix most programs weigh, and few results: a large tile would be mostly masked
         CHUNK=max(2, (2048 if shared else 8192) // (rows * head_dim_pad)),
-        num_warps=max(tiles.num_warps, min(rows // 8, 4)), num_stages=tiles.num_stages, maxnreg=tiles.max_registers, **pdl_options())
+        num_warps=max(tiles.num_warps, min(rows // 8, 4)),
+        num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
+        **pdl_options(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Partial results of split sequences, allocated once. Steps that share it must run one after the other."""
+    """Partial results of split sequences, allocated once. Steps that share it must run one after the
+    other."""
 
-    partial: torch.Tensor    # fp32: normalised results
-    lse: torch.Tensor        # fp32: their log2-sum-exps
-    arrived: torch.Tensor    # int32: programs done, of each (sequence, kv head); 0 between launches
-    parts: torch.Tensor      # int32: partial results there are for a shared prefix, of each sequence that has one
+    partial: torch.Tensor  # fp32: normalised results
+    lse: torch.Tensor  # fp32: their log2-sum-exps
+    arrived: torch.Tensor  # int32: programs done, of each (sequence, kv head); 0 between launches
+    parts: torch.Tensor  # int32: partial results there are for a shared prefix, of each sequence that has one
 
     @classmethod
-    def allocate(cls, num_partials: int, num_tasks: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
-        """`num_partials`: rows of results, over all sequences, query heads, splits and parts; `num_tasks`: sequences times kv heads."""
-        return cls(torch.empty(num_partials * head_dim, dtype=torch.float32, device=device),
-                   torch.empty(num_partials, dtype=torch.float32, device=device),
-                   torch.zeros(num_tasks, dtype=torch.int32, device=device),
-                   torch.zeros(num_tasks, dtype=torch.int32, device=device))
+    def allocate(
+        cls, num_partials: int, num_tasks: int, head_dim: int, device: torch.device
+    ) -> DecodeWorkspace:
+        """`num_partials`: rows of results, over all sequences, query heads, splits and parts; `num_tasks`:
+        sequences times kv heads."""
+        return cls(
+            torch.empty(num_partials * head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_partials, dtype=torch.float32, device=device),
+            torch.zeros(num_tasks, dtype=torch.int32, device=device),
+            torch.zeros(num_tasks, dtype=torch.int32, device=device),
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ prefill
+# ------------------------------------------------------------------------------------------ prefill
+
 
 @triton.jit
-def _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, begin, end, scale_log2, stride_k,
-                  N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, N_PAD: tl.constexpr,
-                  PAGED: tl.constexpr, MASKED: tl.constexpr):
-    """Online softmax over the keys [begin, end). Not MASKED: every query of the tile sees all of them, and whole tiles."""
+def _attend_range(
+    acc,
+    total,
+    highest,
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    query_pos,
+    begin,
+    end,
+    scale_log2,
+    stride_k,
+    N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    N_PAD: tl.constexpr,
+    PAGED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Online softmax over the keys [begin, end). Not MASKED: every query of the tile sees all of them, and
+    whole tiles."""
     dims = tl.arange(0, N_PAD)
     columns = tl.arange(0, BLOCK_N)
     if PAGED:
@@ -318,8 +483,9 @@ def _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, be
 
 @triton.jit
 def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """(sequence, its first query in this tile). Sequence i owns at least ceil(length / BLOCK_Q) tiles from start_i // BLOCK_Q + i on,
-    starts counted from the first prefill's: every program finds its own by counting the sequences that begin at or before its tile."""
+    """(sequence, its first query in this tile). Sequence i owns at least ceil(length / BLOCK_Q) tiles from
+    start_i // BLOCK_Q + i on, starts counted from the first prefill's: every program finds its own by
+    counting the sequences that begin at or before its tile."""
     base = tl.load(starts_ptr + first_seq)
     before = 0
     for chunk in range(0, num_seqs, 128):
@@ -332,16 +498,44 @@ def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
     return seq, (tile - index - (tl.load(starts_ptr + seq) - base) // BLOCK_Q) * BLOCK_Q
 
 
-@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_tiles"],
-            do_not_specialize_on_alignment=["starts_ptr", "kv_lens_ptr", "rows_ptr"])
-def prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, kv_lens_ptr, rows_ptr, table_ptr, scale_log2,
-                   stride_q, stride_table, stride_k, stride_v, stride_head, first_seq, num_seqs, num_tiles,
-                   G: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-                   PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, N_PAD: tl.constexpr):
-    """A tile of BLOCK_Q queries times the GROUP heads of one kv head; grid (G * num_tiles), the longest tiles of a sequence first.
+@triton.jit(
+    do_not_specialize=["first_seq", "num_seqs", "num_tiles"],
+    do_not_specialize_on_alignment=["starts_ptr", "kv_lens_ptr", "rows_ptr"],
+)
+def prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    starts_ptr,
+    kv_lens_ptr,
+    rows_ptr,
+    table_ptr,
+    scale_log2,
+    stride_q,
+    stride_table,
+    stride_k,
+    stride_v,
+    stride_head,
+    first_seq,
+    num_seqs,
+    num_tiles,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    N_PAD: tl.constexpr,
+):
+    """A tile of BLOCK_Q queries times the GROUP heads of one kv head; grid (G * num_tiles), the longest tiles
+    of a sequence first.
 
-    PAGED: keys from the cache through the block table, chunks may follow a cached prefix. Otherwise every chunk is a whole sequence
-    and k, v are rows of the step's own projection.
+    PAGED: keys from the cache through the block table, chunks may follow a cached prefix. Otherwise every
+    chunk is a whole sequence and k, v are rows of the step's own projection.
     """
     kv_head = tl.program_id(0) % G
     tile = num_tiles - 1 - tl.program_id(0) // G
@@ -372,7 +566,8 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, kv_lens_ptr, rows_p
     acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    # keys [begin, middle) enter some windows only, [middle, diagonal) are seen by all queries, [diagonal, end) by some
+    # Keys [begin, middle) enter some windows only, [middle, diagonal) are seen by all queries, and
+    # [diagonal, end) by some.
     first_pos = kv_len - query_len + first_query
     end = kv_len - query_len + tl.minimum(first_query + BLOCK_Q, query_len)
     diagonal = (first_pos + 1) // BLOCK_N * BLOCK_N
@@ -380,27 +575,108 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, kv_lens_ptr, rows_p
     if WINDOW > 0:
         begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         middle = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, diagonal)
-        acc, total, highest = _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, begin, middle, scale_log2,
-                                            stride_k, N, BLOCK_SIZE, WINDOW, BLOCK_N, N_PAD, PAGED, True)
-    acc, total, highest = _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, middle, diagonal, scale_log2,
-                                        stride_k, N, BLOCK_SIZE, WINDOW, BLOCK_N, N_PAD, PAGED, False)
-    acc, total, highest = _attend_range(acc, total, highest, q, k_ptr, v_ptr, table_ptr, query_pos, diagonal, end, scale_log2,
-                                        stride_k, N, BLOCK_SIZE, WINDOW, BLOCK_N, N_PAD, PAGED, True)
+        acc, total, highest = _attend_range(
+            acc,
+            total,
+            highest,
+            q,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            query_pos,
+            begin,
+            middle,
+            scale_log2,
+            stride_k,
+            N,
+            BLOCK_SIZE,
+            WINDOW,
+            BLOCK_N,
+            N_PAD,
+            PAGED,
+            True,
+        )
+    acc, total, highest = _attend_range(
+        acc,
+        total,
+        highest,
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr,
+        query_pos,
+        middle,
+        diagonal,
+        scale_log2,
+        stride_k,
+        N,
+        BLOCK_SIZE,
+        WINDOW,
+        BLOCK_N,
+        N_PAD,
+        PAGED,
+        False,
+    )
+    acc, total, highest = _attend_range(
+        acc,
+        total,
+        highest,
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr,
+        query_pos,
+        diagonal,
+        end,
+        scale_log2,
+        stride_k,
+        N,
+        BLOCK_SIZE,
+        WINDOW,
+        BLOCK_N,
+        N_PAD,
+        PAGED,
+        True,
+    )
     result = acc / total[:, None]
-    tl.store(out_ptr + (tokens * (G * GROUP * N) + heads * N)[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        out_ptr + (tokens * (G * GROUP * N) + heads * N)[:, None] + dims[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
-def prefill_attention(q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor,
-                      query_starts_S: torch.Tensor, kv_lens_S: torch.Tensor, rows_S: torch.Tensor, block_tables_RM: torch.Tensor,
-                      first_seq: int, num_tokens: int, scale: float, window: int | None = None, *, paged: bool,
-                      tiles: Tiles | None = None) -> None:
-    """Writes out_THN for the sequences from `first_seq` on, which have `num_tokens` queries together (an upper bound will do).
+def prefill_attention(
+    q_THN: torch.Tensor,
+    k_TGN: torch.Tensor,
+    v_TGN: torch.Tensor,
+    kv_layer: torch.Tensor,
+    out_THN: torch.Tensor,
+    query_starts_S: torch.Tensor,
+    kv_lens_S: torch.Tensor,
+    rows_S: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    first_seq: int,
+    num_tokens: int,
+    scale: float,
+    window: int | None = None,
+    *,
+    paged: bool,
+    tiles: Tiles | None = None,
+) -> None:
+    """Writes out_THN for the sequences from `first_seq` on, which have `num_tokens` queries together (an
+    upper bound will do).
 
-    `paged`: read keys and values from the cache; else from k_TGN and v_TGN, which must then be all that a query may see.
+    `paged`: read keys and values from the cache; else from k_TGN and v_TGN, which must then be all that a
+    query may see.
     """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
-    assert q_THN.stride()[1:] == (head_dim, 1) and out_THN.is_contiguous() and kv_layer.stride()[3:] == (head_dim, 1)
+    assert (
+        q_THN.stride()[1:] == (head_dim, 1)
+        and out_THN.is_contiguous()
+        and kv_layer.stride()[3:] == (head_dim, 1)
+    )
     assert k_TGN.stride() == v_TGN.stride() and k_TGN.stride(2) == 1 and block_tables_RM.stride(1) == 1
     tiles = tiles or prefill_tiles(head_dim, q_THN.dtype)
     block_m = max(tiles.block_m, triton.next_power_of_2(group))
@@ -409,10 +685,34 @@ def prefill_attention(q_THN: torch.Tensor, k_TGN: torch.Tensor, v_TGN: torch.Ten
     num_tiles = num_tokens // block_q + num_seqs
     k, v = (kv_layer, kv_layer) if paged else (k_TGN, v_TGN)
     prefill_kernel[(num_kv_heads * num_tiles,)](
-        q_THN, k, v, out_THN, query_starts_S, kv_lens_S, rows_S, block_tables_RM, scale * LOG2_E,
-        q_THN.stride(0), block_tables_RM.stride(0), k.stride(0), k.stride(1), kv_layer.stride(2) if paged else k.stride(1),
-        first_seq, num_seqs, num_tiles,
-        G=num_kv_heads, GROUP=group, N=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, PAGED=paged,
-        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_Q=block_q,
+        q_THN,
+        k,
+        v,
+        out_THN,
+        query_starts_S,
+        kv_lens_S,
+        rows_S,
+        block_tables_RM,
+        scale * LOG2_E,
+        q_THN.stride(0),
+        block_tables_RM.stride(0),
+        k.stride(0),
+        k.stride(1),
+        kv_layer.stride(2) if paged else k.stride(1),
+        first_seq,
+        num_seqs,
+        num_tiles,
+        G=num_kv_heads,
+        GROUP=group,
+        N=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        PAGED=paged,
+        BLOCK_M=block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_Q=block_q,
         N_PAD=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers)
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
+    )

@@ -1,7 +1,7 @@
 """Paged causal attention in plain PyTorch: what kernels/attention.py must equal.
 
-One sequence at a time, computed in fp32 whatever the dtype. Shapes: T tokens, S sequences, R state rows, M blocks a sequence,
-H query heads, G kv heads, N head size.
+One sequence at a time, computed in fp32 whatever the dtype. Shapes: T tokens, S sequences, R state rows, M
+blocks a sequence, H query heads, G kv heads, N head size.
 """
 
 from __future__ import annotations
@@ -10,16 +10,26 @@ import torch
 
 
 def gather_kv(kv_layer: torch.Tensor, block_table_M: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """The first `kv_len` keys and values of one sequence, [2, G, kv_len, N], from kv_layer [blocks, 2, G, block_size, N]."""
+    """The first `kv_len` keys and values of one sequence, [2, G, kv_len, N], from kv_layer [blocks, 2, G,
+    block_size, N]."""
     block_size = kv_layer.shape[3]
     num_blocks = -(-kv_len // block_size)
     blocks = kv_layer[block_table_M[:num_blocks].long()]
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
 
 
-def paged_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, query_starts_S: torch.Tensor, kv_lens_S: torch.Tensor,
-                    rows_S: torch.Tensor, block_tables_RM: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
-    """[T, H, N]. A sequence's queries are the last of its kv_len positions; one with row -1 or kv_len 0 is padding and gives zeros."""
+def paged_attention(
+    q_THN: torch.Tensor,
+    kv_layer: torch.Tensor,
+    query_starts_S: torch.Tensor,
+    kv_lens_S: torch.Tensor,
+    rows_S: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """[T, H, N]. A sequence's queries are the last of its kv_len positions; one with row -1 or kv_len 0 is
+    padding and gives zeros."""
     out_THN = torch.zeros_like(q_THN, memory_format=torch.contiguous_format)
     group = q_THN.shape[1] // kv_layer.shape[2]
     starts = query_starts_S.tolist()
@@ -27,7 +37,9 @@ def paged_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, query_starts_S:
         first, last = starts[s], starts[s + 1]
         if row < 0 or kv_len == 0 or first == last:
             continue
-        k_HKN, v_HKN = gather_kv(kv_layer, block_tables_RM[row], kv_len).float().repeat_interleave(group, dim=1)
+        k_HKN, v_HKN = (
+            gather_kv(kv_layer, block_tables_RM[row], kv_len).float().repeat_interleave(group, dim=1)
+        )
         query_pos = torch.arange(kv_len - (last - first), kv_len, device=q_THN.device)[:, None]
         key_pos = torch.arange(kv_len, device=q_THN.device)[None, :]
         visible = key_pos <= query_pos

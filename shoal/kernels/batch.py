@@ -1,5 +1,5 @@
-"""The batch state's small kernels: a step's differences written into it, a decode step's inputs read from it, plain copies. Layout:
-state.py."""
+"""The batch state's small kernels: a step's differences written into it, a decode step's inputs read from it,
+plain copies. Layout: state.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ TOKEN, POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.v
 def _apply_updates_kernel(state_ptr, addresses_ptr, values_ptr, num_updates, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_updates
-    tl.store(state_ptr + tl.load(addresses_ptr + i, mask=mask, other=0), tl.load(values_ptr + i, mask=mask), mask=mask)
+    tl.store(
+        state_ptr + tl.load(addresses_ptr + i, mask=mask, other=0),
+        tl.load(values_ptr + i, mask=mask),
+        mask=mask,
+    )
 
 
 def apply_updates(state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None:
     """state[addresses] = values; addresses are unique."""
     num_updates = addresses.shape[0]
-    _apply_updates_kernel[(triton.cdiv(num_updates, 256),)](state, addresses, values, num_updates, BLOCK=256, num_warps=2)
+    _apply_updates_kernel[(triton.cdiv(num_updates, 256),)](
+        state, addresses, values, num_updates, BLOCK=256, num_warps=2
+    )
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -32,15 +38,23 @@ def _copy_ints_kernel(dst_ptr, src_ptr, size, BLOCK: tl.constexpr):
 
 
 def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """dst = src, int32, not by the copy engines, which may be busy with KV blocks for 0.1 s. Either may be pinned host memory."""
+    """dst = src, int32, not by the copy engines, which may be busy with KV blocks for 0.1 s. Either may be
+    pinned host memory."""
     size = src.shape[0]
-    assert dst.shape == src.shape and dst.dtype == src.dtype == torch.int32 and dst.is_contiguous() and src.is_contiguous()
+    assert (
+        dst.shape == src.shape
+        and dst.dtype == src.dtype == torch.int32
+        and dst.is_contiguous()
+        and src.is_contiguous()
+    )
     if size:
         _copy_ints_kernel[(triton.cdiv(size, 1024),)](dst, src, size, BLOCK=1024, num_warps=4)
 
 
 @triton.jit
-def _begin_decode_kernel(rows_ptr, table_ptr, tokens_ptr, positions_ptr, kv_lens_ptr, table_stride, B, BLOCK: tl.constexpr):
+def _begin_decode_kernel(
+    rows_ptr, table_ptr, tokens_ptr, positions_ptr, kv_lens_ptr, table_stride, B, BLOCK: tl.constexpr
+):
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_batch = b < B
     row = tl.load(rows_ptr + b, mask=in_batch, other=-1)
@@ -51,9 +65,16 @@ def _begin_decode_kernel(rows_ptr, table_ptr, tokens_ptr, positions_ptr, kv_lens
     tl.store(kv_lens_ptr + b, position + 1, mask=in_batch)
 
 
-def begin_decode(rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tensor, positions_B: torch.Tensor,
-                 kv_lens_B: torch.Tensor) -> None:
-    """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length 0."""
+def begin_decode(
+    rows_B: torch.Tensor,
+    table: torch.Tensor,
+    tokens_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    kv_lens_B: torch.Tensor,
+) -> None:
+    """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length
+    0."""
     size = tokens_B.shape[0]
-    _begin_decode_kernel[(triton.cdiv(size, 64),)](rows_B, table, tokens_B, positions_B, kv_lens_B, table.stride(0), size, BLOCK=64,
-                                                   num_warps=2)
+    _begin_decode_kernel[(triton.cdiv(size, 64),)](
+        rows_B, table, tokens_B, positions_B, kv_lens_B, table.stride(0), size, BLOCK=64, num_warps=2
+    )

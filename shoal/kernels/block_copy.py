@@ -1,7 +1,9 @@
-"""Copies of KV blocks between two caches, whatever their layouts: what lies where, as addresses, and two of three ways to carry it out.
+"""Copies of KV blocks between two caches, whatever their layouts: what lies where, as addresses, and two of
+three ways to carry it out.
 
-`copy_on_host` is plain PyTorch and the oracle. `copy_by_dma` hands contiguous runs to the copy engines, which take nothing from kernels
-that run beside. The third, a kernel, lies in block_copy_triton.py: nothing here needs Triton, which a machine without a GPU may lack.
+`copy_on_host` is plain PyTorch and the oracle. `copy_by_dma` hands contiguous runs to the copy engines, which
+take nothing from kernels that run beside. The third, a kernel, lies in block_copy_triton.py: nothing here
+needs Triton, which a machine without a GPU may lack.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-Dim = tuple[int, int, int]    # size, bytes from one to the next in the source, and in the destination
+Dim = tuple[int, int, int]  # size, bytes from one to the next in the source, and in the destination
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Block s of the source and block d of the destination: for each piece p and each index (i, j, k) below `sizes`, `run` bytes go from
-    src[p] + s * src_block + (i, j, k) . src_strides to dst[p] + d * dst_block + (i, j, k) . dst_strides. Everything in bytes."""
+    """Block s of the source and block d of the destination: for each piece p and each index (i, j, k) below
+    `sizes`, `run` bytes go from src[p] + s * src_block + (i, j, k) . src_strides to dst[p] + d * dst_block +
+    (i, j, k) . dst_strides. Everything in bytes."""
 
-    src: np.ndarray    # int64 [pieces]: addresses in block 0
+    src: np.ndarray  # int64 [pieces]: addresses in block 0
     dst: np.ndarray
     src_block: int
     dst_block: int
@@ -36,14 +39,18 @@ class Pieces:
     def word(self) -> int:
         """The largest power of two, up to 16 bytes, that every address is a multiple of."""
         bits = int(np.bitwise_or.reduce(self.src) | np.bitwise_or.reduce(self.dst))
-        return math.gcd(16, bits, self.run, self.src_block, self.dst_block, *self.src_strides, *self.dst_strides)
+        return math.gcd(
+            16, bits, self.run, self.src_block, self.dst_block, *self.src_strides, *self.dst_strides
+        )
 
 
-def join(src: np.ndarray, dst: np.ndarray, src_block: int, dst_block: int, dims: Sequence[Dim], item_bytes: int) -> Pieces:
-    """`Pieces` with the longest runs: dimensions, and then pieces, that follow each other without a gap on both sides become one.
-    At most three dimensions may remain."""
+def join(
+    src: np.ndarray, dst: np.ndarray, src_block: int, dst_block: int, dims: Sequence[Dim], item_bytes: int
+) -> Pieces:
+    """`Pieces` with the longest runs: dimensions, and then pieces, that follow each other without a gap on
+    both sides become one. At most three dimensions may remain."""
     run = item_bytes
-    rest: list[Dim] = []    # the innermost of the destination first, as its writes should be near each other
+    rest: list[Dim] = []  # the innermost of the destination first, as its writes should be near each other
     for size, from_stride, to_stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[2]):
         if not rest and from_stride == to_stride == run:
             run *= size
@@ -62,17 +69,26 @@ def join(src: np.ndarray, dst: np.ndarray, src_block: int, dst_block: int, dims:
 
 def copy_on_host(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
     """Between addresses of host memory; ids are int64."""
-    if math.prod(pieces.sizes) == 1:    # a tenth of a tensor's overhead, and no threads for what memory bounds
+    if math.prod(pieces.sizes) == 1:  # a tenth of a tensor's overhead, and no threads for what memory bounds
         for src, dst in zip(*(addresses.tolist() for addresses in runs(pieces, src_ids, dst_ids))):
             ctypes.memmove(dst, src, pieces.run)
         return
     shape = (*pieces.sizes, pieces.run)
     for src, dst in zip(pieces.src.tolist(), pieces.dst.tolist()):
-        source = bytes_at(src, int(src_ids.max(initial=0)) * pieces.src_block + _span(pieces.sizes, pieces.src_strides, pieces.run))
-        target = bytes_at(dst, int(dst_ids.max(initial=0)) * pieces.dst_block + _span(pieces.sizes, pieces.dst_strides, pieces.run))
+        source = bytes_at(
+            src,
+            int(src_ids.max(initial=0)) * pieces.src_block
+            + _span(pieces.sizes, pieces.src_strides, pieces.run),
+        )
+        target = bytes_at(
+            dst,
+            int(dst_ids.max(initial=0)) * pieces.dst_block
+            + _span(pieces.sizes, pieces.dst_strides, pieces.run),
+        )
         for s, d in zip(src_ids.tolist(), dst_ids.tolist()):
             target.as_strided(shape, (*pieces.dst_strides, 1), d * pieces.dst_block).copy_(
-                source.as_strided(shape, (*pieces.src_strides, 1), s * pieces.src_block))
+                source.as_strided(shape, (*pieces.src_strides, 1), s * pieces.src_block)
+            )
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int], run: int) -> int:
@@ -86,11 +102,15 @@ def bytes_at(address: int, num_bytes: int) -> torch.Tensor:
 
 def runs(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The addresses of every run, source and destination: int64 [ids * pieces * sizes]."""
-    return (_run_addresses(pieces.src, pieces.src_block, src_ids, pieces.sizes, pieces.src_strides),
-            _run_addresses(pieces.dst, pieces.dst_block, dst_ids, pieces.sizes, pieces.dst_strides))
+    return (
+        _run_addresses(pieces.src, pieces.src_block, src_ids, pieces.sizes, pieces.src_strides),
+        _run_addresses(pieces.dst, pieces.dst_block, dst_ids, pieces.sizes, pieces.dst_strides),
+    )
 
 
-def _run_addresses(first: np.ndarray, block: int, ids: np.ndarray, sizes: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+def _run_addresses(
+    first: np.ndarray, block: int, ids: np.ndarray, sizes: Sequence[int], strides: Sequence[int]
+) -> np.ndarray:
     addresses = (ids * block)[:, None] + first
     for size, stride in zip(sizes, strides):
         addresses = addresses[..., None] + np.arange(size, dtype=np.int64) * stride
@@ -104,7 +124,12 @@ class _Location(ctypes.Structure):
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes of the CUDA driver."""
 
-    _fields_ = (("source_order", ctypes.c_uint32), ("source", _Location), ("destination", _Location), ("flags", ctypes.c_uint32))
+    _fields_ = (
+        ("source_order", ctypes.c_uint32),
+        ("source", _Location),
+        ("destination", _Location),
+        ("flags", ctypes.c_uint32),
+    )
 
 
 IN_STREAM_ORDER, OVERLAP_WITH_COMPUTE = 1, 1
@@ -118,18 +143,29 @@ def _driver() -> ctypes.CDLL:
     driver.cuStreamGetCtx.argtypes = (pointer, ctypes.POINTER(pointer))
     driver.cuCtxPushCurrent_v2.argtypes = (pointer,)
     driver.cuCtxPopCurrent_v2.argtypes = (ctypes.POINTER(pointer),)
-    if hasattr(driver, "cuMemcpyBatchAsync"):    # from driver 570 (CUDA 12.8) on
-        driver.cuMemcpyBatchAsync.argtypes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    if hasattr(driver, "cuMemcpyBatchAsync"):  # from driver 570 (CUDA 12.8) on
+        driver.cuMemcpyBatchAsync.argtypes = (
+            pointer,
+            pointer,
+            pointer,
+            size,
+            pointer,
+            pointer,
+            size,
+            pointer,
+            pointer,
+        )
     return driver
 
 
 def copy_by_dma(src: np.ndarray, dst: np.ndarray, run: int, stream: torch.cuda.Stream) -> None:
-    """`run` bytes from each address to its counterpart (int64, device or pinned memory), in one call; it returns when they are queued.
-    `stream` is not the default stream: the driver's batches don't take it. Raises RuntimeError with the driver's code."""
+    """`run` bytes from each address to its counterpart (int64, device or pinned memory), in one call; it
+    returns when they are queued. `stream` is not the default stream: the driver's batches don't take it.
+    Raises RuntimeError with the driver's code."""
     assert stream.cuda_stream
     driver = _driver()
     handle = ctypes.c_void_p(stream.cuda_stream)
-    context = ctypes.c_void_p()    # a thread that never called the runtime has none
+    context = ctypes.c_void_p()  # a thread that never called the runtime has none
     _check(driver.cuStreamGetCtx(handle, context), "cuStreamGetCtx")
     _check(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
     try:
@@ -137,8 +173,20 @@ def copy_by_dma(src: np.ndarray, dst: np.ndarray, run: int, stream: torch.cuda.S
             sizes = np.full(len(src), run, np.uint64)
             attributes = _Attributes(source_order=IN_STREAM_ORDER, flags=OVERLAP_WITH_COMPUTE)
             first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-            _check(driver.cuMemcpyBatchAsync(dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(src), ctypes.byref(attributes),
-                                             ctypes.byref(first), 1, ctypes.byref(failed), handle), "cuMemcpyBatchAsync")
+            _check(
+                driver.cuMemcpyBatchAsync(
+                    dst.ctypes.data,
+                    src.ctypes.data,
+                    sizes.ctypes.data,
+                    len(src),
+                    ctypes.byref(attributes),
+                    ctypes.byref(first),
+                    1,
+                    ctypes.byref(failed),
+                    handle,
+                ),
+                "cuMemcpyBatchAsync",
+            )
         else:
             for source, target in zip(src.tolist(), dst.tolist()):
                 _check(driver.cuMemcpyAsync(target, source, run, handle), "cuMemcpyAsync")

@@ -13,14 +13,33 @@ import triton.language as tl
 
 from shoal.kernels.block_copy import Pieces
 
-TILE_BYTES = 16 << 10    # a program of the kernel
+TILE_BYTES = 16 << 10  # a program of the kernel
 
 
 @triton.jit(do_not_specialize=["num_pieces", "num_pairs", "src_block", "dst_block"])
-def _copy_kernel(addresses_ptr, ids_ptr, num_pieces, num_pairs, src_block, dst_block,          # blocks in bytes
-                 src_0, src_1, src_2, dst_0, dst_1, dst_2,                                     # strides in words
-                 SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, RUN: tl.constexpr, WORD: tl.constexpr,
-                 ALIGNED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _copy_kernel(
+    addresses_ptr,
+    ids_ptr,
+    num_pieces,
+    num_pairs,
+    src_block,
+    dst_block,  # blocks in bytes
+    src_0,
+    src_1,
+    src_2,
+    dst_0,
+    dst_1,
+    dst_2,  # strides in words
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    RUN: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row_tiles: tl.constexpr = (SIZE_0 * SIZE_1 * SIZE_2 + ROWS - 1) // ROWS
     column_tiles: tl.constexpr = (RUN + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) % (row_tiles * column_tiles)
@@ -34,7 +53,11 @@ def _copy_kernel(addresses_ptr, ids_ptr, num_pieces, num_pairs, src_block, dst_b
 
     row = tile // column_tiles * ROWS + tl.arange(0, ROWS)
     column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
-    i, j, k = (row // (SIZE_1 * SIZE_2)).to(tl.int64), (row // SIZE_2 % SIZE_1).to(tl.int64), (row % SIZE_2).to(tl.int64)
+    i, j, k = (
+        (row // (SIZE_1 * SIZE_2)).to(tl.int64),
+        (row // SIZE_2 % SIZE_1).to(tl.int64),
+        (row % SIZE_2).to(tl.int64),
+    )
     source_row = tl.multiple_of(i * src_0 + j * src_1 + k * src_2, VECTOR)
     target_row = tl.multiple_of(i * dst_0 + j * dst_1 + k * dst_2, VECTOR)
     mask = (row < SIZE_0 * SIZE_1 * SIZE_2)[:, None] & (column < RUN)[None, :]
@@ -46,8 +69,9 @@ WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 def copy_by_kernel(pieces: Pieces, addresses: torch.Tensor, ids: torch.Tensor) -> None:
-    """`addresses` [2 * pieces]: `pieces.src`, then `pieces.dst`; `ids` [2 * pairs]: the sources', then the destinations'; int64, on the
-    device. Host memory among the addresses must be pinned. On the current stream."""
+    """`addresses` [2 * pieces]: `pieces.src`, then `pieces.dst`; `ids` [2 * pairs]: the sources', then the
+    destinations'; int64, on the device. Host memory among the addresses must be pinned. On the current
+    stream."""
     word = min(8, pieces.word)
     run, rows = pieces.run // word, math.prod(pieces.sizes)
     columns = min(triton.next_power_of_2(run), TILE_BYTES // word)
@@ -55,7 +79,20 @@ def copy_by_kernel(pieces: Pieces, addresses: torch.Tensor, ids: torch.Tensor) -
     num_pieces, num_pairs = len(pieces.src), ids.shape[0] // 2
     grid = num_pairs * num_pieces * triton.cdiv(rows, tile_rows) * triton.cdiv(run, columns)
     if grid:
-        _copy_kernel[(grid,)](addresses, ids, num_pieces, num_pairs, pieces.src_block, pieces.dst_block,
-                              *(stride // word for stride in (*pieces.src_strides, *pieces.dst_strides)), *pieces.sizes,
-                              RUN=run, WORD=WORDS[word], ALIGNED=pieces.word, VECTOR=pieces.word // word, ROWS=tile_rows, COLUMNS=columns,
-                              num_warps=4)
+        _copy_kernel[(grid,)](
+            addresses,
+            ids,
+            num_pieces,
+            num_pairs,
+            pieces.src_block,
+            pieces.dst_block,
+            *(stride // word for stride in (*pieces.src_strides, *pieces.dst_strides)),
+            *pieces.sizes,
+            RUN=run,
+            WORD=WORDS[word],
+            ALIGNED=pieces.word,
+            VECTOR=pieces.word // word,
+            ROWS=tile_rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )

@@ -16,13 +16,21 @@ class BuildError(Exception):
     """Why there is no library. Callers turn it into a warning, or an error that says what to install."""
 
 
-def build(folder: Path, sources: Sequence[str], headers: Sequence[str], flags: Sequence[str], libraries: Sequence[str] = ()) -> Path:
-    """The compiled library; compiles unless the cache folder has it. Processes may race: each renames its own, and all are alike.
-    Raises BuildError, and OSError of the file system."""
+def build(
+    folder: Path,
+    sources: Sequence[str],
+    headers: Sequence[str],
+    flags: Sequence[str],
+    libraries: Sequence[str] = (),
+) -> Path:
+    """The compiled library; compiles unless the cache folder has it. Processes may race: each renames its
+    own, and all are alike. Raises BuildError, and OSError of the file system."""
     compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
     if compiler is None:
         raise BuildError("neither gcc nor cc is on the PATH")
-    key = hashlib.sha256("\0".join((*flags, compiler, str(os.stat(compiler).st_mtime_ns), _processor())).encode())
+    key = hashlib.sha256(
+        "\0".join((*flags, compiler, str(os.stat(compiler).st_mtime_ns), _processor())).encode()
+    )
     for name in (*sources, *headers):
         key.update((folder / name).read_bytes())
     cache = cache_folder()
@@ -41,11 +49,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
-def _compile(compiler: str, folder: Path, sources: Sequence[str], flags: Sequence[str], libraries: Sequence[str], work: Path) -> Path:
+def _compile(
+    compiler: str,
+    folder: Path,
+    sources: Sequence[str],
+    flags: Sequence[str],
+    libraries: Sequence[str],
+    work: Path,
+) -> Path:
     """One object a source, at once, then the library."""
     objects = [str(work / f"{name}.o") for name in sources]
-    jobs = [subprocess.Popen([compiler, *flags, "-c", str(folder / name), "-o", target], stderr=subprocess.PIPE, text=True)
-            for name, target in zip(sources, objects)]
+    jobs = [
+        subprocess.Popen(
+            [compiler, *flags, "-c", str(folder / name), "-o", target], stderr=subprocess.PIPE, text=True
+        )
+        for name, target in zip(sources, objects)
+    ]
     errors = [(job.communicate()[1], job.returncode) for job in jobs]
     library = work / "library.so"
     if not any(code for _, code in errors):

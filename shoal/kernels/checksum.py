@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-BLOCK = 2048        # 8-byte words: with 4 warps 16 a thread, in 16-byte accesses
-PROGRAMS = 4096     # that share a large tensor
+BLOCK = 2048  # 8-byte words: with 4 warps 16 a thread, in 16-byte accesses
+PROGRAMS = 4096  # that share a large tensor
 # Odd 64-bit multipliers: the golden ratio's, and the first of splitmix64's two (Steele, Lea and Flood 2014).
 PLACE = tl.constexpr(-7046029254386353131)
 MIX = tl.constexpr(-4658895280553007687)
@@ -28,11 +28,13 @@ def _checksum_kernel(words_ptr, num_words, sum_ptr, BLOCK: tl.constexpr):
 
 
 def checksum(tensor: torch.Tensor, sum_1: torch.Tensor) -> None:
-    """Adds to `sum_1` (int64 [1]) the sum, modulo 2^64, of a hash of every 8 bytes and their place. Unlike a weighted sum of the words
-    themselves, changes of several places don't cancel each other."""
+    """Adds to `sum_1` (int64 [1]) the sum, modulo 2^64, of a hash of every 8 bytes and their place. Unlike a
+    weighted sum of the words themselves, changes of several places don't cancel each other."""
     assert sum_1.dtype == torch.int64 and sum_1.numel() == 1
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    words = F.pad(flat, (0, -flat.numel() % 8)).view(torch.int64) if flat.numel() % 8 else flat.view(torch.int64)
+    words = (
+        F.pad(flat, (0, -flat.numel() % 8)).view(torch.int64) if flat.numel() % 8 else flat.view(torch.int64)
+    )
     if words.numel():
         programs = min(PROGRAMS, triton.cdiv(words.numel(), BLOCK))
         _checksum_kernel[(programs,)](words, words.numel(), sum_1, BLOCK=BLOCK)

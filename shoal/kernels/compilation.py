@@ -1,4 +1,5 @@
-"""Kernels compiled side by side before any is launched: one takes Triton half a second to two, and a rehearsal meets some 50 in turn.
+"""Kernels compiled side by side before any is launched: one takes Triton half a second to two, and a
+rehearsal meets some 50 in turn.
 
 Triton holds Python's lock for a tenth of that; the rest are passes of LLVM, and ptxas, which is a process.
 """
@@ -13,20 +14,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-MAX_THREADS = 8                 # what holds the lock leaves little to more
-_patching = threading.Lock()    # of Triton's launch, which all engines of a process share
+MAX_THREADS = 8  # what holds the lock leaves little to more
+_patching = threading.Lock()  # of Triton's launch, which all engines of a process share
 
 
 @contextmanager
 def compiling_ahead() -> Iterator[list[str]]:
-    """Meanwhile this thread's Triton launches run nothing, so that results mean nothing: each only gets its kernel ready. The list names
-    those that were not on disk. The first of them is compiled there and then, later ones in threads until the end; what fails there is
-    tried again, and says so, when it is truly launched."""
+    """Meanwhile this thread's Triton launches run nothing, so that results mean nothing: each only gets its
+    kernel ready. The list names those that were not on disk. The first of them is compiled there and then,
+    later ones in threads until the end; what fails there is tried again, and says so, when it is truly
+    launched."""
     import triton  # only now: a CPU run must not pay for it
 
     compiled: list[str] = []
     mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None or "ignore_errors" not in inspect.signature(mode).parameters:    # before 3.6: launches run, and compile, as ever
+    # before 3.6: launches run, and compile, as ever
+    if mode is None or "ignore_errors" not in inspect.signature(mode).parameters:
         yield compiled
         return
     with _patching, ExitStack() as patched, ExitStack() as threads:
@@ -41,7 +44,8 @@ def compiling_ahead() -> Iterator[list[str]]:
                 in_threads = True
                 pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
                 threads.enter_context(mode(pool, ignore_errors=True))
-                threads.enter_context(pool)    # left first: an interrupt while it waits must not keep the mode from its end
+                # left first: an interrupt while it waits must not keep the mode from its end
+                threads.enter_context(pool)
             met.add(self)
             return run(self, *args, grid=grid, warmup=True, **options)
 
@@ -53,7 +57,9 @@ def compiling_ahead() -> Iterator[list[str]]:
 
         def forget_failed() -> None:
             for kernels, *_ in (cache for function in met for cache in function.device_caches.values()):
-                for key in [key for key, kernel in kernels.items() if isinstance(kernel, triton.FutureKernel)]:
+                for key in [
+                    key for key, kernel in kernels.items() if isinstance(kernel, triton.FutureKernel)
+                ]:
                     del kernels[key]
 
         patched.callback(forget_failed)

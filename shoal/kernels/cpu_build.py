@@ -1,7 +1,8 @@
-"""The C kernels (cpu_*.c) as a library, with its structs: compiled for this very processor on first use, kept in the user's cache folder.
+"""The C kernels (cpu_*.c) as a library, with its structs: compiled for this very processor on first use, kept
+in the user's cache folder.
 
-A prebuilt library would need dispatch over instruction sets at run time; the compiler at hand does better in two seconds. Without one,
-`load` returns None after a warning, and its callers take their PyTorch paths.
+A prebuilt library would need dispatch over instruction sets at run time; the compiler at hand does better in
+two seconds. Without one, `load` returns None after a warning, and its callers take their PyTorch paths.
 """
 
 from __future__ import annotations
@@ -32,13 +33,22 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_embed": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "shoal_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p)),
     "shoal_silu_mul": (None, (c_void_p, c_int, c_int, c_void_p)),
-    "shoal_qk_norm_rope_store": (None, (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float)),
+    "shoal_qk_norm_rope_store": (
+        None,
+        (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float),
+    ),
     "shoal_attention": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_float, c_void_p)),
-    "shoal_sample": (c_int, (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p)),
+    "shoal_sample": (
+        c_int,
+        (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p),
+    ),
     "shoal_keep_bits": (None, (c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_int64)),
     "shoal_begin_decode": (None, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
     "shoal_set_threads": (None, (c_int,)),
-    "shoal_layers": (c_int, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "shoal_layers": (
+        c_int,
+        (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
 }
 
 
@@ -53,8 +63,13 @@ class Packed(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    _fields_ = _fields({c_void_p: "data tables", c_int64: "table_stride block_stride kv_stride head_stride",
-                        c_int32: "block_size num_heads num_kv_heads head_dim"})
+    _fields_ = _fields(
+        {
+            c_void_p: "data tables",
+            c_int64: "table_stride block_stride kv_stride head_stride",
+            c_int32: "block_size num_heads num_kv_heads head_dim",
+        }
+    )
 
 
 class Sequences(ctypes.Structure):
@@ -64,8 +79,14 @@ class Sequences(ctypes.Structure):
 class Layer(ctypes.Structure):
     """Of cpu_layers.c, as the next one."""
 
-    _fields_ = _fields({c_void_p: "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm k_norm",
-                        c_int64: "window"})
+    _fields_ = _fields(
+        {
+            c_void_p: (
+                "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm k_norm"
+            ),
+            c_int64: "window",
+        }
+    )
 
 
 class Tokens(ctypes.Structure):
@@ -73,8 +94,16 @@ class Tokens(ctypes.Structure):
 
 
 @functools.lru_cache(maxsize=4096)
-def cache_struct(data: int, strides: tuple[int, ...], block_size: int, tables: int, table_stride: int, num_heads: int, num_kv_heads: int,
-                 head_dim: int) -> Cache:
+def cache_struct(
+    data: int,
+    strides: tuple[int, ...],
+    block_size: int,
+    tables: int,
+    table_stride: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> Cache:
     """Filling the struct costs as much as a call does, and a layer's is the same every step."""
     return Cache(data, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim)
 
@@ -84,25 +113,43 @@ def describe_cache(kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, num_he
     strides, (_, _, num_kv_heads, block_size, head_dim) = kv_layer.stride(), kv_layer.shape
     assert strides[3:] == (head_dim, 1) and kv_layer.dtype == torch.float32
     assert block_tables_RM.dtype == torch.int32 and block_tables_RM.stride(1) == 1
-    return cache_struct(kv_layer.data_ptr(), strides, block_size, block_tables_RM.data_ptr(), block_tables_RM.stride(0), num_heads,
-                        num_kv_heads, head_dim)
+    return cache_struct(
+        kv_layer.data_ptr(),
+        strides,
+        block_size,
+        block_tables_RM.data_ptr(),
+        block_tables_RM.stride(0),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+    )
 
 
 def describe_sequences(step: StepInput) -> Sequences:
     """Holds addresses only: the step must outlive it."""
     for tensor in (step.rows_S, step.query_starts_S, step.kv_lens_S):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
-    return Sequences(step.rows_S.data_ptr(), step.query_starts_S.data_ptr(), step.kv_lens_S.data_ptr(), step.num_seqs, step.max_kv_len)
+    return Sequences(
+        step.rows_S.data_ptr(),
+        step.query_starts_S.data_ptr(),
+        step.kv_lens_S.data_ptr(),
+        step.num_seqs,
+        step.max_kv_len,
+    )
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library for this processor, built if need be; None, and one warning that says what to install, if it can't be had."""
+    """The library for this processor, built if need be; None, and one warning that says what to install, if
+    it can't be had."""
     try:
         return open_library(build((*FLAGS, NATIVE)))
     except (c_library.BuildError, OSError) as error:
-        logger.warning("no C kernels for the CPU, so slower PyTorch paths are used: %s. A C compiler mends that "
-                       "(apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)", error)
+        logger.warning(
+            "no C kernels for the CPU, so slower PyTorch paths are used: %s. A C compiler mends that "
+            "(apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)",
+            error,
+        )
         return None
 
 

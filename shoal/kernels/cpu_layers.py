@@ -1,6 +1,8 @@
-"""All layers of a dense decoder as one C call, for float32 on packed weights. The op-by-op path of the models is what it must equal.
+"""All layers of a dense decoder as one C call, for float32 on packed weights. The op-by-op path of the models
+is what it must equal.
 
-An op costs 15 us of Python on its way into C; SmolLM2 has 270 a step, which at one stream is as long as its arithmetic.
+An op costs 15 us of Python on its way into C; SmolLM2 has 270 a step, which at one stream is as long as its
+arithmetic.
 """
 
 from __future__ import annotations
@@ -40,26 +42,52 @@ class CpuLayers:
 
     def __init__(self, layers: Sequence[LayerWeights], num_heads: int, eps: float, scale: float) -> None:
         library = cpu_build.load()
-        assert library is not None    # there would be no PackedWeight
+        assert library is not None  # there would be no PackedWeight
         self._run = library.shoal_layers
         self._layers, self._num_heads, self._eps, self._scale = tuple(layers), num_heads, eps, scale
         names = [field.name for field in fields(LayerWeights)]
-        self._structs = (cpu_build.Layer * len(layers))(*(cpu_build.Layer(*(_address(getattr(w, name)) for name in names)) for w in layers))
+        self._structs = (cpu_build.Layer * len(layers))(
+            *(cpu_build.Layer(*(_address(getattr(w, name)) for name in names)) for w in layers)
+        )
         first = layers[0]
-        self._scratch_floats = first.qkv.header.outs + first.o.header.cols + first.gate_up.header.outs + first.down.header.cols
+        self._scratch_floats = (
+            first.qkv.header.outs + first.o.header.cols + first.gate_up.header.outs + first.down.header.cols
+        )
 
-    def __call__(self, residual_TD: torch.Tensor, step: StepInput, kv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Embeddings in `residual_TD`, which all but the last sum is added to; returns what the final norm adds to it."""
+    def __call__(
+        self, residual_TD: torch.Tensor, step: StepInput, kv: torch.Tensor, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Embeddings in `residual_TD`, which all but the last sum is added to; returns what the final norm
+        adds to it."""
         tokens = residual_TD.shape[0]
         x_TD, scratch = torch.empty_like(residual_TD), torch.empty(tokens * self._scratch_floats)
-        assert residual_TD.is_contiguous() and residual_TD.dtype == cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
+        assert (
+            residual_TD.is_contiguous()
+            and residual_TD.dtype == cos_sin.dtype == torch.float32
+            and cos_sin.is_contiguous()
+        )
         assert step.positions_T.dtype == step.rows_T.dtype == torch.int32
         cache = cpu_build.describe_cache(kv[:, 0], step.block_tables_RM, self._num_heads)
         sequences = cpu_build.describe_sequences(step)
-        described = cpu_build.Tokens(step.positions_T.data_ptr(), step.rows_T.data_ptr(), cos_sin.data_ptr(), tokens, self._eps,
-                                     self._scale)
-        if self._run(ctypes.addressof(self._structs), len(self._layers), ctypes.addressof(cache), kv.stride(1), ctypes.addressof(sequences),
-                     ctypes.addressof(described), residual_TD.data_ptr(), x_TD.data_ptr(), scratch.data_ptr()):
+        described = cpu_build.Tokens(
+            step.positions_T.data_ptr(),
+            step.rows_T.data_ptr(),
+            cos_sin.data_ptr(),
+            tokens,
+            self._eps,
+            self._scale,
+        )
+        if self._run(
+            ctypes.addressof(self._structs),
+            len(self._layers),
+            ctypes.addressof(cache),
+            kv.stride(1),
+            ctypes.addressof(sequences),
+            ctypes.addressof(described),
+            residual_TD.data_ptr(),
+            x_TD.data_ptr(),
+            scratch.data_ptr(),
+        ):
             raise MemoryError(f"no memory for a step of {tokens} tokens")
         return x_TD
 

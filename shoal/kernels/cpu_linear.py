@@ -1,7 +1,9 @@
-"""Linear layers on GGUF weights that stay quantized: packed once at load for the C kernel, 4 or 8 bits in groups of 32 columns.
+"""Linear layers on GGUF weights that stay quantized: packed once at load for the C kernel, 4 or 8 bits in
+groups of 32 columns.
 
-Q4_0, Q4_1 and Q8_0 are kept to the bit; Q4_K keeps its quants, its scales rounded to fp16; other kinds become 8 bits. Activations are
-rounded to 16 bits a group inside the kernel. Without the C library: torch's int4 product, or a plain matrix.
+Q4_0, Q4_1 and Q8_0 are kept to the bit; Q4_K keeps its quants, its scales rounded to fp16; other kinds become
+8 bits. Activations are rounded to 16 bits a group inside the kernel. Without the C library: torch's int4
+product, or a plain matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from shoal.weights.quantized import QuantizedTensor
 
 GROUP = 32
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
-CHUNK = 1 << 22    # weights converted at a time: 16 MiB of float32
+CHUNK = 1 << 22  # weights converted at a time: 16 MiB of float32
 LIBRARY = cpu_build.load()
 
 
@@ -31,8 +33,8 @@ class PackedWeight:
     """[outs, cols] weights in the C kernel's layout."""
 
     header: Packed
-    address: int          # of the header
-    data: torch.Tensor    # what the header points to
+    address: int  # of the header
+    data: torch.Tensor  # what the header points to
     library: ctypes.CDLL
 
     def linear(self, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
@@ -41,12 +43,18 @@ class PackedWeight:
         tokens, cols = x.shape
         assert cols == self.header.cols
         out_TO = torch.empty((tokens, self.header.outs), dtype=torch.float32)
-        if self.library.shoal_linear(self.address, x.data_ptr(), tokens, None if bias is None else bias.data_ptr(), out_TO.data_ptr()):
+        if self.library.shoal_linear(
+            self.address, x.data_ptr(), tokens, None if bias is None else bias.data_ptr(), out_TO.data_ptr()
+        ):
             raise MemoryError(f"no memory for the activations of {tokens} tokens")
         return out_TO if x_TD.dtype == torch.float32 else out_TO.to(x_TD.dtype)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        ids = ids_T if ids_T.dtype == torch.int32 and ids_T.is_contiguous() else ids_T.to(torch.int32).contiguous()
+        ids = (
+            ids_T
+            if ids_T.dtype == torch.int32 and ids_T.is_contiguous()
+            else ids_T.to(torch.int32).contiguous()
+        )
         out_TD = torch.empty((ids.shape[0], self.header.cols), dtype=torch.float32)
         self.library.shoal_embed(self.address, ids.data_ptr(), ids.shape[0], out_TD.data_ptr())
         return out_TD
@@ -63,8 +71,10 @@ class TorchWeight:
     def linear(self, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         if self.scales_and_zeros is None:
             out_TO = F.linear(x_TD.to(self.data.dtype), self.data)
-        else:    # with float32 activations it is 40 times slower
-            out_TO = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TD.bfloat16(), self.data, GROUP, self.scales_and_zeros)
+        else:  # with float32 activations it is 40 times slower
+            out_TO = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x_TD.bfloat16(), self.data, GROUP, self.scales_and_zeros
+            )
         out_TO = out_TO.to(x_TD.dtype)
         return out_TO if bias_O is None else out_TO + bias_O
 
@@ -72,7 +82,9 @@ class TorchWeight:
         return self.source.take_rows(ids_T.numpy()).dequantize()
 
 
-def packed_linear(x_TD: torch.Tensor, weight: PackedWeight | TorchWeight, bias_O: torch.Tensor | None) -> torch.Tensor:
+def packed_linear(
+    x_TD: torch.Tensor, weight: PackedWeight | TorchWeight, bias_O: torch.Tensor | None
+) -> torch.Tensor:
     """x W^T + bias, [T, outs] in x's dtype; computed in float32 where the C kernel is there."""
     return weight.linear(x_TD, bias_O)
 
@@ -82,15 +94,22 @@ def packed_embed(ids_T: torch.Tensor, weight: PackedWeight | TorchWeight) -> tor
     return weight.embed(ids_T)
 
 
-def pack(tensors: Sequence[QuantizedTensor], replaced: PackedWeight | TorchWeight | None = None) -> PackedWeight | TorchWeight:
-    """One weight of all the tensors' rows, in order. Where one of them needs 8 bits, all get them. The memory of the weight that it
-    replaces is used again if it fits, so that a new checkpoint lies at the old one's addresses."""
+def pack(
+    tensors: Sequence[QuantizedTensor], replaced: PackedWeight | TorchWeight | None = None
+) -> PackedWeight | TorchWeight:
+    """One weight of all the tensors' rows, in order. Where one of them needs 8 bits, all get them. The memory
+    of the weight that it replaces is used again if it fits, so that a new checkpoint lies at the old one's
+    addresses."""
     bits = 4 if all(t.kind in FOUR_BITS for t in tensors) else 8
     outs, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
     assert all(t.shape[1] == cols for t in tensors) and cols % GROUP == 0
     if LIBRARY is None:
         return _pack_for_torch(tensors, bits, outs, cols)
-    if isinstance(replaced, PackedWeight) and (replaced.header.outs, replaced.header.cols, replaced.header.bits) == (outs, cols, bits):
+    if isinstance(replaced, PackedWeight) and (
+        replaced.header.outs,
+        replaced.header.cols,
+        replaced.header.bits,
+    ) == (outs, cols, bits):
         data, header = replaced.data, replaced.header
     else:
         data = _zeros(LIBRARY.shoal_packed_bytes(outs, cols, bits))
@@ -99,22 +118,26 @@ def pack(tensors: Sequence[QuantizedTensor], replaced: PackedWeight | TorchWeigh
     for tensor in tensors:
         for blocks, has_minimum in _ggml_blocks(tensor, bits):
             assert blocks.strides[1] == 1
-            LIBRARY.shoal_pack(ctypes.addressof(header), blocks.ctypes.data, blocks.strides[0], len(blocks), row, has_minimum)
+            LIBRARY.shoal_pack(
+                ctypes.addressof(header), blocks.ctypes.data, blocks.strides[0], len(blocks), row, has_minimum
+            )
             row += len(blocks)
     return PackedWeight(header, ctypes.addressof(header), data, LIBRARY)
 
 
 def _zeros(num_bytes: int) -> torch.Tensor:
-    """Zeroed bytes, on huge pages where the kernel has them: reading a large matrix from memory is a fifth faster."""
+    """Zeroed bytes, on huge pages where the kernel has them: reading a large matrix from memory is a fifth
+    faster."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):    # a kernel built without them
+        with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _ggml_blocks(tensor: QuantizedTensor, bits: int) -> Iterator[tuple[np.ndarray, bool]]:
-    """The rows as Q4_0, Q4_1 or Q8_0 blocks [rows, bytes a row], in pieces; and whether their groups carry a minimum."""
+    """The rows as Q4_0, Q4_1 or Q8_0 blocks [rows, bytes a row], in pieces; and whether their groups carry a
+    minimum."""
     native = tensor.kind == "Q8_0" if bits == 8 else tensor.kind in ("Q4_0", "Q4_1")
     if native:
         yield tensor.data, tensor.kind == "Q4_1"
@@ -135,7 +158,8 @@ def _q8_0_of(weights: torch.Tensor) -> np.ndarray:
 
 
 def _q4_1_of_q4_k(data: np.ndarray) -> np.ndarray:
-    """Q4_K is Q4_1 in groups of eight whose scales and minima are 6-bit multiples of two fp16 numbers: multiplied out, rounded to fp16."""
+    """Q4_K is Q4_1 in groups of eight whose scales and minima are 6-bit multiples of two fp16 numbers:
+    multiplied out, rounded to fp16."""
     blocks = np.ascontiguousarray(data).reshape(-1, 144)
     factors = blocks[:, :4].view(np.float16).astype(np.float32)
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
@@ -149,18 +173,35 @@ def _q4_1_of_q4_k(data: np.ndarray) -> np.ndarray:
 
 
 def _pack_for_torch(tensors: Sequence[QuantizedTensor], bits: int, outs: int, cols: int) -> TorchWeight:
-    if bits == 8 or outs % 16:    # torch's int8 product has no groups; its int4 one wants sixteen rows
+    if bits == 8 or outs % 16:  # torch's int8 product has no groups; its int4 one wants sixteen rows
         dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
         return TorchWeight(tensors[0], torch.cat([t.dequantize().to(dtype) for t in tensors]))
-    quants, scales, zeros = zip(*(_int4_groups(blocks, has_minimum, cols) for t in tensors for blocks, has_minimum in _ggml_blocks(t, 4)))
+    quants, scales, zeros = zip(
+        *(
+            _int4_groups(blocks, has_minimum, cols)
+            for t in tensors
+            for blocks, has_minimum in _ggml_blocks(t, 4)
+        )
+    )
     data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.cat(quants), 1)
-    return TorchWeight(tensors[0], data, torch.stack((torch.cat(scales).T, torch.cat(zeros).T), dim=-1).bfloat16().contiguous())
+    return TorchWeight(
+        tensors[0],
+        data,
+        torch.stack((torch.cat(scales).T, torch.cat(zeros).T), dim=-1).bfloat16().contiguous(),
+    )
 
 
-def _int4_groups(blocks: np.ndarray, has_minimum: bool, cols: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quants int32 [rows, cols], scales and zeros [rows, groups] of Q4_0 or Q4_1 rows: weight = (quant - 8) * scale + zero."""
+def _int4_groups(
+    blocks: np.ndarray, has_minimum: bool, cols: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quants int32 [rows, cols], scales and zeros [rows, groups] of Q4_0 or Q4_1 rows: weight = (quant - 8) *
+    scale + zero."""
     groups = torch.from_numpy(blocks.reshape(len(blocks), cols // GROUP, -1).copy())
     scales = groups[..., 0:2].contiguous().view(torch.float16).squeeze(-1).float()
-    zeros = groups[..., 2:4].contiguous().view(torch.float16).squeeze(-1).float() + 8 * scales if has_minimum else torch.zeros_like(scales)
-    packed = groups[..., 4 if has_minimum else 2:]
+    zeros = (
+        groups[..., 2:4].contiguous().view(torch.float16).squeeze(-1).float() + 8 * scales
+        if has_minimum
+        else torch.zeros_like(scales)
+    )
+    packed = groups[..., 4 if has_minimum else 2 :]
     return torch.cat((packed & 15, packed >> 4), dim=-1).reshape(len(blocks), cols).int(), scales, zeros

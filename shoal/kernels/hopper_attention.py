@@ -1,16 +1,19 @@
-"""Prefill attention on Hopper: FlashAttention 3 over the paged cache, in Gluon (Triton's language of warps and layouts).
+"""Prefill attention on Hopper: FlashAttention 3 over the paged cache, in Gluon (Triton's language of warps
+and layouts).
 
-FlashAttention 3 (Shah et al. 2024): a producer warp has the copy engine (TMA) fetch queries, keys and values into shared memory; two
-warpgroups of 64 rows compute. A warpgroup sets out for the scores of the next tile of keys before it adds the values of this one, so
-that its softmax runs beside the tensor cores, and the two take turns at setting out, so that one's softmax meets the other's products.
+FlashAttention 3 (Shah et al. 2024): a producer warp has the copy engine (TMA) fetch queries, keys and values
+into shared memory; two warpgroups of 64 rows compute. A warpgroup sets out for the scores of the next tile of
+keys before it adds the values of this one, so that its softmax runs beside the tensor cores, and the two take
+turns at setting out, so that one's softmax meets the other's products.
 
-Work is a list of items, tiles of queries times heads, those with most keys first. A program stays on its SM and takes item after item
-from a counter, its producer fetching for the next while the last one ends. A cache block of 16 tokens of one head lies in one
-piece, so that TMA fetches 64 dims of it with one instruction.
+Work is a list of items, tiles of queries times heads, those with most keys first. A program stays on its SM
+and takes item after item from a counter, its producer fetching for the next while the last one ends. A cache
+block of 16 tokens of one head lies in one piece, so that TMA fetches 64 dims of it with one instruction.
 
-bf16, one H200, TFLOP/s of two timings in one run, beside attention.py's kernel, all from the cache: 8 x 4096, 32 heads 580 and 515 (371);
-a chunk of 8192 over 24,000 cached tokens 596 and 579 (405), 16 heads 630 and 581 (398); 64 x 128 over 2048, 16 heads 444 and 446 (347).
-The oracle is attention_reference.py. Shapes as in attention.py. A line is one token's N numbers of K or V of one head in the cache.
+bf16, one H200, TFLOP/s of two timings in one run, beside attention.py's kernel, all from the cache: 8 x 4096,
+32 heads 580 and 515 (371); a chunk of 8192 over 24,000 cached tokens 596 and 579 (405), 16 heads 630 and 581
+(398); 64 x 128 over 2048, 16 heads 444 and 446 (347). The oracle is attention_reference.py. Shapes as in
+attention.py. A line is one token's N numbers of K or V of one head in the cache.
 """
 
 from __future__ import annotations
@@ -19,24 +22,36 @@ import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.kernels.attention import LOG2_E
 from shoal.kernels.hopper import barrier, is_hopper
 
-ROWS: gl.constexpr = gl.constexpr(128)       # (query, head) pairs of an item, half of them each warpgroup's
-BLOCK_N: gl.constexpr = gl.constexpr(128)    # keys of a tile
-STAGES: gl.constexpr = gl.constexpr(2)       # tiles of keys, and of values, in shared memory
-PANEL: gl.constexpr = gl.constexpr(64)       # numbers of 16 bits in 128 bytes, which tensor cores and TMA swizzle as one row
+ROWS: gl.constexpr = gl.constexpr(128)  # (query, head) pairs of an item, half of them each warpgroup's
+BLOCK_N: gl.constexpr = gl.constexpr(128)  # keys of a tile
+STAGES: gl.constexpr = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
+# numbers of 16 bits in 128 bytes, which tensor cores and TMA swizzle as one row
+PANEL: gl.constexpr = gl.constexpr(64)
 ONE_WARP: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 WARPGROUP: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-PIECE = 16                                   # lines that one TMA instruction fetches, if a cache block has as many
+PIECE = 16  # lines that one TMA instruction fetches, if a cache block has as many
 TILE_LAYOUT, QUERY_LAYOUT = (gl.NVMMASharedLayout(128, 16, rank) for rank in (2, 3))
 
 
 def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
-    return is_hopper(device) and dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128) and block_size >= 8
+    return (
+        is_hopper(device)
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (64, 128)
+        and block_size >= 8
+    )
 
 
 @gluon.jit
@@ -57,9 +72,33 @@ def _read(note):
 
 
 @gluon.jit
-def _fetch(q_desc, kv_desc, kv_ptr, work_ptr, taken_ptr, rows_ptr, table_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, num_tiles,
-           num_items, stride_table, block_lines, kv_lines, head_lines, num_lines,
-           GROUP: gl.constexpr, PACK: gl.constexpr, N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PIECE: gl.constexpr):
+def _fetch(
+    q_desc,
+    kv_desc,
+    kv_ptr,
+    work_ptr,
+    taken_ptr,
+    rows_ptr,
+    table_ptr,
+    note,
+    q_smem,
+    k_smem,
+    v_smem,
+    q_bars,
+    kv_bars,
+    num_tiles,
+    num_items,
+    stride_table,
+    block_lines,
+    kv_lines,
+    head_lines,
+    num_lines,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    N: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    PIECE: gl.constexpr,
+):
     """The producer warp. A cache block is fetched in pieces; what no query may see becomes zeros."""
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
@@ -88,8 +127,12 @@ def _fetch(q_desc, kv_desc, kv_ptr, work_ptr, taken_ptr, rows_ptr, table_ptr, no
         mbarrier.expect(q_ready, ROWS * N * 2)
         for half in gl.static_range(2):
             for panel in gl.static_range(PANELS):
-                tma.async_copy_global_to_shared(q_desc, [first_token + half * (ROWS // 2 // PACK), head, panel * PANEL], q_ready,
-                                                q_parts.index(half * PANELS + panel))
+                tma.async_copy_global_to_shared(
+                    q_desc,
+                    [first_token + half * (ROWS // 2 // PACK), head, panel * PANEL],
+                    q_ready,
+                    q_parts.index(half * PANELS + panel),
+                )
         for tile in range(gl.cdiv(end, BLOCK_N)):
             stage = count % STAGES
             phase = (count // STAGES & 1) ^ 1
@@ -100,18 +143,23 @@ def _fetch(q_desc, kv_desc, kv_ptr, work_ptr, taken_ptr, rows_ptr, table_ptr, no
                 key = first + piece * PIECE
                 block = gl.load(blocks_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
                 line = block * block_lines + head_line + key % BLOCK_SIZE
-                line = gl.where(key < end, line, num_lines)    # num_lines: outside, which TMA fills with zeros
-                lines = lines + (line, )    # type: ignore[assignment]
+                line = gl.where(key < end, line, num_lines)  # num_lines: outside, which TMA fills with zeros
+                lines = lines + (line,)  # type: ignore[assignment]
 
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_ready.index(stage), TILE_BYTES)
             for piece in gl.static_range(PIECES):
                 for panel in gl.static_range(PANELS):
-                    tma.async_copy_global_to_shared(kv_desc, [lines[piece], panel * PANEL], k_ready.index(stage),
-                                                    k_parts.index(part + panel * PIECES + piece))
+                    tma.async_copy_global_to_shared(
+                        kv_desc,
+                        [lines[piece], panel * PANEL],
+                        k_ready.index(stage),
+                        k_parts.index(part + panel * PIECES + piece),
+                    )
 
             mbarrier.wait(v_free.index(stage), phase)
-            # slots from `end` on may hold anything, also NaN, which a weight of 0 does not undo: the piece with `end` in it is not TMA's
+            # slots from `end` on may hold anything, also NaN, which a weight of 0 does not undo: the piece
+            # with `end` in it is not TMA's
             cut = gl.minimum(end - first, BLOCK_N) // PIECE
             whole = (end % PIECE == 0) | (cut == PIECES)
             if whole:
@@ -119,22 +167,36 @@ def _fetch(q_desc, kv_desc, kv_ptr, work_ptr, taken_ptr, rows_ptr, table_ptr, no
             else:
                 layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
                 key = first + cut * PIECE
-                line = gl.load(blocks_ptr + key // BLOCK_SIZE) * block_lines + head_line + key % BLOCK_SIZE + kv_lines
+                line = (
+                    gl.load(blocks_ptr + key // BLOCK_SIZE) * block_lines
+                    + head_line
+                    + key % BLOCK_SIZE
+                    + kv_lines
+                )
                 slots = gl.arange(0, PIECE, gl.SliceLayout(1, layout))
                 offsets = slots[:, None] * N + gl.arange(0, PANEL, gl.SliceLayout(0, layout))[None, :]
                 for panel in gl.static_range(PANELS):
-                    values = gl.load(kv_ptr + line.to(gl.int64) * N + panel * PANEL + offsets, mask=(key + slots < end)[:, None], other=0.0)
+                    values = gl.load(
+                        kv_ptr + line.to(gl.int64) * N + panel * PANEL + offsets,
+                        mask=(key + slots < end)[:, None],
+                        other=0.0,
+                    )
                     v_parts.index(part + panel * PIECES + cut).store(values)
                 fence_async_shared()
-                barrier()    # one thread speaks for all
+                barrier()  # one thread speaks for all
                 mbarrier.expect(v_ready.index(stage), TILE_BYTES - PIECE * N * 2)
             for piece in gl.static_range(PIECES):
                 for panel in gl.static_range(PANELS):
-                    tma.async_copy_global_to_shared(kv_desc, [lines[piece] + kv_lines, panel * PANEL], v_ready.index(stage),
-                                                    v_parts.index(part + panel * PIECES + piece), pred=whole | (cut != piece))
+                    tma.async_copy_global_to_shared(
+                        kv_desc,
+                        [lines[piece] + kv_lines, panel * PANEL],
+                        v_ready.index(stage),
+                        v_parts.index(part + panel * PIECES + piece),
+                        pred=whole | (cut != piece),
+                    )
             count += 1
         taken = gl.atomic_add(taken_ptr, 1, sem="relaxed")
-        if taken == num_items - 1:    # everybody has asked for the last time
+        if taken == num_items - 1:  # everybody has asked for the last time
             gl.store(taken_ptr, 0)
         item = taken + gl.num_programs(0)
         turn += 1
@@ -158,7 +220,8 @@ def _scores(q, k_smem, count, layout: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, highest, total, first, positions, scale_log2, MASKED: gl.constexpr):
-    """Online softmax of keys from `first` on: (weights, highest, total, what sums so far are to be multiplied by)."""
+    """Online softmax of keys from `first` on: (weights, highest, total, what sums so far are to be multiplied
+    by)."""
     if MASKED:
         keys = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         scores = gl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
@@ -170,18 +233,44 @@ def _softmax(scores, highest, total, first, positions, scale_log2, MASKED: gl.co
 
 @gluon.jit
 def _as_operand(weights, dtype: gl.constexpr, layout: gl.constexpr):
-    """Rounded, as the left operand of a product; pair by pair, as LLVM would move single conversions to where they are used."""
+    """Rounded, as the left operand of a product; pair by pair, as LLVM would move single conversions to where
+    they are used."""
     if dtype == gl.bfloat16:
-        operand = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], gl.bfloat16, True, 2)
+        operand = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], gl.bfloat16, True, 2
+        )
     else:
-        operand = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], gl.float16, True, 2)
+        operand = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], gl.float16, True, 2
+        )
     return gl.convert_layout(operand, layout)
 
 
 @gluon.jit
-def _tiles(acc, weights, highest, total, begin, end, tiles, count, step, q, k_smem, v_smem, kv_bars, turns, positions, scale_log2,
-           MASKED: gl.constexpr, HALF: gl.constexpr, scores_layout: gl.constexpr, weights_layout: gl.constexpr):
-    """Key tiles [begin, end) of an item of `tiles`; `weights` are those of tile begin - 1, whose values are still to come."""
+def _tiles(
+    acc,
+    weights,
+    highest,
+    total,
+    begin,
+    end,
+    tiles,
+    count,
+    step,
+    q,
+    k_smem,
+    v_smem,
+    kv_bars,
+    turns,
+    positions,
+    scale_log2,
+    MASKED: gl.constexpr,
+    HALF: gl.constexpr,
+    scores_layout: gl.constexpr,
+    weights_layout: gl.constexpr,
+):
+    """Key tiles [begin, end) of an item of `tiles`; `weights` are those of tile begin - 1, whose values are
+    still to come."""
     k_ready, k_free, v_ready, v_free = kv_bars
     for tile in range(begin, end):
         mbarrier.wait(turns.index(HALF), ((step + tile) & 1) ^ (1 - HALF))
@@ -191,7 +280,9 @@ def _tiles(acc, weights, highest, total, begin, end, tiles, count, step, q, k_sm
         mbarrier.arrive(turns.index(1 - HALF))
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(count % STAGES))
-        scores, highest, total, shrink = _softmax(scores, highest, total, tile * k_smem.type.shape[1], positions, scale_log2, MASKED)
+        scores, highest, total, shrink = _softmax(
+            scores, highest, total, tile * k_smem.type.shape[1], positions, scale_log2, MASKED
+        )
         # here, as its branch holds the assembler from moving the softmax behind the wait for the values
         _await(k_ready, count + 1, tile + 1 < tiles)
         acc, scores = warpgroup_mma_wait(0, deps=[acc, scores])
@@ -203,8 +294,21 @@ def _tiles(acc, weights, highest, total, begin, end, tiles, count, step, q, k_sm
 
 
 @gluon.jit
-def _attend(out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2,
-            H: gl.constexpr, PACK: gl.constexpr, N: gl.constexpr, HALF: gl.constexpr):
+def _attend(
+    out_ptr,
+    note,
+    q_smem,
+    k_smem,
+    v_smem,
+    q_bars,
+    kv_bars,
+    turns,
+    scale_log2,
+    H: gl.constexpr,
+    PACK: gl.constexpr,
+    N: gl.constexpr,
+    HALF: gl.constexpr,
+):
     """A warpgroup: half of each item's rows."""
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
@@ -216,30 +320,70 @@ def _attend(out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale
     out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // N, N // 8], [4, 1], [1, 0])
     q = q_smem.index(HALF)
     turn = 0
-    count = 0    # key tiles so far, over all items
-    step = -1    # turns taken so far, less one: an item's first tile takes none
+    count = 0  # key tiles so far, over all items
+    step = -1  # turns taken so far, less one: an item's first tile takes none
     mbarrier.wait(q_ready, 0)
     first_token, num_queries, first_pos, head = _read(note)
     while num_queries > 0:
         tiles = gl.cdiv(first_pos + num_queries, BLOCK_N)
-        middle = gl.maximum((first_pos + 1) // BLOCK_N, 1)    # all rows see all keys of the tiles before
+        middle = gl.maximum((first_pos + 1) // BLOCK_N, 1)  # all rows see all keys of the tiles before
         positions = first_pos + (HALF * M + gl.arange(0, M, gl.SliceLayout(1, scores_layout))) // PACK
 
         _await(k_ready, count)
         scores = warpgroup_mma_wait(0, deps=[_scores(q, k_smem, count, scores_layout)])
         mbarrier.arrive(k_free.index(count % STAGES))
         highest = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, scores_layout))
-        scores, highest, total, _ = _softmax(scores, highest, gl.zeros_like(highest), 0, positions, scale_log2, True)
+        scores, highest, total, _ = _softmax(
+            scores, highest, gl.zeros_like(highest), 0, positions, scale_log2, True
+        )
         weights = _as_operand(scores, dtype, weights_layout)
         acc = gl.zeros([M, N], gl.float32, acc_layout)
         count += 1
         _await(k_ready, count, tiles > 1)
         acc, weights, highest, total, count = _tiles(
-            acc, weights, highest, total, 1, middle, tiles, count, step, q, k_smem, v_smem, kv_bars, turns, positions, scale_log2,
-            False, HALF, scores_layout, weights_layout)
+            acc,
+            weights,
+            highest,
+            total,
+            1,
+            middle,
+            tiles,
+            count,
+            step,
+            q,
+            k_smem,
+            v_smem,
+            kv_bars,
+            turns,
+            positions,
+            scale_log2,
+            False,
+            HALF,
+            scores_layout,
+            weights_layout,
+        )
         acc, weights, highest, total, count = _tiles(
-            acc, weights, highest, total, middle, tiles, tiles, count, step, q, k_smem, v_smem, kv_bars, turns, positions, scale_log2,
-            True, HALF, scores_layout, weights_layout)
+            acc,
+            weights,
+            highest,
+            total,
+            middle,
+            tiles,
+            tiles,
+            count,
+            step,
+            q,
+            k_smem,
+            v_smem,
+            kv_bars,
+            turns,
+            positions,
+            scale_log2,
+            True,
+            HALF,
+            scores_layout,
+            weights_layout,
+        )
         step += tiles - 1
         mbarrier.arrive(q_free)
         _await(v_ready, count - 1)
@@ -252,21 +396,46 @@ def _attend(out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale
         rows = HALF * M + gl.arange(0, M, gl.SliceLayout(1, out_layout))
         offsets = rows // PACK * (H * N) + rows % PACK * N
         tile_ptr = out_ptr + first_token.to(gl.int64) * (H * N) + head * N
-        gl.store(tile_ptr + offsets[:, None] + gl.arange(0, N, gl.SliceLayout(0, out_layout))[None, :], result,
-                 mask=(rows // PACK < num_queries)[:, None])
+        gl.store(
+            tile_ptr + offsets[:, None] + gl.arange(0, N, gl.SliceLayout(0, out_layout))[None, :],
+            result,
+            mask=(rows // PACK < num_queries)[:, None],
+        )
         turn += 1
         mbarrier.wait(q_ready, turn & 1)
         first_token, num_queries, first_pos, head = _read(note)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_items", "num_lines"],
-           do_not_specialize_on_alignment=["work_ptr", "taken_ptr", "rows_ptr", "table_ptr"])
+@gluon.jit(
+    do_not_specialize=["num_tiles", "num_items", "num_lines"],
+    do_not_specialize_on_alignment=["work_ptr", "taken_ptr", "rows_ptr", "table_ptr"],
+)
 def hopper_prefill_kernel(
-        q_desc, kv_desc, kv_ptr, out_ptr, work_ptr, taken_ptr, rows_ptr, table_ptr, scale_log2, num_tiles, num_items, stride_table,
-        block_lines, kv_lines, head_lines, num_lines,
-        H: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PIECE: gl.constexpr):
-    """Items are pairs (PACK heads, tile of ROWS / PACK queries), the heads in the outer order: programs that run side by side read the same
-    keys, from the L2 cache."""
+    q_desc,
+    kv_desc,
+    kv_ptr,
+    out_ptr,
+    work_ptr,
+    taken_ptr,
+    rows_ptr,
+    table_ptr,
+    scale_log2,
+    num_tiles,
+    num_items,
+    stride_table,
+    block_lines,
+    kv_lines,
+    head_lines,
+    num_lines,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    N: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    PIECE: gl.constexpr,
+):
+    """Items are pairs (PACK heads, tile of ROWS / PACK queries), the heads in the outer order: programs that
+    run side by side read the same keys, from the L2 cache."""
     dtype: gl.constexpr = kv_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, N], kv_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, N], kv_desc.layout)
@@ -289,13 +458,50 @@ def hopper_prefill_kernel(
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     q_bars, kv_bars = (q_ready, q_free), (k_ready, k_free, v_ready, v_free)
-    gl.warp_specialize([
-        (_attend, (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, PACK, N, 0)),
-        (_attend, (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, PACK, N, 1)),
-        (_fetch, (q_desc, kv_desc, kv_ptr, work_ptr, taken_ptr, rows_ptr, table_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars,
-                  num_tiles, num_items, stride_table, block_lines, kv_lines, head_lines, num_lines,
-                  GROUP, PACK, N, BLOCK_SIZE, PIECE)),
-    ], [4, 1], [232, 40])    # warps, and registers a thread, of all but the first
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, PACK, N, 0),
+            ),
+            (
+                _attend,
+                (out_ptr, note, q_smem, k_smem, v_smem, q_bars, kv_bars, turns, scale_log2, H, PACK, N, 1),
+            ),
+            (
+                _fetch,
+                (
+                    q_desc,
+                    kv_desc,
+                    kv_ptr,
+                    work_ptr,
+                    taken_ptr,
+                    rows_ptr,
+                    table_ptr,
+                    note,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    q_bars,
+                    kv_bars,
+                    num_tiles,
+                    num_items,
+                    stride_table,
+                    block_lines,
+                    kv_lines,
+                    head_lines,
+                    num_lines,
+                    GROUP,
+                    PACK,
+                    N,
+                    BLOCK_SIZE,
+                    PIECE,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # warps, and registers a thread, of all but the first
 
 
 def heads_an_item(group: int) -> int:
@@ -303,11 +509,16 @@ def heads_an_item(group: int) -> int:
     return min(group & -group, 16)
 
 
-def prefill_work(query_starts: tuple[int, ...], kv_lens: tuple[int, ...], first_seq: int, group: int,
-                 select: np.ndarray | None = None) -> tuple[np.ndarray, int]:
-    """int32 [tiles, 4]: first token, number of queries, position of the first, sequence, for the sequences from `first_seq` on; tiles with
-    most keys first. `group`: query heads a kv head. Before them, in the same order, the tiles with tokens of `select` (ascending; None:
-    all tokens); and how many those are."""
+def prefill_work(
+    query_starts: tuple[int, ...],
+    kv_lens: tuple[int, ...],
+    first_seq: int,
+    group: int,
+    select: np.ndarray | None = None,
+) -> tuple[np.ndarray, int]:
+    """int32 [tiles, 4]: first token, number of queries, position of the first, sequence, for the sequences
+    from `first_seq` on; tiles with most keys first. `group`: query heads a kv head. Before them, in the same
+    order, the tiles with tokens of `select` (ascending; None: all tokens); and how many those are."""
     starts = np.array(query_starts[first_seq:])
     lens, tile = np.diff(starts), ROWS.value // heads_an_item(group)
     counts = -(-lens // tile)
@@ -316,28 +527,80 @@ def prefill_work(query_starts: tuple[int, ...], kv_lens: tuple[int, ...], first_
     queries = np.minimum(lens[seqs] - firsts, tile)
     positions = (np.array(kv_lens[first_seq:]) - lens)[seqs] + firsts
     tokens = starts[seqs] + firsts
-    rest = np.zeros(len(seqs), bool) if select is None else np.searchsorted(select, tokens) == np.searchsorted(select, tokens + queries)
+    rest = (
+        np.zeros(len(seqs), bool)
+        if select is None
+        else np.searchsorted(select, tokens) == np.searchsorted(select, tokens + queries)
+    )
     work = np.stack([tokens, queries, positions, first_seq + seqs], axis=1).astype(np.int32)
     return work[np.lexsort((-(positions + queries), rest))], int((~rest).sum())
 
 
-def hopper_prefill_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, out_THN: torch.Tensor, work: torch.Tensor, taken: torch.Tensor,
-                             rows_S: torch.Tensor, block_tables_RM: torch.Tensor, scale: float, num_sms: int) -> None:
-    """Writes out_THN of the queries in `work` (`prefill_work`'s, on the device), whose keys and values are all in the cache.
+def hopper_prefill_attention(
+    q_THN: torch.Tensor,
+    kv_layer: torch.Tensor,
+    out_THN: torch.Tensor,
+    work: torch.Tensor,
+    taken: torch.Tensor,
+    rows_S: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    scale: float,
+    num_sms: int,
+) -> None:
+    """Writes out_THN of the queries in `work` (`prefill_work`'s, on the device), whose keys and values are
+    all in the cache.
 
     `taken`: int32 [1], 0 between launches; launches that share it must run one after the other."""
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
     num_heads = q_THN.shape[1]
     pack, piece = heads_an_item(num_heads // num_kv_heads), min(block_size, PIECE)
-    assert q_THN.stride()[1:] == (head_dim, 1) and out_THN.is_contiguous() and kv_layer.stride()[3:] == (head_dim, 1)
-    assert work.is_contiguous() and block_tables_RM.stride(1) == 1 and all(stride % head_dim == 0 for stride in kv_layer.stride()[:3])
+    assert (
+        q_THN.stride()[1:] == (head_dim, 1)
+        and out_THN.is_contiguous()
+        and kv_layer.stride()[3:] == (head_dim, 1)
+    )
+    assert (
+        work.is_contiguous()
+        and block_tables_RM.stride(1) == 1
+        and all(stride % head_dim == 0 for stride in kv_layer.stride()[:3])
+    )
     block_lines, kv_lines, head_lines = (stride // head_dim for stride in kv_layer.stride()[:3])
     num_lines = (num_blocks - 1) * block_lines + 2 * kv_lines
-    assert num_lines + kv_lines < 2**31    # TMA's coordinates
-    q_desc = TensorDescriptor(q_THN, list(q_THN.shape), list(q_THN.stride()), [ROWS.value // 2 // pack, pack, PANEL.value], QUERY_LAYOUT)
-    kv_desc = TensorDescriptor(kv_layer, [num_lines, head_dim], [head_dim, 1], [piece, PANEL.value], TILE_LAYOUT)
+    assert num_lines + kv_lines < 2**31  # TMA's coordinates
+    q_desc = TensorDescriptor(
+        q_THN,
+        list(q_THN.shape),
+        list(q_THN.stride()),
+        [ROWS.value // 2 // pack, pack, PANEL.value],
+        QUERY_LAYOUT,
+    )
+    kv_desc = TensorDescriptor(
+        kv_layer, [num_lines, head_dim], [head_dim, 1], [piece, PANEL.value], TILE_LAYOUT
+    )
     num_items = work.shape[0] * (num_heads // pack)
     hopper_prefill_kernel[(min(num_sms, num_items),)](
-        q_desc, kv_desc, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale * LOG2_E, work.shape[0], num_items,
-        block_tables_RM.stride(0), block_lines, kv_lines, head_lines, num_lines,
-        H=num_heads, GROUP=num_heads // num_kv_heads, PACK=pack, N=head_dim, BLOCK_SIZE=block_size, PIECE=piece, num_warps=4, maxnreg=168)
+        q_desc,
+        kv_desc,
+        kv_layer,
+        out_THN,
+        work,
+        taken,
+        rows_S,
+        block_tables_RM,
+        scale * LOG2_E,
+        work.shape[0],
+        num_items,
+        block_tables_RM.stride(0),
+        block_lines,
+        kv_lines,
+        head_lines,
+        num_lines,
+        H=num_heads,
+        GROUP=num_heads // num_kv_heads,
+        PACK=pack,
+        N=head_dim,
+        BLOCK_SIZE=block_size,
+        PIECE=piece,
+        num_warps=4,
+        maxnreg=168,
+    )

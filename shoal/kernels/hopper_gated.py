@@ -1,14 +1,15 @@
-"""silu(x @ gate^T) * (x @ up^T) of thousands of rows on Hopper, in Gluon: SiLU * up costs a pass over twice the outputs when it is a kernel
-of its own, a fifth of the product for 1024 inputs.
+"""silu(x @ gate^T) * (x @ up^T) of thousands of rows on Hopper, in Gluon: SiLU * up costs a pass over twice
+the outputs when it is a kernel of its own, a fifth of the product for 1024 inputs.
 
-Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) ahead of them by four tiles of inputs, over
-the ends of output tiles too; two warpgroups of 64 rows share each tile of gate and up, which are the two halves of one product, and round
-both as products of their own would. TMA also stores the results. Tiles are taken in groups of 16 tiles of rows, so that what runs side by
-side reads few rows and weights, from the L2 cache.
+Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) ahead of them
+by four tiles of inputs, over the ends of output tiles too; two warpgroups of 64 rows share each tile of gate
+and up, which are the two halves of one product, and round both as products of their own would. TMA also
+stores the results. Tiles are taken in groups of 16 tiles of rows, so that what runs side by side reads few
+rows and weights, from the L2 cache.
 
-bf16, one H200, us of the median launch, beside cuBLAS's product without the activation, in one run: 16,384 rows, 3072 x 1024 291 (281),
-12288 x 4096 4753 (4794); 4,096 rows 86 (83) and 1133 (1124).
-T rows · I inputs · F outputs. Oracle: reference.py.
+bf16, one H200, us of the median launch, beside cuBLAS's product without the activation, in one run: 16,384
+rows, 3072 x 1024 291 (281), 12288 x 4096 4753 (4794); 4,096 rows 86 (83) and 1133 (1124). T rows · I inputs ·
+F outputs. Oracle: reference.py.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from shoal.kernels import hopper_linear
 from shoal.kernels.hopper import barrier
 from shoal.kernels.hopper_linear import DTYPES, descriptor, silu_mul
 
-MIN_ROWS = 4096                              # below, two launches cost the host less than this one
-ROWS: gl.constexpr = gl.constexpr(64)        # of a warpgroup
+MIN_ROWS = 4096  # below, two launches cost the host less than this one
+ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
 BLOCK_F: gl.constexpr = gl.constexpr(128)
-BLOCK_I: gl.constexpr = gl.constexpr(64)     # 128 bytes, which tensor cores and TMA swizzle as one row
+BLOCK_I: gl.constexpr = gl.constexpr(64)  # 128 bytes, which tensor cores and TMA swizzle as one row
 STAGES: gl.constexpr = gl.constexpr(4)
 GROUP: gl.constexpr = gl.constexpr(16)
 
@@ -53,18 +60,27 @@ def _fetch(x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_t
             mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(x_desc, [row + half * ROWS, column], full.index(stage), x_smem.index(2 * stage + half))
-                tma.async_copy_global_to_shared(weight_desc, [out + half * F, column], full.index(stage),
-                                                weight_smem.index(2 * stage + half))
+                tma.async_copy_global_to_shared(
+                    x_desc, [row + half * ROWS, column], full.index(stage), x_smem.index(2 * stage + half)
+                )
+                tma.async_copy_global_to_shared(
+                    weight_desc,
+                    [out + half * F, column],
+                    full.index(stage),
+                    weight_smem.index(2 * stage + half),
+                )
             count += 1
 
 
 @gluon.jit
-def _multiply(out_desc, x_smem, weight_smem, out_smem, full, free, steps, row_tiles, out_tiles, HALF: gl.constexpr):
+def _multiply(
+    out_desc, x_smem, weight_smem, out_smem, full, free, steps, row_tiles, out_tiles, HALF: gl.constexpr
+):
     """A warpgroup: half of each tile's rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_F, 16])
     dtype: gl.constexpr = x_smem.dtype
-    weights = weight_smem._reinterpret(dtype, [STAGES, 2 * BLOCK_F, BLOCK_I], weight_smem.layout)    # gate above up
+    # gate above up
+    weights = weight_smem._reinterpret(dtype, [STAGES, 2 * BLOCK_F, BLOCK_I], weight_smem.layout)
     count = 0
     for item in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
         row_tile, out_tile = _tile(item, row_tiles, out_tiles)
@@ -72,21 +88,26 @@ def _multiply(out_desc, x_smem, weight_smem, out_smem, full, free, steps, row_ti
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
-            sums = warpgroup_mma(x_smem.index(2 * stage + HALF), weights.index(stage).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma(
+                x_smem.index(2 * stage + HALF), weights.index(stage).permute((1, 0)), sums, is_async=True
+            )
             sums = warpgroup_mma_wait(1, deps=[sums])
-            mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)    # the stage before is done with
+            # the stage before is done with
+            mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
             count += 1
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
 
         gate, up = gl.split(sums.reshape((ROWS, 2, BLOCK_F)).permute((0, 2, 1)))
         result = silu_mul(gate, up, dtype)
-        tma.store_wait(0)    # the last tile's results have been read
+        tma.store_wait(0)  # the last tile's results have been read
         barrier()
         out_smem.store(result)
         fence_async_shared()
-        barrier()            # one thread speaks for all
-        tma.async_copy_shared_to_global(out_desc, [(2 * row_tile + HALF) * ROWS, out_tile * BLOCK_F], out_smem)
+        barrier()  # one thread speaks for all
+        tma.async_copy_shared_to_global(
+            out_desc, [(2 * row_tile + HALF) * ROWS, out_tile * BLOCK_F], out_smem
+        )
     tma.store_wait(0)
 
 
@@ -94,34 +115,80 @@ def _multiply(out_desc, x_smem, weight_smem, out_smem, full, free, steps, row_ti
 def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_tiles):
     dtype: gl.constexpr = x_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_I], x_desc.layout)
-    weight_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_F, BLOCK_I], weight_desc.layout)    # gate, up
+    # gate, up
+    weight_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_F, BLOCK_I], weight_desc.layout)
     out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_F], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
-    gl.warp_specialize([
-        (_multiply, (out_desc, x_smem, weight_smem, out_smem.index(0), full, free, steps, row_tiles, out_tiles, 0)),
-        (_multiply, (out_desc, x_smem, weight_smem, out_smem.index(1), full, free, steps, row_tiles, out_tiles, 1)),
-        (_fetch, (x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_tiles, out_tiles)),
-    ], [4, 1], [232, 40])    # warps, and registers a thread, of all but the first
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    out_desc,
+                    x_smem,
+                    weight_smem,
+                    out_smem.index(0),
+                    full,
+                    free,
+                    steps,
+                    row_tiles,
+                    out_tiles,
+                    0,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    out_desc,
+                    x_smem,
+                    weight_smem,
+                    out_smem.index(1),
+                    full,
+                    free,
+                    steps,
+                    row_tiles,
+                    out_tiles,
+                    1,
+                ),
+            ),
+            (_fetch, (x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_tiles, out_tiles)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # warps, and registers a thread, of all but the first
 
 
 def is_for(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> bool:
     """On Hopper; TMA reads and stores 16 bytes at a time."""
     (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
-    return rows >= MIN_ROWS and x_TI.dtype in DTYPES and inputs % 8 == size % 8 == 0 and hopper_linear.num_sms(x_TI.device) > 0
+    return (
+        rows >= MIN_ROWS
+        and x_TI.dtype in DTYPES
+        and inputs % 8 == size % 8 == 0
+        and hopper_linear.num_sms(x_TI.device) > 0
+    )
 
 
 def hopper_gated_product(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.Tensor:
-    """[T, F]; gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of rows."""
+    """[T, F]; gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of
+    rows."""
     assert x_TI.is_contiguous() and weight_2FI.is_contiguous()
     (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
     out_TF = x_TI.new_empty((rows, size))
     row_tiles, out_tiles = triton.cdiv(rows, 2 * ROWS.value), triton.cdiv(size, BLOCK_F.value)
     hopper_gated_kernel[(min(hopper_linear.num_sms(x_TI.device), row_tiles * out_tiles),)](
-        descriptor(x_TI, ROWS.value, BLOCK_I.value), descriptor(weight_2FI, BLOCK_F.value, BLOCK_I.value),
-        descriptor(out_TF, ROWS.value, BLOCK_F.value), size, triton.cdiv(inputs, BLOCK_I.value), row_tiles, out_tiles,
-        num_warps=4, maxnreg=168)
+        descriptor(x_TI, ROWS.value, BLOCK_I.value),
+        descriptor(weight_2FI, BLOCK_F.value, BLOCK_I.value),
+        descriptor(out_TF, ROWS.value, BLOCK_F.value),
+        size,
+        triton.cdiv(inputs, BLOCK_I.value),
+        row_tiles,
+        out_tiles,
+        num_warps=4,
+        maxnreg=168,
+    )
     return out_TF

@@ -1,16 +1,21 @@
-"""Products of 2 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up, or the residual, in the epilogue, in Gluon.
+"""Products of 2 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up, or the
+residual, in the epilogue, in Gluon.
 
-A decode step's products are short: of qwen3-0.6b's 5 to 7 us with cuBLAS 2 or 3 are the reading of weights, the rest is what comes before
-and after it. So all that does not need the rows is done while the kernel before still runs (pdl.py): a program asks the copy engine for
-its first weight tiles, as many as shared memory holds, and then waits. Where its whole slice of the weight and of the rows fits, no tile
-is ever replaced, and the loop is nothing but tensor-core instructions; a longer slice runs through the tiles as through a ring.
-Few outputs are split over inputs, so that all SMs work: the last program of a tile to arrive adds the parts in a fixed order.
+A decode step's products are short: of qwen3-0.6b's 5 to 7 us with cuBLAS 2 or 3 are the reading of weights,
+the rest is what comes before and after it. So all that does not need the rows is done while the kernel before
+still runs (pdl.py): a program asks the copy engine for its first weight tiles, as many as shared memory
+holds, and then waits. Where its whole slice of the weight and of the rows fits, no tile is ever replaced, and
+the loop is nothing but tensor-core instructions; a longer slice runs through the tiles as through a ring. Few
+outputs are split over inputs, so that all SMs work: the last program of a tile to arrive adds the parts in a
+fixed order.
 
-A product that ends in the residual adds itself to it (ADD), rounded as one of its own. Its old values too are on their way early.
+A product that ends in the residual adds itself to it (ADD), rounded as one of its own. Its old values too are
+on their way early.
 
-32 rows or fewer are the right operand (out^T = weight @ x^T), as the left one comes in 64 rows. Gate and up are two sums of one program,
-rounded as a product of its own would. Us beside cuBLAS's (and its SiLU * up): docs/decisions.md.
-T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
+32 rows or fewer are the right operand (out^T = weight @ x^T), as the left one comes in 64 rows. Gate and up
+are two sums of one program, rounded as a product of its own would. Us beside cuBLAS's (and its SiLU * up):
+docs/decisions.md. T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle:
+reference.py.
 """
 
 from __future__ import annotations
@@ -29,23 +34,24 @@ from shoal.kernels.hopper import MAX_ROWS, barrier, empty_rows, is_hopper
 from shoal.kernels.pdl import pdl_options
 
 MIN_ROWS = 2
-MAX_STAGES = 8              # the code is unrolled over them
+MAX_STAGES = 8  # the code is unrolled over them
 MAX_SPLITS = 4
-SHARED_BYTES = 216 << 10    # of an SM's 227 KiB
-MAX_TILES = 1024            # with parts of their own in a launch; choose_hopper_tiles stays far below
+SHARED_BYTES = 216 << 10  # of an SM's 227 KiB
+MAX_TILES = 1024  # with parts of their own in a launch; choose_hopper_tiles stays far below
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTiles:
-    """A program computes `outs` outputs of `rows` rows from a `splits`-th of the inputs, `columns` at a time."""
+    """A program computes `outs` outputs of `rows` rows from a `splits`-th of the inputs, `columns` at a
+    time."""
 
     rows: int
     outs: int
     splits: int = 1
     columns: int = 128
 
-    @functools.cache    # noqa: B019 -- as many as there are shapes
+    @functools.cache  # noqa: B019 -- as many as there are shapes
     def stages(self, inputs: int, gated: bool) -> int:
         """How many tiles of weight and rows lie in shared memory at once."""
         tile_bytes = (self.rows + self.outs * (1 + gated)) * self.columns * 2
@@ -62,20 +68,22 @@ def num_sms(device: torch.device) -> int:
 
 
 def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
-    """The fewest outputs a program for which programs do not outnumber SMs; then the inputs are split while SMs are idle and a slice does
-    not fit in shared memory. None: cuBLAS, for products of so many outputs and rows that programs would queue, or that are bound by
-    arithmetic, and for gated ones, which are not split, of so few that most SMs would read nothing."""
-    if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:    # TMA reads, and the end stores, 16 bytes at a time
+    """The fewest outputs a program for which programs do not outnumber SMs; then the inputs are split while
+    SMs are idle and a slice does not fit in shared memory. None: cuBLAS, for products of so many outputs and
+    rows that programs would queue, or that are bound by arithmetic, and for gated ones, which are not split,
+    of so few that most SMs would read nothing."""
+    # TMA reads, and the end stores, 16 bytes at a time
+    if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:
         return None
     return _choose_tiles(rows, outs, inputs, gated, sms)
 
 
-@functools.cache    # of so few rows there are not many
+@functools.cache  # of so few rows there are not many
 def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
     block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
     smallest, largest = 64 if block_rows < 64 else 32 if gated or rows > 64 else 16, 128
     large = rows > 64 and outs * inputs > 1 << 24
-    if large:    # two tiles of rows would read such a weight twice
+    if large:  # two tiles of rows would read such a weight twice
         if gated or rows > 128:
             return None
         block_rows, smallest, largest = 128, 64, 64
@@ -85,10 +93,16 @@ def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> H
             if gated and inputs >= 4096 and 3 * programs < sms:
                 return None
             narrow = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
-            columns = 64 if large or narrow else 128    # 3 stages at least
-            choices = [HopperTiles(block_rows, block_outs, splits, columns)
-                       for splits in range(1, 2 if gated else MAX_SPLITS + 1) if splits == 1 or programs * splits <= sms]
-            return next((tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)), choices[-1])
+            columns = 64 if large or narrow else 128  # 3 stages at least
+            choices = [
+                HopperTiles(block_rows, block_outs, splits, columns)
+                for splits in range(1, 2 if gated else MAX_SPLITS + 1)
+                if splits == 1 or programs * splits <= sms
+            ]
+            return next(
+                (tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)),
+                choices[-1],
+            )
     return None
 
 
@@ -102,45 +116,71 @@ def tiles_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> HopperTi
 def wait_for_inputs(PDL: gl.constexpr):
     """pdl.py's, in Gluon."""
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
 def _rounded(sums, dtype: gl.constexpr):
     """To `dtype` and back, pair by pair: the conversion of one number is as slow as an exponential."""
     if dtype == gl.bfloat16:
-        rounded = gl.inline_asm_elementwise("""{
+        rounded = gl.inline_asm_elementwise(
+            """{
             .reg .b32 pair;
             cvt.rn.bf16x2.f32 pair, $3, $2;
             shl.b32 $0, pair, 16;
             and.b32 $1, pair, 0xffff0000;
-            }""", "=r,=r,r,r", [sums], gl.float32, True, 2)
+            }""",
+            "=r,=r,r,r",
+            [sums],
+            gl.float32,
+            True,
+            2,
+        )
     else:
-        rounded = gl.inline_asm_elementwise("""{
+        rounded = gl.inline_asm_elementwise(
+            """{
             .reg .b32 pair;
             .reg .b16 low, high;
             cvt.rn.f16x2.f32 pair, $3, $2;
             mov.b32 {low, high}, pair;
             cvt.f32.f16 $0, low;
             cvt.f32.f16 $1, high;
-            }""", "=r,=r,r,r", [sums], gl.float32, True, 2)
+            }""",
+            "=r,=r,r,r",
+            [sums],
+            gl.float32,
+            True,
+            2,
+        )
     return rounded
 
 
 @gluon.jit
 def silu_mul(gate, up, dtype: gl.constexpr):
-    """Of float32 sums, each rounded first, as a product of its own would be. SiLU is x / (1 + exp(-x)) to the bit, but 0 below -87: what
-    exp and the quotient do for results below 2^-126 would triple its multiplications."""
+    """Of float32 sums, each rounded first, as a product of its own would be. SiLU is x / (1 + exp(-x)) to the
+    bit, but 0 below -87: what exp and the quotient do for results below 2^-126 would triple its
+    multiplications."""
     gate = _rounded(gate, dtype)
-    silu = gl.inline_asm_elementwise("""{
+    silu = gl.inline_asm_elementwise(
+        """{
         .reg .f32 y;
         mul.f32 y, $1, 0fBFB8AA3B;    // -log2(e)
         ex2.approx.ftz.f32 y, y;
         add.f32 y, y, 0f3F800000;
         rcp.approx.ftz.f32 y, y;
         mul.f32 $0, $1, y;
-        }""", "=f,f", [gate], gl.float32, True, 1)
+        }""",
+        "=f,f",
+        [gate],
+        gl.float32,
+        True,
+        1,
+    )
     return (silu * _rounded(up, dtype)).to(dtype)
 
 
@@ -158,8 +198,23 @@ def _multiply(x, weight, sums, SWAP: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["T", "tiles"])
-def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr, O, T, tiles, GATED: gl.constexpr,
-                  ADD: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+def hopper_kernel(
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    O,
+    T,
+    tiles,
+    GATED: gl.constexpr,
+    ADD: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Of the tile (program 0, program 1) and the `tiles` * BLOCK_I inputs of program 2."""
     BLOCK_T: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_O: gl.constexpr = weight_desc.block_type.shape[0]
@@ -180,12 +235,24 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
     for i in gl.static_range(STAGES):
         mbarrier.expect(full.index(i), BYTES)
         column = first_column + i * BLOCK_I
-        _load_weight(weight_desc, full.index(i), weight_smem.index(i), up_smem.index(i), first_out, O, column, GATED, True)
+        _load_weight(
+            weight_desc,
+            full.index(i),
+            weight_smem.index(i),
+            up_smem.index(i),
+            first_out,
+            O,
+            column,
+            GATED,
+            True,
+        )
     wait_for_inputs(PDL)
     for i in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(x_desc, [first_row, first_column + i * BLOCK_I], full.index(i), x_smem.index(i))
+        tma.async_copy_global_to_shared(
+            x_desc, [first_row, first_column + i * BLOCK_I], full.index(i), x_smem.index(i)
+        )
 
-    LANES: gl.constexpr = min(BLOCK_O // 8, 32)    # that store a row's outputs, 16 bytes each
+    LANES: gl.constexpr = min(BLOCK_O // 8, 32)  # that store a row's outputs, 16 bytes each
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [num_warps, 1], [1, 0])
     row = first_row + gl.arange(0, BLOCK_T, gl.SliceLayout(1, wide))
     out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(0, wide))
@@ -196,10 +263,12 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
 
     ROWS: gl.constexpr = BLOCK_O if SWAP else BLOCK_T
     COLUMNS: gl.constexpr = BLOCK_T if SWAP else BLOCK_O
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, COLUMNS, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, COLUMNS, 16]
+    )
     sums = gl.zeros((ROWS, COLUMNS), gl.float32, mma)
     up_sums = gl.zeros((ROWS, COLUMNS), gl.float32, mma)
-    for i in range(tiles - STAGES + 1):    # the tile before is done with: its place takes a later one
+    for i in range(tiles - STAGES + 1):  # the tile before is done with: its place takes a later one
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         sums = _multiply(x_smem.index(stage), weight_smem.index(stage), sums, SWAP)
@@ -211,8 +280,20 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
         later = i - 1 + STAGES
         place, column, pred = later % STAGES, first_column + later * BLOCK_I, i > 0
         mbarrier.expect(full.index(place), BYTES, pred=pred)
-        _load_weight(weight_desc, full.index(place), weight_smem.index(place), up_smem.index(place), first_out, O, column, GATED, pred)
-        tma.async_copy_global_to_shared(x_desc, [first_row, column], full.index(place), x_smem.index(place), pred=pred)
+        _load_weight(
+            weight_desc,
+            full.index(place),
+            weight_smem.index(place),
+            up_smem.index(place),
+            first_out,
+            O,
+            column,
+            GATED,
+            pred,
+        )
+        tma.async_copy_global_to_shared(
+            x_desc, [first_row, column], full.index(place), x_smem.index(place), pred=pred
+        )
     for last in gl.static_range(STAGES - 1):
         i = tiles - STAGES + 1 + last
         stage = i % STAGES
@@ -230,9 +311,14 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
     if SPLITS > 1:
         tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
         parts_ptr += tile * SPLITS * (ROWS * COLUMNS)
-        at = gl.arange(0, ROWS, gl.SliceLayout(1, mma))[:, None] * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
+        at = (
+            gl.arange(0, ROWS, gl.SliceLayout(1, mma))[:, None] * COLUMNS
+            + gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
+        )
         gl.store(parts_ptr + gl.program_id(2) * (ROWS * COLUMNS) + at, sums)
-        barrier()    # all threads have stored before one of them says so (release), and it has heard before any reads (acquire)
+        # all threads have stored before one of them says so (release), and it has heard before any reads
+        # (acquire)
+        barrier()
         if gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
             return
         gl.store(arrived_ptr + tile, 0)
@@ -244,9 +330,17 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
         at_bias = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(1 if SWAP else 0, mma))
-        sums += gl.load(bias_ptr + at_bias, mask=at_bias < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
+        sums += (
+            gl.load(bias_ptr + at_bias, mask=at_bias < O, other=0.0)
+            .to(gl.float32)
+            .expand_dims(1 if SWAP else 0)
+        )
         if GATED:
-            up_sums += gl.load(bias_ptr + O + at_bias, mask=at_bias < O, other=0.0).to(gl.float32).expand_dims(1 if SWAP else 0)
+            up_sums += (
+                gl.load(bias_ptr + O + at_bias, mask=at_bias < O, other=0.0)
+                .to(gl.float32)
+                .expand_dims(1 if SWAP else 0)
+            )
     result = silu_mul(sums, up_sums, DTYPE) if GATED else sums.to(DTYPE)
     if SWAP:
         result = result.permute((1, 0))
@@ -256,10 +350,16 @@ def hopper_kernel(x_desc, weight_desc, bias_ptr, out_ptr, parts_ptr, arrived_ptr
     gl.store(out_ptrs, result, mask=inside)
 
 
-def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
-                   residual_TO: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half. Bits do not depend on timing. `residual`: the product is
-    added to it in place, and it is returned."""
+def hopper_product(
+    tiles: HopperTiles,
+    x_TI: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half. Bits do not depend on
+    timing. `residual`: the product is added to it in place, and it is returned."""
     assert x_TI.is_contiguous() and weight.is_contiguous() and not (gated and tiles.splits > 1)
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
     out_TO = empty_rows(x_TI, rows, outs) if residual_TO is None else residual_TO
@@ -268,21 +368,44 @@ def hopper_product(tiles: HopperTiles, x_TI: torch.Tensor, weight: torch.Tensor,
     parts, arrived = out_TO, out_TO
     if tiles.splits > 1:
         assert grid[0] * grid[1] <= MAX_TILES
-        parts = x_TI.new_empty(grid[0] * grid[1] * tiles.splits * tiles.rows * tiles.outs, dtype=torch.float32)
+        parts = x_TI.new_empty(
+            grid[0] * grid[1] * tiles.splits * tiles.rows * tiles.outs, dtype=torch.float32
+        )
         arrived = _arrived(x_TI.device)
     x_desc = descriptor(x_TI, tiles.rows, tiles.columns, grid[0] * tiles.rows)
     hopper_kernel[grid](
-        x_desc, descriptor(weight, tiles.outs, tiles.columns), bias, out_TO, parts, arrived, outs, rows, tiles.num_tiles(inputs),
-        GATED=gated, ADD=residual_TO is not None, SPLITS=tiles.splits, STAGES=tiles.stages(inputs, gated), num_warps=4, **pdl_options())
+        x_desc,
+        descriptor(weight, tiles.outs, tiles.columns),
+        bias,
+        out_TO,
+        parts,
+        arrived,
+        outs,
+        rows,
+        tiles.num_tiles(inputs),
+        GATED=gated,
+        ADD=residual_TO is not None,
+        SPLITS=tiles.splits,
+        STAGES=tiles.stages(inputs, gated),
+        num_warps=4,
+        **pdl_options(),
+    )
     return out_TO
 
 
 def descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0) -> TensorDescriptor:
-    """Of tiles of `rows`, which read `rows_read` together: also what lies behind the matrix (`empty_rows`), for sums that nobody stores."""
+    """Of tiles of `rows`, which read `rows_read` together: also what lies behind the matrix (`empty_rows`),
+    for sums that nobody stores."""
     num_rows, inputs = matrix.shape
-    if num_rows < rows_read and matrix.untyped_storage().nbytes() >= (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize:
+    if (
+        num_rows < rows_read
+        and matrix.untyped_storage().nbytes()
+        >= (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize
+    ):
         num_rows = rows_read
-    return TensorDescriptor(matrix, [num_rows, inputs], [inputs, 1], [rows, columns], _layout(rows, columns, matrix.dtype))
+    return TensorDescriptor(
+        matrix, [num_rows, inputs], [inputs, 1], [rows, columns], _layout(rows, columns, matrix.dtype)
+    )
 
 
 @functools.cache
@@ -292,5 +415,6 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 @functools.cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """How many parts of each tile are there: zeros, as every launch leaves them. Launches of one device follow each other."""
+    """How many parts of each tile are there: zeros, as every launch leaves them. Launches of one device
+    follow each other."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

@@ -1,16 +1,19 @@
-"""Products of one row with a large weight on Hopper, with RMSNorm before and bias, SiLU * up or the residual after, in Gluon.
+"""Products of one row with a large weight on Hopper, with RMSNorm before and bias, SiLU * up or the residual
+after, in Gluon.
 
-Such a product is the reading of its weight, and what costs time is when nothing is read: while a kernel waits for the one before, sums or
-ends. So a program stays on its SM and goes through groups of weight rows, a row a warp, with a ring of tiles in shared memory that are on
-their way: they are asked for before the row of inputs is there (pdl.py), and each that is used makes place for a later one. As the ring
-takes more than half of an SM's memory, there is one such program an SM; the next product's begins when it ends, and fills its ring while
-others still work. (With rings of 96 KB the next product's came early and in pairs, to half of the SMs: 4485 us a token of qwen3-8b.)
+Such a product is the reading of its weight, and what costs time is when nothing is read: while a kernel waits
+for the one before, sums or ends. So a program stays on its SM and goes through groups of weight rows, a row a
+warp, with a ring of tiles in shared memory that are on their way: they are asked for before the row of inputs
+is there (pdl.py), and each that is used makes place for a later one. As the ring takes more than half of an
+SM's memory, there is one such program an SM; the next product's begins when it ends, and fills its ring while
+others still work. (With rings of 96 KB the next product's came early and in pairs, to half of the SMs: 4485
+us a token of qwen3-8b.)
 
 The row is normalised by each program, rounded as the norm's own kernel does, and kept in shared memory.
 
-One stream at 1,100 tokens, us a token, with linear.py's elementwise products and with these: qwen3-8b 4119 and 3877, a 4B model 2674 and
-2528, a 1.7B model 1309 and 1257. qwen3-0.6b's weights are too small: 660 and 727.
-I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
+One stream at 1,100 tokens, us a token, with linear.py's elementwise products and with these: qwen3-8b 4119
+and 3877, a 4B model 2674 and 2528, a 1.7B model 1309 and 1257. qwen3-0.6b's weights are too small: 660 and
+727. I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ from shoal.kernels import hopper_linear
 from shoal.kernels.hopper_linear import DTYPES, silu_mul, wait_for_inputs
 from shoal.kernels.pdl import pdl_options
 
-SMALLEST = 2048                             # outputs and inputs
-LARGEST = 32768                             # inputs, which lie in shared memory beside the ring
-OUTS: gl.constexpr = gl.constexpr(8)        # a group: an output a warp
-PART: gl.constexpr = gl.constexpr(256)      # inputs that a warp reads at once, 16 bytes a thread
-PARTS: gl.constexpr = gl.constexpr(4)       # of a tile, 16 KB of weights
-STAGES: gl.constexpr = gl.constexpr(8)      # of the ring; half as many of a gated product, whose tiles are of gate and of up
+SMALLEST = 2048  # outputs and inputs
+LARGEST = 32768  # inputs, which lie in shared memory beside the ring
+OUTS: gl.constexpr = gl.constexpr(8)  # a group: an output a warp
+PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 bytes a thread
+PARTS: gl.constexpr = gl.constexpr(4)  # of a tile, 16 KB of weights
+# of the ring; half as many of a gated product, whose tiles are of gate and of up
+STAGES: gl.constexpr = gl.constexpr(8)
 
 
 @gluon.jit
@@ -39,7 +43,9 @@ def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.con
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [OUTS, 1], [1, 0])
     row = gl.arange(0, PARTS * OUTS, gl.SliceLayout(1, layout))
     out = (gl.program_id(0) + i // pieces * gl.num_programs(0)) * OUTS + row % OUTS
-    column = (i % pieces * PARTS + row // OUTS)[:, None] * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
+    column = (i % pieces * PARTS + row // OUTS)[:, None] * PART + gl.arange(
+        0, PART, gl.SliceLayout(0, layout)
+    )[None, :]
     inside = (out < O)[:, None] & (i < tiles)
     if not EVEN:
         inside = inside & (column < I)
@@ -51,13 +57,28 @@ def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.con
 
 
 @gluon.jit
-def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I, pieces, GATED: gl.constexpr, ADD: gl.constexpr,
-                      EVEN: gl.constexpr, BLOCK_X: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+def hopper_row_kernel(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    O,
+    I,
+    pieces,
+    GATED: gl.constexpr,
+    ADD: gl.constexpr,
+    EVEN: gl.constexpr,
+    BLOCK_X: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Groups of outputs from this program's own on, `pieces` tiles each. EVEN: whole tiles. BLOCK_X >= I."""
     gl.static_assert(num_warps == OUTS)
     DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
     RING: gl.constexpr = STAGES // (1 + GATED)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])    # output, input
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])  # output, input
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     weight_smem = gl.allocate_shared_memory(DTYPE, [RING, PARTS * OUTS, PART], plain)
@@ -87,13 +108,15 @@ def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I,
     column = gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
     i = 0
     for group in range(mine):
-        out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS + gl.arange(0, OUTS, gl.SliceLayout(1, layout))
+        out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS + gl.arange(
+            0, OUTS, gl.SliceLayout(1, layout)
+        )
         if ADD:
             before = gl.load(out_ptr + out, mask=out < O, other=0.0)
         sums = gl.zeros([OUTS, PART], gl.float32, layout)
         up_sums = gl.zeros([OUTS, PART], gl.float32, layout)
         for piece in range(pieces):
-            async_copy.wait_group(RING - 1)    # there is a group for each tile, those beyond the last too
+            async_copy.wait_group(RING - 1)  # there is a group for each tile, those beyond the last too
             for part in gl.static_range(PARTS):
                 place, of_row = i % RING * PARTS + part, piece * PARTS + part
                 some = xs.index(of_row).load(gl.SliceLayout(0, layout)).to(gl.float32)[None, :]
@@ -101,7 +124,7 @@ def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I,
                 up_product = product
                 if GATED:
                     up_product = up_weights.index(place).load(layout).to(gl.float32) * some
-                if not EVEN:    # no promise that what was not copied is zeros
+                if not EVEN:  # no promise that what was not copied is zeros
                     product = gl.where(of_row * PART + column < I, product, 0.0)
                     up_product = gl.where(of_row * PART + column < I, up_product, 0.0)
                 sums += product
@@ -117,28 +140,54 @@ def hopper_row_kernel(x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I,
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)
-    async_copy.wait_group(0)    # the next program's ring lies in the same memory
+    async_copy.wait_group(0)  # the next program's ring lies in the same memory
 
 
 def is_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
     """One row, and a weight that is large in both directions, on Hopper."""
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    return (rows == 1 and x_TI.dtype in DTYPES and min(outs, inputs) >= SMALLEST and inputs <= LARGEST and inputs % 16 == 0
-            and hopper_linear.num_sms(x_TI.device) > 0)
+    return (
+        rows == 1
+        and x_TI.dtype in DTYPES
+        and min(outs, inputs) >= SMALLEST
+        and inputs <= LARGEST
+        and inputs % 16 == 0
+        and hopper_linear.num_sms(x_TI.device) > 0
+    )
 
 
-def hopper_row_product(x_1I: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
-                       residual_1O: torch.Tensor | None = None, *, norm_weight_I: torch.Tensor | None = None,
-                       eps: float = 0.0) -> torch.Tensor:
-    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half; `residual`: the product is added to it in place, and it is
-    returned; `norm_weight`: x is normalised first."""
+def hopper_row_product(
+    x_1I: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    residual_1O: torch.Tensor | None = None,
+    *,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half; `residual`: the product is
+    added to it in place, and it is returned; `norm_weight`: x is normalised first."""
     assert x_1I.is_contiguous() and weight.is_contiguous()
     inputs, outs = x_1I.shape[1], weight.shape[0] // (1 + gated)
     out_1O = x_1I.new_empty((1, outs)) if residual_1O is None else residual_1O
     assert out_1O.is_contiguous() and out_1O.shape == (1, outs) and out_1O.dtype == x_1I.dtype
     columns = PARTS.value * PART.value
     hopper_row_kernel[(min(hopper_linear.num_sms(x_1I.device), triton.cdiv(outs, OUTS.value)),)](
-        x_1I, norm_weight_I, weight, bias, out_1O, eps, outs, inputs, triton.cdiv(inputs, columns), GATED=gated,
-        ADD=residual_1O is not None, EVEN=inputs % columns == 0, BLOCK_X=max(columns, triton.next_power_of_2(inputs)),
-        num_warps=OUTS.value, **pdl_options())
+        x_1I,
+        norm_weight_I,
+        weight,
+        bias,
+        out_1O,
+        eps,
+        outs,
+        inputs,
+        triton.cdiv(inputs, columns),
+        GATED=gated,
+        ADD=residual_1O is not None,
+        EVEN=inputs % columns == 0,
+        BLOCK_X=max(columns, triton.next_power_of_2(inputs)),
+        num_warps=OUTS.value,
+        **pdl_options(),
+    )
     return out_1O

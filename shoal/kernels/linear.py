@@ -1,13 +1,15 @@
-"""Products of few rows with a weight matrix, in Triton: their time is that of reading the weights. Many rows, and float32, go to cuBLAS;
-on Hopper what lies between goes to hopper_linear.py, gate and up of thousands of rows to hopper_gated.py, and one row of a large weight to
-hopper_row.py.
+"""Products of few rows with a weight matrix, in Triton: their time is that of reading the weights. Many rows,
+and float32, go to cuBLAS; on Hopper what lies between goes to hopper_linear.py, gate and up of thousands of
+rows to hopper_gated.py, and one row of a large weight to hopper_row.py.
 
-A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before the rows are there
-(pdl.py); more go to tensor cores, the weight as the left operand, so that rows are padded to 16 only. Nothing is split over programs:
-a result is one sum in a fixed order. GATED: weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the
-product, rounded as one of its own, is added to what the output holds, the residual; that is asked for before the product, not after it.
-RMSNorm before a product of one narrow row, and a residual sum before that, are part of it: w (g * x) / rms(x) needs rms(x) at its end only.
-T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
+A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before
+the rows are there (pdl.py); more go to tensor cores, the weight as the left operand, so that rows are padded
+to 16 only. Nothing is split over programs: a result is one sum in a fixed order. GATED: weight is gate over
+up, and silu(gate) * up leaves the kernel instead of the two. ADD: the product, rounded as one of its own, is
+added to what the output holds, the residual; that is asked for before the product, not after it. RMSNorm
+before a product of one narrow row, and a residual sum before that, are part of it: w (g * x) / rms(x) needs
+rms(x) at its end only. T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows).
+Oracle: reference.py.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 if HAS_GLUON:
     from shoal.kernels import hopper_gated, hopper_linear, hopper_row
 
-PIECE = tl.constexpr(2048)    # bytes a thread prefetches
-ONE_WAVE = 4096               # warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
-WIDEST_SUM = 8192             # inputs of a product of many rows to which cuBLAS adds: 16,384 x 4096 x 12288 takes 12 % longer then
-FUSED_COLUMNS = 2048          # widest whose norm is part of elementwise products: each program reads x, residual and norm whole
+PIECE = tl.constexpr(2048)  # bytes a thread prefetches
+# warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
+ONE_WAVE = 4096
+# inputs of a product of many rows to which cuBLAS adds: 16,384 x 4096 x 12288 takes 12 % longer then
+WIDEST_SUM = 8192
+# widest whose norm is part of elementwise products: each program reads x, residual and norm whole
+FUSED_COLUMNS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +46,29 @@ class Tiles:
     outs: int
     columns: int
     num_warps: int
-    num_stages: int = 0    # of the pipeline into the tensor cores; 0: elementwise
+    num_stages: int = 0  # of the pipeline into the tensor cores; 0: elementwise
 
 
 def choose_tiles(rows: int, weight_rows: int, columns: int, gated: bool) -> Tiles | None:
-    """None: cuBLAS is as fast. All from a sweep on an H200 in bf16 (benchmarks/kernels.py linear), where most products of 2 rows and more
-    are hopper_linear.py's since, and large weights of one row hopper_row.py's; us beside cuBLAS's:"""
-    if rows == 1:    # 4096 x 1024: 3.4, 4.8; 1024 x 3072: 2.5, 6.6; 1024 x 2048: 2.1, 12.6; 4096 x 4096: 9.1, 12.4; 151936 x 1024: 70, 74
+    """None: cuBLAS is as fast. All from a sweep on an H200 in bf16 (benchmarks/kernels.py linear), where most
+    products of 2 rows and more are hopper_linear.py's since, and large weights of one row hopper_row.py's; us
+    beside cuBLAS's:"""
+    # 4096 x 1024: 3.4, 4.8; 1024 x 3072: 2.5, 6.6; 1024 x 2048: 2.1, 12.6; 4096 x 4096: 9.1, 12.4; 151936 x
+    # 1024: 70, 74
+    if rows == 1:
         if columns <= 1024:
             return Tiles(4, 1024, 4) if weight_rows <= 4096 else Tiles(8, 512, 4)
         if columns <= 2048:
             return Tiles(2, 2048, 8 if weight_rows <= 1024 else 4)
-        if 3072 < columns <= 4096:    # whole rows, all of them in flight before the wait: a token of qwen3-8b 4378 us to 4250
+        # whole rows, all of them in flight before the wait: a token of qwen3-8b 4378 us to 4250
+        if 3072 < columns <= 4096:
             return Tiles(1, 4096, 4) if gated else Tiles(2, 4096, 8)
-        return Tiles(2, 1024, 4)      # small tiles, more of them at once: a token of qwen3-8b 4230 us to 4103
-    if rows <= 4 and not gated and triton.next_power_of_2(rows) * weight_rows * columns <= 1 << 25:    # 4 rows, 1024 x 3072: 3.8, 6.7
+        return Tiles(2, 1024, 4)  # small tiles, more of them at once: a token of qwen3-8b 4230 us to 4103
+    # 4 rows, 1024 x 3072: 3.8, 6.7
+    if rows <= 4 and not gated and triton.next_power_of_2(rows) * weight_rows * columns <= 1 << 25:
         return Tiles(4, 256, 1) if columns <= 1024 else Tiles(4, 1024, 4)
-    if (rows <= 16 and columns < 4096) or (rows <= 32 and weight_rows >= 24576):    # 16 rows: 3072 x 1024 gated: 5.6, 6.8; head: 75, 80
+    # 16 rows: 3072 x 1024 gated: 5.6, 6.8; head: 75, 80
+    if (rows <= 16 and columns < 4096) or (rows <= 32 and weight_rows >= 24576):
         return Tiles(64, 128, 4, 5)
     return None
 
@@ -72,14 +83,33 @@ def _prefetch_rows(weight_ptr, first, end, I, PDL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _vector_kernel(x_ptr, norm_ptr, residual_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, eps, O, I, T, GATED: tl.constexpr,
-                   ADD: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PREFETCH: tl.constexpr, BLOCK_T: tl.constexpr,
-                   BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):
-    """Of T <= BLOCK_T rows, elementwise. EVEN: whole tiles of inputs. WHOLE: one tile of inputs. PREFETCH: the tiles after the first, into
-    the L2 cache.
+def _vector_kernel(
+    x_ptr,
+    norm_ptr,
+    residual_ptr,
+    sum_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    O,
+    I,
+    T,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of T <= BLOCK_T rows, elementwise. EVEN: whole tiles of inputs. WHOLE: one tile of inputs. PREFETCH:
+    the tiles after the first, into the L2 cache.
 
-    With `norm_ptr`: of RMSNorm(x), weighted by it. With `residual_ptr` too: of that of x + residual, whose sum the first program leaves in
-    `sum_ptr`. (What ADD adds to is in `out_ptr`.)
+    With `norm_ptr`: of RMSNorm(x), weighted by it. With `residual_ptr` too: of that of x + residual, whose
+    sum the first program leaves in `sum_ptr`. (What ADD adds to is in `out_ptr`.)
     """
     first = tl.program_id(0) * BLOCK_O
     out = first + tl.arange(0, BLOCK_O)
@@ -114,7 +144,10 @@ def _vector_kernel(x_ptr, norm_ptr, residual_ptr, sum_ptr, weight_ptr, bias_ptr,
         in_x = in_row if EVEN else in_row & (start + column < I)
         x = tl.load(x_ptr + offsets + start, mask=in_x, other=0.0)
         if residual_ptr is not None:
-            x = (x.to(tl.float32) + tl.load(residual_ptr + offsets + start, mask=in_x, other=0.0).to(tl.float32)).to(x.dtype)
+            x = (
+                x.to(tl.float32)
+                + tl.load(residual_ptr + offsets + start, mask=in_x, other=0.0).to(tl.float32)
+            ).to(x.dtype)
             tl.store(sum_ptr + offsets + start, x, mask=in_x & (first == 0))
         x32 = x.to(tl.float32)
         if norm_ptr is not None:
@@ -155,8 +188,22 @@ def _finish(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.cons
 
 
 @triton.jit(do_not_specialize=["T"])
-def _matrix_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, O, I, T, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
-                   BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):
+def _matrix_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    O,
+    I,
+    T,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Of T <= BLOCK_T rows, by tensor cores: out^T = weight @ x^T."""
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     row = tl.arange(0, BLOCK_T)
@@ -193,8 +240,9 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return F.linear(x_TI, weight_OI, bias_O) if y_TO is None else y_TO
 
 
-def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
-               residual_TO: torch.Tensor) -> torch.Tensor | None:
+def linear_add(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
+) -> torch.Tensor | None:
     """residual += the product, in place; what cuBLAS is slow to add is left to the next norm."""
     if _multiply(x_TI, weight_OI, bias_O, gated=False, residual_TO=residual_TO) is not None:
         return None
@@ -204,7 +252,9 @@ def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor
     return None
 
 
-def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
+def linear_silu_mul(
+    x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
+) -> torch.Tensor:
     """silu(first half of the outputs) * second half."""
     if HAS_GLUON and bias_2F is None and hopper_gated.is_for(x_TI, weight_2FI):
         return hopper_gated.hopper_gated_product(x_TI, weight_2FI)
@@ -212,25 +262,48 @@ def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F)) if y_TF is None else y_TF
 
 
-def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
-                    bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kernel for one row, whose sum is a tensor of its own: no program may write what others still read. A token of qwen3-0.6b 735 us
-    to 699; of four rows it was 5 % slower than with a norm of its own, a wide row 10 %, but for hopper_row.py. x None: there is no sum."""
+def add_norm_linear(
+    x_TD: torch.Tensor | None,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One kernel for one row, whose sum is a tensor of its own: no program may write what others still read.
+    A token of qwen3-0.6b 735 us to 699; of four rows it was 5 % slower than with a norm of its own, a wide
+    row 10 %, but for hopper_row.py. x None: there is no sum."""
     if x_TD is None and HAS_GLUON and hopper_row.is_for(residual_TD, weight, gated):
-        return hopper_row.hopper_row_product(residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps), residual_TD
+        return hopper_row.hopper_row_product(
+            residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps
+        ), residual_TD
     tiles = _tiles(residual_TD, weight, gated)
     if tiles is None or residual_TD.shape[0] > 1 or residual_TD.shape[1] > FUSED_COLUMNS:
-        normed_TD = rms_norm(residual_TD, norm_weight_D, eps) if x_TD is None else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+        normed_TD = (
+            rms_norm(residual_TD, norm_weight_D, eps)
+            if x_TD is None
+            else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+        )
         return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
     if x_TD is None:
-        return product(tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps), residual_TD
+        return product(
+            tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps
+        ), residual_TD
     assert residual_TD.is_contiguous()
     sum_TD = torch.empty_like(residual_TD)
-    return product(tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps), sum_TD
+    return product(
+        tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps
+    ), sum_TD
 
 
-def _multiply(x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
-              residual_TO: torch.Tensor | None = None) -> torch.Tensor | None:
+def _multiply(
+    x_TI: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor | None:
     """None: cuBLAS is as fast."""
     if HAS_GLUON and hopper_row.is_for(x_TI, weight, gated):
         return hopper_row.hopper_row_product(x_TI, weight, bias, gated, residual_TO)
@@ -246,11 +319,19 @@ def _tiles(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> Tiles | Non
     return choose_tiles(x_TI.shape[0], weight.shape[0], weight.shape[1], gated)
 
 
-def product(tiles: Tiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
-            residual_TO: torch.Tensor | None = None, *, norm: tuple[torch.Tensor | None, ...] = (None, None, None),
-            eps: float = 0.0) -> torch.Tensor:
-    """`residual`: the product is added to it in place, and it is returned. `norm`, of elementwise products: the norm's weight, the residual
-    to add to x before (or None), where that sum goes."""
+def product(
+    tiles: Tiles,
+    x_TI: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    residual_TO: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor | None, ...] = (None, None, None),
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """`residual`: the product is added to it in place, and it is returned. `norm`, of elementwise products:
+    the norm's weight, the residual to add to x before (or None), where that sum goes."""
     assert x_TI.is_contiguous() and weight.is_contiguous()
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
     out_TO = empty_rows(x_TI, rows, outs) if residual_TO is None else residual_TO
@@ -260,24 +341,60 @@ def product(tiles: Tiles, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.
     if tiles.num_stages == 0:
         whole = columns <= tiles.columns
         _vector_kernel[grid](
-            x_TI, *norm, weight, bias, out_TO, eps, outs, columns, rows, GATED=gated, ADD=add, EVEN=even, WHOLE=whole,
-            PREFETCH=not whole and columns % 8 == 0 and grid[0] * tiles.num_warps <= ONE_WAVE, BLOCK_T=triton.next_power_of_2(rows),
-            BLOCK_O=tiles.outs, BLOCK_I=tiles.columns, num_warps=tiles.num_warps, num_stages=1, **pdl_options())
+            x_TI,
+            *norm,
+            weight,
+            bias,
+            out_TO,
+            eps,
+            outs,
+            columns,
+            rows,
+            GATED=gated,
+            ADD=add,
+            EVEN=even,
+            WHOLE=whole,
+            PREFETCH=not whole and columns % 8 == 0 and grid[0] * tiles.num_warps <= ONE_WAVE,
+            BLOCK_T=triton.next_power_of_2(rows),
+            BLOCK_O=tiles.outs,
+            BLOCK_I=tiles.columns,
+            num_warps=tiles.num_warps,
+            num_stages=1,
+            **pdl_options(),
+        )
     else:
         block_t = max(16, triton.next_power_of_2(rows))
         stage_bytes = (tiles.outs * (1 + gated) + block_t) * tiles.columns * weight.itemsize
         _matrix_kernel[grid](
-            x_TI, weight, bias, out_TO, outs, columns, rows, GATED=gated, ADD=add, EVEN=even, BLOCK_T=block_t, BLOCK_O=tiles.outs,
-            BLOCK_I=tiles.columns, num_warps=tiles.num_warps, num_stages=fitting_stages(tiles.num_stages, stage_bytes, weight.device),
-            **pdl_options())
+            x_TI,
+            weight,
+            bias,
+            out_TO,
+            outs,
+            columns,
+            rows,
+            GATED=gated,
+            ADD=add,
+            EVEN=even,
+            BLOCK_T=block_t,
+            BLOCK_O=tiles.outs,
+            BLOCK_I=tiles.columns,
+            num_warps=tiles.num_warps,
+            num_stages=fitting_stages(tiles.num_stages, stage_bytes, weight.device),
+            **pdl_options(),
+        )
     return out_TO
 
 
 def fitting_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """Of a pipeline, which buffers one stage less than it has: fewer where shared memory is small (99 KB a program on many cards)."""
-    if device.type != "cuda":    # interpreted
+    """Of a pipeline, which buffers one stage less than it has: fewer where shared memory is small (99 KB a
+    program on many cards)."""
+    if device.type != "cuda":  # interpreted
         return num_stages
-    return max(1, min(num_stages, 1 + _shared_memory(triton.runtime.driver.active.get_current_device()) // stage_bytes))
+    return max(
+        1,
+        min(num_stages, 1 + _shared_memory(triton.runtime.driver.active.get_current_device()) // stage_bytes),
+    )
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
 Plain PyTorch, on any device; masks of grammars are an op of each kind of device (`keep_bits`).
 
-Meanings and order are vLLM's. P: rows with penalties · S: sampled sequences · V: vocabulary. Functions ending in a verb's object
-(`ban`, `add_bias`, `keep_only`) change the logits in place.
+Meanings and order are vLLM's. P: rows with penalties · S: sampled sequences · V: vocabulary. Functions ending
+in a verb's object (`ban`, `add_bias`, `keep_only`) change the logits in place.
 """
 
 from __future__ import annotations
@@ -32,9 +32,16 @@ def ban(logits_SV: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
     logits_SV[rows, ids] = -math.inf
 
 
-def penalize(logits_PV: torch.Tensor, prompt_mask_PV: torch.Tensor, output_counts_PV: torch.Tensor, repetition_P: torch.Tensor,
-             presence_P: torch.Tensor, frequency_P: torch.Tensor) -> torch.Tensor:
-    """New logits. repetition: logits of tokens seen (prompt or output) are divided by it if positive, else multiplied.
+def penalize(
+    logits_PV: torch.Tensor,
+    prompt_mask_PV: torch.Tensor,
+    output_counts_PV: torch.Tensor,
+    repetition_P: torch.Tensor,
+    presence_P: torch.Tensor,
+    frequency_P: torch.Tensor,
+) -> torch.Tensor:
+    """New logits. repetition: logits of tokens seen (prompt or output) are divided by it if positive, else
+    multiplied.
 
     presence is subtracted once and frequency per occurrence, both for output tokens only.
     """
@@ -44,7 +51,9 @@ def penalize(logits_PV: torch.Tensor, prompt_mask_PV: torch.Tensor, output_count
     return logits_PV - frequency_P.unsqueeze(1) * output_counts_PV - presence_P.unsqueeze(1) * in_output_PV
 
 
-def logprobs(logits_SV: torch.Tensor, token_ids_S: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(
+    logits_SV: torch.Tensor, token_ids_S: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of log_softmax(logits): the given tokens' values and ranks [S], the k best ids and their values [S, k].
 
     A rank counts the tokens at least as probable, the token itself included: 1 is the best.

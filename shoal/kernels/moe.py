@@ -1,10 +1,12 @@
-"""Mixture of experts in Triton, for a captured graph: no count reaches the host, the grids come from upper bounds.
+"""Mixture of experts in Triton, for a captured graph: no count reaches the host, the grids come from upper
+bounds.
 
-A *slot* is one (token, choice) pair. 1. `_route` picks each token's experts and numbers the slots of an expert. 2. `_arrange` lists the
-slots expert by expert and cuts each expert's part into tiles of BLOCK_M. 3. `_gate_up` and 4. `_down` are products over those tiles,
-rows gathered on the way in and scattered on the way out. 5. `_combine` sums each token's slots by weight, in float32, and
-adds them, rounded, to what the output holds if that is the residual (ADD).
-T tokens · E experts · k choices a token · D hidden · F intermediate. Oracle: reference.py.
+A *slot* is one (token, choice) pair. 1. `_route` picks each token's experts and numbers the slots of an
+expert. 2. `_arrange` lists the slots expert by expert and cuts each expert's part into tiles of BLOCK_M. 3.
+`_gate_up` and 4. `_down` are products over those tiles, rows gathered on the way in and scattered on the way
+out. 5. `_combine` sums each token's slots by weight, in float32, and adds them, rounded, to what the output
+holds if that is the residual (ADD). T tokens · E experts · k choices a token · D hidden · F intermediate.
+Oracle: reference.py.
 """
 
 from __future__ import annotations
@@ -18,17 +20,30 @@ import triton.language as tl
 from shoal.kernels.activation import silu
 from shoal.kernels.linear import fitting_stages
 
-ARRANGED = tl.constexpr(128)    # slots, or tiles, a program of `_arrange`
+ARRANGED = tl.constexpr(128)  # slots, or tiles, a program of `_arrange`
 
 
 @triton.jit
-def _route(router_logits_ptr, weights_ptr, experts_ptr, ranks_ptr, counts_ptr, E: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr,
-           BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Softmax and top-k of one token. A slot's rank is its number within its expert: order is free, rows don't see each other."""
+def _route(
+    router_logits_ptr,
+    weights_ptr,
+    experts_ptr,
+    ranks_ptr,
+    counts_ptr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Softmax and top-k of one token. A slot's rank is its number within its expert: order is free, rows
+    don't see each other."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     choice = tl.arange(0, BLOCK_K)
-    logits = tl.load(router_logits_ptr + token * E + expert, mask=expert < E, other=float("-inf")).to(tl.float32)
+    logits = tl.load(router_logits_ptr + token * E + expert, mask=expert < E, other=float("-inf")).to(
+        tl.float32
+    )
     exps = tl.exp(logits - tl.max(logits, axis=0))
     left = exps / tl.sum(exps, axis=0)
     left = tl.where(expert < E, left, -1.0)
@@ -36,7 +51,7 @@ def _route(router_logits_ptr, weights_ptr, experts_ptr, ranks_ptr, counts_ptr, E
     experts = tl.zeros((BLOCK_K,), tl.int32)
     for j in range(K):
         weight, best = tl.max(left, axis=0, return_indices=True)
-        best = tl.minimum(best, E - 1)    # logits of NaN must not become a wild address
+        best = tl.minimum(best, E - 1)  # logits of NaN must not become a wild address
         weights = tl.where(choice == j, weight, weights)
         experts = tl.where(choice == j, best, experts)
         left = tl.where(expert == best, -1.0, left)
@@ -50,9 +65,20 @@ def _route(router_logits_ptr, weights_ptr, experts_ptr, ranks_ptr, counts_ptr, E
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_tiles"])
-def _arrange(experts_ptr, ranks_ptr, counts_ptr, slots_ptr, tiles_ptr, num_slots, num_tiles, E: tl.constexpr, BLOCK_E: tl.constexpr,
-             BLOCK_M: tl.constexpr):
-    """slots: all slots, expert by expert. tiles: for each, its expert (-1: not used) and where its slots start and end in that list."""
+def _arrange(
+    experts_ptr,
+    ranks_ptr,
+    counts_ptr,
+    slots_ptr,
+    tiles_ptr,
+    num_slots,
+    num_tiles,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """slots: all slots, expert by expert. tiles: for each, its expert (-1: not used) and where its slots
+    start and end in that list."""
     expert = tl.arange(0, BLOCK_E)[None, :]
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
     i = tl.program_id(0) * ARRANGED + tl.arange(0, ARRANGED)
@@ -64,7 +90,7 @@ def _arrange(experts_ptr, ranks_ptr, counts_ptr, slots_ptr, tiles_ptr, num_slots
 
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     last_tiles = tl.cumsum(tiles, axis=1)
-    before = last_tiles <= i[:, None]    # experts whose tiles all come before tile i
+    before = last_tiles <= i[:, None]  # experts whose tiles all come before tile i
     tile_expert = tl.sum(before.to(tl.int32), axis=1)
     used = tile_expert < E
     tile_in_expert = i - tl.sum(tl.where(before, tiles, 0), axis=1)
@@ -77,8 +103,20 @@ def _arrange(experts_ptr, ranks_ptr, counts_ptr, slots_ptr, tiles_ptr, num_slots
 
 
 @triton.jit
-def _gate_up(x_ptr, w13_ptr, hidden_ptr, slots_ptr, tiles_ptr, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _gate_up(
+    x_ptr,
+    w13_ptr,
+    hidden_ptr,
+    slots_ptr,
+    tiles_ptr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """hidden[i] = silu(x @ gate) * (x @ up) for the token of the i-th listed slot."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     expert = tl.load(tile_ptr).to(tl.int64)
@@ -106,13 +144,24 @@ def _gate_up(x_ptr, w13_ptr, hidden_ptr, slots_ptr, tiles_ptr, D: tl.constexpr, 
         up_ptrs += BLOCK_K
     hidden_ptrs = hidden_ptr + row[:, None].to(tl.int64) * F + column[None, :]
     dtype = hidden_ptr.dtype.element_ty
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)    # as a product of its own rounds
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)  # as a product of its own rounds
     tl.store(hidden_ptrs, (silu(gate) * up).to(dtype), mask=in_tile[:, None] & in_columns[None, :])
 
 
 @triton.jit
-def _down(hidden_ptr, w2_ptr, out_ptr, slots_ptr, tiles_ptr, D: tl.constexpr, F: tl.constexpr, PRECISION: tl.constexpr,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _down(
+    hidden_ptr,
+    w2_ptr,
+    out_ptr,
+    slots_ptr,
+    tiles_ptr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """out[slot] = hidden[i] @ down for the i-th listed slot."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     expert = tl.load(tile_ptr).to(tl.int64)
@@ -134,7 +183,11 @@ def _down(hidden_ptr, w2_ptr, out_ptr, slots_ptr, tiles_ptr, D: tl.constexpr, F:
         hidden_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
     slot = tl.load(slots_ptr + row, mask=in_tile, other=0).to(tl.int64)
-    tl.store(out_ptr + slot[:, None] * D + column[None, :], out.to(out_ptr.dtype.element_ty), mask=in_tile[:, None] & in_columns[None, :])
+    tl.store(
+        out_ptr + slot[:, None] * D + column[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=in_tile[:, None] & in_columns[None, :],
+    )
 
 
 @triton.jit
@@ -145,10 +198,14 @@ def _combine(slots_out_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, ADD: tl.co
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         slot = token * K + j
-        total += tl.load(slots_out_ptr + slot * D + column, mask=mask, other=0.0).to(tl.float32) * tl.load(weights_ptr + slot)
+        total += tl.load(slots_out_ptr + slot * D + column, mask=mask, other=0.0).to(tl.float32) * tl.load(
+            weights_ptr + slot
+        )
     out = total.to(out_ptr.dtype.element_ty)
     if ADD:
-        out = (tl.load(out_ptr + token * D + column, mask=mask, other=0.0).to(tl.float32) + out.to(tl.float32)).to(out.dtype)
+        out = (
+            tl.load(out_ptr + token * D + column, mask=mask, other=0.0).to(tl.float32) + out.to(tl.float32)
+        ).to(out.dtype)
     tl.store(out_ptr + token * D + column, out, mask=mask)
 
 
@@ -164,7 +221,8 @@ class Blocks:
 
 
 def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype) -> Blocks:
-    """By slots an expert: few rows are a question of bandwidth (deep tiles, little padding), many one of products."""
+    """By slots an expert: few rows are a question of bandwidth (deep tiles, little padding), many one of
+    products."""
     rows = num_slots / num_experts
     if dtype == torch.float32:
         return Blocks(16 if rows <= 16 else 32, 32, 32, 4, 2)
@@ -175,40 +233,106 @@ def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype) -> Block
     return Blocks(128, 64, 64, 8, 3)
 
 
-def moe(x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
-        norm_topk_prob: bool, residual_TD: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight; with a residual: adds that to it in place,
-    and returns it."""
-    return moe_with(choose_blocks(x_TD.shape[0] * top_k, w2_EDF.shape[0], x_TD.dtype), x_TD, router_logits_TE, w13_E2FD, w2_EDF, top_k,
-                    norm_topk_prob, residual_TD)
+def moe(
+    x_TD: torch.Tensor,
+    router_logits_TE: torch.Tensor,
+    w13_E2FD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    top_k: int,
+    norm_topk_prob: bool,
+    residual_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight; with a
+    residual: adds that to it in place, and returns it."""
+    return moe_with(
+        choose_blocks(x_TD.shape[0] * top_k, w2_EDF.shape[0], x_TD.dtype),
+        x_TD,
+        router_logits_TE,
+        w13_E2FD,
+        w2_EDF,
+        top_k,
+        norm_topk_prob,
+        residual_TD,
+    )
 
 
-def moe_with(blocks: Blocks, x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
-             norm_topk_prob: bool, residual_TD: torch.Tensor | None = None) -> torch.Tensor:
-    assert x_TD.is_contiguous() and router_logits_TE.is_contiguous() and w13_E2FD.is_contiguous() and w2_EDF.is_contiguous()
+def moe_with(
+    blocks: Blocks,
+    x_TD: torch.Tensor,
+    router_logits_TE: torch.Tensor,
+    w13_E2FD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    top_k: int,
+    norm_topk_prob: bool,
+    residual_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    assert (
+        x_TD.is_contiguous()
+        and router_logits_TE.is_contiguous()
+        and w13_E2FD.is_contiguous()
+        and w2_EDF.is_contiguous()
+    )
     num_tokens, hidden = x_TD.shape
     num_experts, _, size = w2_EDF.shape
     num_slots = num_tokens * top_k
-    num_tiles = min(num_slots, triton.cdiv(num_slots, blocks.m) + num_experts)    # an expert fills all its tiles but one
+    # an expert fills all its tiles but one
+    num_tiles = min(num_slots, triton.cdiv(num_slots, blocks.m) + num_experts)
     block_e = triton.next_power_of_2(num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
-    experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))    # each aligned
+    # each aligned
+    experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))
     tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=x_TD.device)
     weights = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)
     hidden_states, slots_out = x_TD.new_empty((num_slots, size)), x_TD.new_empty((num_slots, hidden))
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
     assert out_TD.is_contiguous() and out_TD.shape == x_TD.shape and out_TD.dtype == x_TD.dtype
     num_programs = triton.cdiv(max(num_slots, num_tiles), ARRANGED.value)
-    products = dict(D=hidden, F=size, PRECISION="ieee" if x_TD.dtype == torch.float32 else "tf32", BLOCK_M=blocks.m, BLOCK_N=blocks.n,
-                    BLOCK_K=blocks.k, num_warps=blocks.num_warps,
-                    num_stages=fitting_stages(blocks.num_stages, (blocks.m + 2 * blocks.n) * blocks.k * x_TD.itemsize, x_TD.device))
-    _route[(num_tokens,)](router_logits_TE, weights, experts, ranks, counts, E=num_experts, K=top_k, RENORMALISE=norm_topk_prob,
-                          BLOCK_E=block_e, BLOCK_K=triton.next_power_of_2(top_k), num_warps=1)
-    _arrange[(num_programs,)](experts, ranks, counts, slots, tiles, num_slots, num_tiles, E=num_experts, BLOCK_E=block_e, BLOCK_M=blocks.m,
-                              num_warps=8)
-    _gate_up[(triton.cdiv(size, blocks.n), num_tiles)](x_TD, w13_E2FD, hidden_states, slots, tiles, K=top_k, **products)
-    _down[(triton.cdiv(hidden, blocks.n), num_tiles)](hidden_states, w2_EDF, slots_out, slots, tiles, **products)
+    products = dict(
+        D=hidden,
+        F=size,
+        PRECISION="ieee" if x_TD.dtype == torch.float32 else "tf32",
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        BLOCK_K=blocks.k,
+        num_warps=blocks.num_warps,
+        num_stages=fitting_stages(
+            blocks.num_stages, (blocks.m + 2 * blocks.n) * blocks.k * x_TD.itemsize, x_TD.device
+        ),
+    )
+    _route[(num_tokens,)](
+        router_logits_TE,
+        weights,
+        experts,
+        ranks,
+        counts,
+        E=num_experts,
+        K=top_k,
+        RENORMALISE=norm_topk_prob,
+        BLOCK_E=block_e,
+        BLOCK_K=triton.next_power_of_2(top_k),
+        num_warps=1,
+    )
+    _arrange[(num_programs,)](
+        experts,
+        ranks,
+        counts,
+        slots,
+        tiles,
+        num_slots,
+        num_tiles,
+        E=num_experts,
+        BLOCK_E=block_e,
+        BLOCK_M=blocks.m,
+        num_warps=8,
+    )
+    _gate_up[(triton.cdiv(size, blocks.n), num_tiles)](
+        x_TD, w13_E2FD, hidden_states, slots, tiles, K=top_k, **products
+    )
+    _down[(triton.cdiv(hidden, blocks.n), num_tiles)](
+        hidden_states, w2_EDF, slots_out, slots, tiles, **products
+    )
     block = min(1024, triton.next_power_of_2(hidden))
-    _combine[(num_tokens, triton.cdiv(hidden, block))](slots_out, weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None,
-                                                     BLOCK=block)
+    _combine[(num_tokens, triton.cdiv(hidden, block))](
+        slots_out, weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None, BLOCK=block
+    )
     return out_TD

@@ -1,6 +1,6 @@
-"""RMSNorm in Triton, alone and after the residual sum. A row is read once and stays in registers. One program a row; of thousands a
-program takes two, as programs start at 0.83 a ns at most: 16,384 of them take 20 us, whatever they do. A row's sum has the same order
-in both, so the same bits.
+"""RMSNorm in Triton, alone and after the residual sum. A row is read once and stays in registers. One program
+a row; of thousands a program takes two, as programs start at 0.83 a ns at most: 16,384 of them take 20 us,
+whatever they do. A row's sum has the same order in both, so the same bits.
 
 T tokens · D hidden. Oracle: reference.py.
 """
@@ -14,13 +14,25 @@ import triton.language as tl
 from shoal.kernels.hopper import empty_rows
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 
-ELEMENTS_PER_THREAD = 8    # of 16 bits: one 16-byte access
-MANY_ROWS = 2048           # from here on a program takes two: 16,384 x 1024 23.4 us to 19.4, and 20.4 with four; x 4096 73 to 67, and 85
+ELEMENTS_PER_THREAD = 8  # of 16 bits: one 16-byte access
+# from here on a program takes two: 16,384 x 1024 23.4 us to 19.4, and 20.4 with four; x 4096 73 to 67, and 85
+MANY_ROWS = 2048
 
 
 @triton.jit(do_not_specialize=["T"])
-def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, T, D: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
-                     BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    T,
+    D: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     columns = tl.arange(0, BLOCK)[None, :]
     rows = tl.arange(0, ROWS)[:, None]
     at = rows * D + columns
@@ -32,7 +44,9 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, T, D: tl.con
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + first + at, mask=mask, other=0.0)
     if ADD:
-        x = (x.to(tl.float32) + tl.load(residual_ptr + first + at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        x = (x.to(tl.float32) + tl.load(residual_ptr + first + at, mask=mask, other=0.0).to(tl.float32)).to(
+            x.dtype
+        )
         tl.store(residual_ptr + first + at, x, mask=mask)
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / D + eps)
@@ -47,7 +61,9 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     return out_TD
 
 
-def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
     """residual += x in place; returns the norm of the sum."""
     assert x_TD.is_contiguous() and residual_TD.is_contiguous()
     out_TD = empty_rows(x_TD, *x_TD.shape)
@@ -55,11 +71,30 @@ def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.
     return out_TD
 
 
-def _launch(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, out_TD: torch.Tensor, eps: float, add: bool) -> None:
+def _launch(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    out_TD: torch.Tensor,
+    eps: float,
+    add: bool,
+) -> None:
     size = x_TD.shape[-1]
     num_rows = x_TD.numel() // size
     block = triton.next_power_of_2(size)
     warps = min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16)
     rows = 2 if num_rows >= MANY_ROWS and block <= 8192 else 1
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](x_TD, residual_TD, weight_D, out_TD, eps, num_rows, D=size, ADD=add, ROWS=rows,
-                                                     BLOCK=block, num_warps=warps, **pdl_options())
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x_TD,
+        residual_TD,
+        weight_D,
+        out_TD,
+        eps,
+        num_rows,
+        D=size,
+        ADD=add,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+        **pdl_options(),
+    )

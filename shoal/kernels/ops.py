@@ -1,7 +1,9 @@
-"""The functions a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu_ops.py has them all; an engine picks one.
+"""The functions a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu_ops.py has
+them all; an engine picks one.
 
-T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F intermediate · V vocabulary
-· I inputs · O outputs · E experts · R state rows · M blocks a sequence. What each does is said in reference.py.
+T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F
+intermediate · V vocabulary · I inputs · O outputs · E experts · R state rows · M blocks a sequence. What each
+does is said in reference.py.
 """
 
 from __future__ import annotations
@@ -19,40 +21,91 @@ class Ops(Protocol):
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor: ...
 
-    def add_rms_norm(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
 
     def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor: ...
 
-    def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor: ...
+    def linear(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+    ) -> torch.Tensor: ...
 
-    def linear_add(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
-                   residual_TO: torch.Tensor) -> torch.Tensor | None: ...
+    def linear_add(
+        self,
+        x_TI: torch.Tensor,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        residual_TO: torch.Tensor,
+    ) -> torch.Tensor | None: ...
 
-    def linear_silu_mul(self, x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor: ...
+    def linear_silu_mul(
+        self, x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
+    ) -> torch.Tensor: ...
 
-    def add_norm_linear(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-                        weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def add_norm_linear(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        norm_weight_D: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gated: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def qk_norm_rope_store(self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
-                           cos_sin: torch.Tensor, positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor,
-                           kv_layer: torch.Tensor, num_heads: int, num_kv_heads: int, keep_k: bool = True) -> None: ...
+    def qk_norm_rope_store(
+        self,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor,
+        positions_T: torch.Tensor,
+        rows_T: torch.Tensor,
+        block_tables_RM: torch.Tensor,
+        kv_layer: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        keep_k: bool = True,
+    ) -> None: ...
 
     def embed(self, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor: ...
 
     def keep_bits(self, logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None: ...
 
-    def sample(self, logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,
-               out_tokens_S: torch.Tensor) -> None: ...
+    def sample(
+        self,
+        logits_BV: torch.Tensor,
+        rows_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        table: torch.Tensor,
+        out_tokens_S: torch.Tensor,
+    ) -> None: ...
 
-    def moe(self, x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
-            norm_topk_prob: bool, residual_TD: torch.Tensor | None = None) -> torch.Tensor: ...
+    def moe(
+        self,
+        x_TD: torch.Tensor,
+        router_logits_TE: torch.Tensor,
+        w13_E2FD: torch.Tensor,
+        w2_EDF: torch.Tensor,
+        top_k: int,
+        norm_topk_prob: bool,
+        residual_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
     def apply_updates(self, state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None: ...
 
     def copy_ints(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
 
-    def begin_decode(self, rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tensor, positions_B: torch.Tensor,
-                     kv_lens_B: torch.Tensor) -> None: ...
+    def begin_decode(
+        self,
+        rows_B: torch.Tensor,
+        table: torch.Tensor,
+        tokens_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        kv_lens_B: torch.Tensor,
+    ) -> None: ...
 
 
 MODULES = {"cuda": "shoal.kernels.triton_ops", "cpu": "shoal.kernels.cpu_ops"}

@@ -1,8 +1,11 @@
-"""Cascade attention: the keys that decodes share are read once a group, by tiles of many sequences' queries. Its other half is
-decode_kernel (attention.py), which works on each sequence's own keys at the same time and weighs the results together.
+"""Cascade attention: the keys that decodes share are read once a group, by tiles of many sequences' queries.
+Its other half is decode_kernel (attention.py), which works on each sequence's own keys at the same time and
+weighs the results together.
 
-The grid is fixed when a graph is captured; groups are read on the device (kernels/state.py), where they may change with every step.
-Shapes: S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size; GROUP = H / G, query heads a kv head.
+The grid is fixed when a graph is captured; groups are read on the device (kernels/state.py), where they may
+change with every step.
+Shapes: S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size; GROUP = H / G,
+query heads a kv head.
 """
 
 from __future__ import annotations
@@ -18,22 +21,52 @@ from shoal.kernels.state import MAX_GROUPS, GroupField
 START, COUNT = tl.constexpr(GroupField.START.value), tl.constexpr(GroupField.COUNT.value)
 LENGTH, ROW = tl.constexpr(GroupField.LENGTH.value), tl.constexpr(GroupField.ROW.value)
 GROUP_FIELDS = tl.constexpr(len(GroupField))
-MIN_PART = 256    # fewest keys that are worth a part of their own
+MIN_PART = 256  # fewest keys that are worth a part of their own
 
 
 def prefix_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    return Tiles(64, 64, 4, 3) if dtype != torch.float32 and head_dim <= 128 else prefill_tiles(head_dim, dtype)
+    return (
+        Tiles(64, 64, 4, 3) if dtype != torch.float32 and head_dim <= 128 else prefill_tiles(head_dim, dtype)
+    )
 
 
-@triton.jit(do_not_specialize=["splits", "max_parts"], do_not_specialize_on_alignment=["groups_ptr", "members_ptr"])
-def prefix_kernel(q_ptr, kv_ptr, groups_ptr, members_ptr, table_ptr, partial_ptr, lse_ptr, parts_ptr, scale_log2,
-                  stride_q, stride_table, stride_block, stride_kv, stride_head, splits, max_parts,
-                  G: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_GROUPS: tl.constexpr,
-                  MIN_STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, N_PAD: tl.constexpr,
-                  PDL: tl.constexpr):
-    """An item is BLOCK_Q members of a group, the query heads of one kv head, and one part of the shared keys; grid: any number of programs.
+@triton.jit(
+    do_not_specialize=["splits", "max_parts"], do_not_specialize_on_alignment=["groups_ptr", "members_ptr"]
+)
+def prefix_kernel(
+    q_ptr,
+    kv_ptr,
+    groups_ptr,
+    members_ptr,
+    table_ptr,
+    partial_ptr,
+    lse_ptr,
+    parts_ptr,
+    scale_log2,
+    stride_q,
+    stride_table,
+    stride_block,
+    stride_kv,
+    stride_head,
+    splits,
+    max_parts,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MAX_GROUPS: tl.constexpr,
+    MIN_STEPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    N_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """An item is BLOCK_Q members of a group, the query heads of one kv head, and one part of the shared keys;
+    grid: any number of programs.
 
-    Keys are cut into so many parts that all groups together make at most one item a program, all of about one length.
+    Keys are cut into so many parts that all groups together make at most one item a program, all of about one
+    length.
     """
     wait_then_start_next(PDL)
     groups = tl.arange(0, MAX_GROUPS)
@@ -72,7 +105,11 @@ def prefix_kernel(q_ptr, kv_ptr, groups_ptr, members_ptr, table_ptr, partial_ptr
         there = (rows < BLOCK_Q * GROUP) & (members < count)
         seqs = tl.load(members_ptr + start + members, mask=there, other=0).to(tl.int64)
         mask = there[:, None] & dim_mask
-        q = tl.load(q_ptr + (seqs * stride_q + (kv_head * GROUP + heads) * N)[:, None] + dims[None, :], mask=mask, other=0.0)
+        q = tl.load(
+            q_ptr + (seqs * stride_q + (kv_head * GROUP + heads) * N)[:, None] + dims[None, :],
+            mask=mask,
+            other=0.0,
+        )
 
         begin = part * part_len
         end = tl.minimum(begin + part_len, length)
@@ -83,10 +120,48 @@ def prefix_kernel(q_ptr, kv_ptr, groups_ptr, members_ptr, table_ptr, partial_ptr
         acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
-        acc, total, highest = _attend_range(acc, total, highest, q, k_ptr, k_ptr + stride_kv, keys_table_ptr, last_key, begin, whole,
-                                            scale_log2, stride_block, N, BLOCK_SIZE, 0, BLOCK_N, N_PAD, True, False)
-        acc, total, highest = _attend_range(acc, total, highest, q, k_ptr, k_ptr + stride_kv, keys_table_ptr, last_key, whole, end,
-                                            scale_log2, stride_block, N, BLOCK_SIZE, 0, BLOCK_N, N_PAD, True, True)
+        acc, total, highest = _attend_range(
+            acc,
+            total,
+            highest,
+            q,
+            k_ptr,
+            k_ptr + stride_kv,
+            keys_table_ptr,
+            last_key,
+            begin,
+            whole,
+            scale_log2,
+            stride_block,
+            N,
+            BLOCK_SIZE,
+            0,
+            BLOCK_N,
+            N_PAD,
+            True,
+            False,
+        )
+        acc, total, highest = _attend_range(
+            acc,
+            total,
+            highest,
+            q,
+            k_ptr,
+            k_ptr + stride_kv,
+            keys_table_ptr,
+            last_key,
+            whole,
+            end,
+            scale_log2,
+            stride_block,
+            N,
+            BLOCK_SIZE,
+            0,
+            BLOCK_N,
+            N_PAD,
+            True,
+            True,
+        )
         slots = ((seqs * G + kv_head) * (splits + max_parts) + splits + part) * GROUP + heads
         tl.store(partial_ptr + slots[:, None] * N + dims[None, :], acc / total[:, None], mask=mask)
         tl.store(lse_ptr + slots, highest + tl.log2(total), mask=there)
@@ -94,21 +169,61 @@ def prefix_kernel(q_ptr, kv_ptr, groups_ptr, members_ptr, table_ptr, partial_ptr
             tl.store(parts_ptr + seqs, num_parts + tl.zeros((BLOCK_M,), tl.int32), mask=there & (heads == 0))
 
 
-def prefix_attention(q_THN: torch.Tensor, kv_layer: torch.Tensor, groups: torch.Tensor, members_S: torch.Tensor,
-                     block_tables_RM: torch.Tensor, workspace: DecodeWorkspace, num_seqs: int, num_programs: int, splits: int,
-                     max_parts: int, scale: float, tiles: Tiles | None = None) -> None:
-    """Leaves in the workspace what the groups' queries, all among the first `num_seqs`, make of the keys they share, in at most
-    `max_parts` parts. `decode_attention` of as many `splits` and `max_parts` has to follow at once."""
+def prefix_attention(
+    q_THN: torch.Tensor,
+    kv_layer: torch.Tensor,
+    groups: torch.Tensor,
+    members_S: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    workspace: DecodeWorkspace,
+    num_seqs: int,
+    num_programs: int,
+    splits: int,
+    max_parts: int,
+    scale: float,
+    tiles: Tiles | None = None,
+) -> None:
+    """Leaves in the workspace what the groups' queries, all among the first `num_seqs`, make of the keys they
+    share, in at most `max_parts` parts. `decode_attention` of as many `splits` and `max_parts` has to follow
+    at once."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
-    assert q_THN.stride()[1:] == (head_dim, 1) and kv_layer.stride()[3:] == (head_dim, 1) and block_tables_RM.stride(1) == 1
+    assert (
+        q_THN.stride()[1:] == (head_dim, 1)
+        and kv_layer.stride()[3:] == (head_dim, 1)
+        and block_tables_RM.stride(1) == 1
+    )
     assert groups.shape == (MAX_GROUPS, len(GroupField)) and groups.is_contiguous()
     assert num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
     tiles = tiles or prefix_tiles(head_dim, q_THN.dtype)
     block_m = max(tiles.block_m, triton.next_power_of_2(group))
     prefix_kernel[(num_programs,)](
-        q_THN, kv_layer, groups, members_S, block_tables_RM, workspace.partial, workspace.lse, workspace.parts, scale * LOG2_E,
-        q_THN.stride(0), block_tables_RM.stride(0), *kv_layer.stride()[:3], splits, max_parts,
-        G=num_kv_heads, GROUP=group, N=head_dim, BLOCK_SIZE=block_size, MAX_GROUPS=MAX_GROUPS, MIN_STEPS=max(1, MIN_PART // tiles.block_n),
-        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_Q=block_m // group, N_PAD=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers, **pdl_options())
+        q_THN,
+        kv_layer,
+        groups,
+        members_S,
+        block_tables_RM,
+        workspace.partial,
+        workspace.lse,
+        workspace.parts,
+        scale * LOG2_E,
+        q_THN.stride(0),
+        block_tables_RM.stride(0),
+        *kv_layer.stride()[:3],
+        splits,
+        max_parts,
+        G=num_kv_heads,
+        GROUP=group,
+        N=head_dim,
+        BLOCK_SIZE=block_size,
+        MAX_GROUPS=MAX_GROUPS,
+        MIN_STEPS=max(1, MIN_PART // tiles.block_n),
+        BLOCK_M=block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_Q=block_m // group,
+        N_PAD=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
+        **pdl_options(),
+    )

@@ -1,7 +1,9 @@
-"""Every op in plain PyTorch: what the other modules must compute, and the CPU's path where it has nothing faster.
+"""Every op in plain PyTorch: what the other modules must compute, and the CPU's path where it has nothing
+faster.
 
-T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F intermediate · V vocabulary
-· E experts · R state rows · M blocks a sequence. Norms accumulate in float32 and round as transformers does: normalise, cast, weigh.
+T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F
+intermediate · V vocabulary · E experts · R state rows · M blocks a sequence. Norms accumulate in float32 and
+round as transformers does: normalise, cast, weigh.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import torch.nn.functional as F
 
 from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field, signed
 
-# Shifts and multipliers of a 32-bit finalizer with very little bias, from Wellons' hash prospector; the salts only tell words apart.
+# Shifts and multipliers of a 32-bit finalizer with very little bias, from Wellons' hash prospector; the salts
+# only tell words apart.
 MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 SALT_0, SALT_1 = 0x9E3779B9, 0x3C6EF372
 WORD = 0xFFFFFFFF
-MAX_UNIFORM = 1.0 - 2.0 ** -24
-TILE = 1024                        # tokens that a row without filters draws among, after it has drawn the tile
+MAX_UNIFORM = 1.0 - 2.0**-24
+TILE = 1024  # tokens that a row without filters draws among, after it has drawn the tile
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -26,7 +29,9 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x_TD.dtype) * weight_D
 
 
-def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
     """residual += x in place; returns the norm of the sum."""
     residual_TD += x_TD
     return rms_norm(residual_TD, weight_D, eps)
@@ -41,33 +46,60 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def linear_add(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
-               residual_TO: torch.Tensor) -> torch.Tensor | None:
-    """residual += the product, in place, for None; or leaves the residual alone, and returns the product for another to add."""
+def linear_add(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
+) -> torch.Tensor | None:
+    """residual += the product, in place, for None; or leaves the residual alone, and returns the product for
+    another to add."""
     residual_TO += F.linear(x_TI, weight_OI, bias_O)
     return None
 
 
-def linear_silu_mul(x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
+def linear_silu_mul(
+    x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
+) -> torch.Tensor:
     """The gate (first half of the outputs) and up products, and silu(gate) * up."""
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
 
 
-def add_norm_linear(x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, weight: torch.Tensor,
-                    bias: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear`, or `linear_silu_mul` if gated, of the norm of residual + x (None: of the residual alone); and that sum, which may take the
-    residual's place."""
-    normed_TD = rms_norm(residual_TD, norm_weight_D, eps) if x_TD is None else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+def add_norm_linear(
+    x_TD: torch.Tensor | None,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear`, or `linear_silu_mul` if gated, of the norm of residual + x (None: of the residual alone); and
+    that sum, which may take the residual's place."""
+    normed_TD = (
+        rms_norm(residual_TD, norm_weight_D, eps)
+        if x_TD is None
+        else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+    )
     return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
 
 
-def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
-                       positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
-                       num_heads: int, num_kv_heads: int, keep_k: bool = True) -> None:
-    """Normalises (if there are weights) and rotates the q and k heads of qkv [T, (H + 2G) * N] in place, and stores k and v.
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    rows_T: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    kv_layer: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    keep_k: bool = True,
+) -> None:
+    """Normalises (if there are weights) and rotates the q and k heads of qkv [T, (H + 2G) * N] in place, and
+    stores k and v.
 
-    cos_sin: [max_position, N], cosines then sines. Nothing is stored for padding (row or position -1), whose qkv is left undefined;
-    so may k be, in qkv, if nobody reads it there (not `keep_k`).
+    cos_sin: [max_position, N], cosines then sines. Nothing is stored for padding (row or position -1), whose
+    qkv is left undefined; so may k be, in qkv, if nobody reads it there (not `keep_k`).
     """
     head_dim = cos_sin.shape[1]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -99,9 +131,15 @@ def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
     dst.copy_(src)
 
 
-def begin_decode(rows_B: torch.Tensor, table: torch.Tensor, tokens_B: torch.Tensor, positions_B: torch.Tensor,
-                 kv_lens_B: torch.Tensor) -> None:
-    """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length 0."""
+def begin_decode(
+    rows_B: torch.Tensor,
+    table: torch.Tensor,
+    tokens_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    kv_lens_B: torch.Tensor,
+) -> None:
+    """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length
+    0."""
     padding = rows_B < 0
     rows = rows_B.clamp(min=0).long()
     tokens_B.copy_(table[rows, Field.TOKEN].masked_fill(padding, 0))
@@ -115,19 +153,26 @@ def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Ten
     G rows under grammars, each once, of the S; W int32 words, lowest bit first, which hold V bits or more.
     """
     bit = 1 << torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
-    masks = masks_GW.contiguous().view(torch.uint8)    # by bytes: a quarter of the memory that words take
-    forbidden_GV = ((masks.unsqueeze(-1) & bit) == 0).flatten(1)[:, :logits_SV.shape[1]]
+    masks = masks_GW.contiguous().view(torch.uint8)  # by bytes: a quarter of the memory that words take
+    forbidden_GV = ((masks.unsqueeze(-1) & bit) == 0).flatten(1)[:, : logits_SV.shape[1]]
     logits_SV[rows_G] = logits_SV[rows_G].masked_fill_(forbidden_GV, -math.inf)
 
 
-def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,
-           out_tokens_S: torch.Tensor) -> None:
-    """Draws a token for each s with rows_S[s] >= 0 from logits_BV[s], by the sampling fields of its row, into out_tokens_S and the row.
+def sample(
+    logits_BV: torch.Tensor,
+    rows_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    table: torch.Tensor,
+    out_tokens_S: torch.Tensor,
+) -> None:
+    """Draws a token for each s with rows_S[s] >= 0 from logits_BV[s], by the sampling fields of its row, into
+    out_tokens_S and the row.
 
-    positions_S: of the tokens whose logits these are. A draw depends on logits, fields and position alone, not on the batch:
-    it is the argmax of logits / temperature + Gumbel noise (a draw from the softmax, see Maddison et al. 2014) over the tokens that
-    min_p, top_k and top_p leave, the noise a hash of (seed, position of the drawn token, token). Where they are not used, a TILE of the
-    vocabulary is drawn first, by the log of its mass and noise of its own, then a token of it in that way: the same distribution for the
+    positions_S: of the tokens whose logits these are. A draw depends on logits, fields and position alone,
+    not on the batch: it is the argmax of logits / temperature + Gumbel noise (a draw from the softmax, see
+    Maddison et al. 2014) over the tokens that min_p, top_k and top_p leave, the noise a hash of (seed,
+    position of the drawn token, token). Where they are not used, a TILE of the vocabulary is drawn first, by
+    the log of its mass and noise of its own, then a token of it in that way: the same distribution for the
     noise of few tokens. Greedy: the first of the largest.
     """
     active = [s for s, row in enumerate(rows_S.tolist()) if row >= 0]
@@ -148,7 +193,9 @@ def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Ten
     table[rows, Field.POSITION] = drawn_positions
 
 
-def _draw(logits_V: torch.Tensor, temperature: float, filters: tuple[int, float, float], keys: tuple[int, int]) -> torch.Tensor:
+def _draw(
+    logits_V: torch.Tensor, temperature: float, filters: tuple[int, float, float], keys: tuple[int, int]
+) -> torch.Tensor:
     """One token of one row."""
     if filters == (0, 1.0, 0.0):
         tiles = logits_V.split(TILE)
@@ -161,11 +208,13 @@ def _draw(logits_V: torch.Tensor, temperature: float, filters: tuple[int, float,
     return ids[scores.argmax()]
 
 
-def survivors(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def survivors(
+    logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
     """The ids that min_p, then top_k, then top_p keep. What ties with the last one kept is kept too.
 
-    min_p: at least min_p times as probable as the best. top_k: at least as probable as the k-th. top_p: the mass of what is strictly more
-    probable, of all that the first two left, is below top_p.
+    min_p: at least min_p times as probable as the best. top_k: at least as probable as the k-th. top_p: the
+    mass of what is strictly more probable, of all that the first two left, is below top_p.
     """
     largest = logits_V.max()
     floor = largest + temperature * math.log(min_p) if min_p > 0.0 else torch.full_like(largest, -math.inf)
@@ -176,7 +225,8 @@ def survivors(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: flo
         return ids
     kept = logits_V.index_select(0, ids)
     target = ((kept - largest) / temperature).exp_().sum(dtype=torch.float64) * top_p
-    for size in (64, 1024, 8192, len(kept)):    # few tokens hold most of the mass, and a sort of all takes milliseconds
+    # few tokens hold most of the mass, and a sort of all takes milliseconds
+    for size in (64, 1024, 8192, len(kept)):
         best = kept.topk(min(size, len(kept))).values
         mass = ((best - largest) / temperature).exp_().double().cumsum(0)
         if mass[-1] >= target:
@@ -185,7 +235,8 @@ def survivors(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: flo
 
 
 def noise_keys(seed_low: int, seed_high: int, position: int) -> tuple[int, int]:
-    """Two int32 words that name a draw: they mix the same three words in two orders, so that together they keep 64 bits."""
+    """Two int32 words that name a draw: they mix the same three words in two orders, so that together they
+    keep 64 bits."""
     key_0 = _mix(position ^ _mix(seed_high ^ _mix(seed_low ^ SALT_0)))
     key_1 = _mix(seed_low + _mix(seed_high + _mix(position + SALT_1)))
     return signed(key_0), signed(key_1)
@@ -199,11 +250,13 @@ def _mix(x: int) -> int:
 
 
 def gumbel(key_0: int, key_1: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise of int32 tokens: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits, finest near 0: large noise."""
-    h = (tokens ^ key_0).mul_(signed(MIX_1))    # as `_mix`, but tokens have no high bits to mix down first, and key_1 comes in halfway
+    """Gumbel noise of int32 tokens: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits,
+    finest near 0: large noise."""
+    # as `_mix`, but tokens have no high bits to mix down first, and key_1 comes in halfway
+    h = (tokens ^ key_0).mul_(signed(MIX_1))
     h = _xor_shift(h, 15).bitwise_xor_(key_1).mul_(signed(MIX_2))
     h = _shift(_xor_shift(h, 15), 1)
-    minus_u = h.float().mul_(-2.0 ** -31).sub_(2.0 ** -32).clamp_(min=-MAX_UNIFORM)
+    minus_u = h.float().mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=-MAX_UNIFORM)
     return minus_u.log1p_().neg_().log_().neg_()
 
 
@@ -216,7 +269,9 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
-def route(router_logits_TE: torch.Tensor, top_k: int, norm_topk_prob: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    router_logits_TE: torch.Tensor, top_k: int, norm_topk_prob: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights (float32) and ids of each token's best experts."""
     weights_Tk, experts_Tk = router_logits_TE.float().softmax(dim=-1).topk(top_k, dim=-1)
     if norm_topk_prob:
@@ -224,15 +279,24 @@ def route(router_logits_TE: torch.Tensor, top_k: int, norm_topk_prob: bool) -> t
     return weights_Tk, experts_Tk
 
 
-def moe(x_TD: torch.Tensor, router_logits_TE: torch.Tensor, w13_E2FD: torch.Tensor, w2_EDF: torch.Tensor, top_k: int,
-        norm_topk_prob: bool, residual_TD: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight, in float32. With a residual: adds that to
-    it in place, and returns it."""
+def moe(
+    x_TD: torch.Tensor,
+    router_logits_TE: torch.Tensor,
+    w13_E2FD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    top_k: int,
+    norm_topk_prob: bool,
+    residual_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight, in float32.
+    With a residual: adds that to it in place, and returns it."""
     weights_Tk, experts_Tk = route(router_logits_TE, top_k, norm_topk_prob)
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for expert in experts_Tk.unique().tolist():
         tokens, choice = (experts_Tk == expert).nonzero(as_tuple=True)
         hidden = silu_mul(F.linear(x_TD[tokens], w13_E2FD[expert]))
-        out_TD.index_add_(0, tokens, F.linear(hidden, w2_EDF[expert]).float() * weights_Tk[tokens, choice].unsqueeze(1))
+        out_TD.index_add_(
+            0, tokens, F.linear(hidden, w2_EDF[expert]).float() * weights_Tk[tokens, choice].unsqueeze(1)
+        )
     out_TD = out_TD.to(x_TD.dtype)
     return out_TD if residual_TD is None else residual_TD.add_(out_TD)

@@ -1,9 +1,11 @@
-"""One Triton kernel between the q/k/v product and attention: q/k norm, rotary embedding, and k and v into the paged cache.
+"""One Triton kernel between the q/k/v product and attention: q/k norm, rotary embedding, and k and v into the
+paged cache.
 
-Fused, a head's numbers make one trip through the registers instead of four through memory. A program takes a few heads of one token, as
-two halves [heads, N/2]: rotation pairs element i with i + N/2. What does not come from the product (where the token stands, its slot, its
-angles) is read while the product still runs (pdl.py).
-T tokens · H query heads · G kv heads · N head size · R state rows · M blocks a sequence. Oracle: reference.py.
+Fused, a head's numbers make one trip through the registers instead of four through memory. A program takes a
+few heads of one token, as two halves [heads, N/2]: rotation pairs element i with i + N/2. What does not come
+from the product (where the token stands, its slot, its angles) is read while the product still runs (pdl.py).
+T tokens · H query heads · G kv heads · N head size · R state rows · M blocks a sequence. Oracle:
+reference.py.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import triton.language as tl
 
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 
-ONE_WAVE = 1024    # tokens, whose programs are about as many as run at once
+ONE_WAVE = 1024  # tokens, whose programs are about as many as run at once
 
 
 @triton.jit
 def _weight(q_weight_ptr, k_weight_ptr, is_q, i, mask):
-    return tl.where(is_q, tl.load(q_weight_ptr + i, mask=mask, other=0.0), tl.load(k_weight_ptr + i, mask=mask, other=0.0)).to(tl.float32)
+    return tl.where(
+        is_q, tl.load(q_weight_ptr + i, mask=mask, other=0.0), tl.load(k_weight_ptr + i, mask=mask, other=0.0)
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -29,9 +33,30 @@ def _halves(ptr, mask, N: tl.constexpr):
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-        qkv_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, rows_ptr, tables_ptr, kv_ptr, table_stride, block_stride,
-        kv_stride, head_stride, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-        HEADS: tl.constexpr, HALF: tl.constexpr, ONE_WAVE: tl.constexpr, KEEP_K: tl.constexpr, PDL: tl.constexpr):
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    cos_sin_ptr,
+    positions_ptr,
+    rows_ptr,
+    tables_ptr,
+    kv_ptr,
+    table_stride,
+    block_stride,
+    kv_stride,
+    head_stride,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    ONE_WAVE: tl.constexpr,
+    KEEP_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -39,7 +64,7 @@ def _qk_norm_rope_store_kernel(
     in_half = i < N // 2
     mask = (head < H + 2 * G) & in_half
     first_ptr = qkv_ptr + token * (H + 2 * G) * N + head * N + i
-    if not ONE_WAVE:    # most programs have nothing to wait for: all that they need is asked for at once
+    if not ONE_WAVE:  # most programs have nothing to wait for: all that they need is asked for at once
         wait_for_previous(PDL)
         first, second = _halves(first_ptr, mask, N)
     position = tl.load(positions_ptr + token, cache_modifier=".cg")
@@ -48,7 +73,9 @@ def _qk_norm_rope_store_kernel(
     angle_ptr = cos_sin_ptr + position.to(tl.int64) * N + i
     cos = tl.load(angle_ptr, mask=in_half & is_token, other=0.0)
     sin = tl.load(angle_ptr + N // 2, mask=in_half & is_token, other=0.0)
-    block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_token, other=0, cache_modifier=".cg").to(tl.int64)
+    block = tl.load(
+        tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_token, other=0, cache_modifier=".cg"
+    ).to(tl.int64)
     if HAS_NORM:
         weight1 = _weight(q_weight_ptr, k_weight_ptr, head < H, i, in_half)
         weight2 = _weight(q_weight_ptr + N // 2, k_weight_ptr + N // 2, head < H, i, in_half)
@@ -72,33 +99,78 @@ def _qk_norm_rope_store_kernel(
     tl.store(first_ptr + N // 2, second, mask=rotated)
     stored = mask & (head >= H)
     kv_head = tl.where(is_v, head - H - G, head - H)
-    slot_ptr = kv_ptr + block * block_stride + is_v * kv_stride + kv_head * head_stride + (position % BLOCK_SIZE) * N + i
+    slot_ptr = (
+        kv_ptr
+        + block * block_stride
+        + is_v * kv_stride
+        + kv_head * head_stride
+        + (position % BLOCK_SIZE) * N
+        + i
+    )
     tl.store(slot_ptr, first, mask=stored)
     tl.store(slot_ptr + N // 2, second, mask=stored)
 
 
-def qk_norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor,
-                       positions_T: torch.Tensor, rows_T: torch.Tensor, block_tables_RM: torch.Tensor, kv_layer: torch.Tensor,
-                       num_heads: int, num_kv_heads: int, keep_k: bool = True) -> None:
-    """In place on qkv [T, (H + 2G) * N] and into the cache; padding tokens (row or position -1) are left alone. k that nobody reads in qkv
-    (not `keep_k`) is not written back for many tokens: 16,384 of 32 heads took 155 us, then 125, and 111 with 32 bytes a thread."""
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    rows_T: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    kv_layer: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    keep_k: bool = True,
+) -> None:
+    """In place on qkv [T, (H + 2G) * N] and into the cache; padding tokens (row or position -1) are left
+    alone. k that nobody reads in qkv (not `keep_k`) is not written back for many tokens: 16,384 of 32 heads
+    took 155 us, then 125, and 111 with 32 bytes a thread."""
     head_dim, num_tokens = cos_sin.shape[1], qkv.shape[0]
     assert qkv.is_contiguous() and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
-    assert (q_weight is None) == (k_weight is None) and kv_layer.stride(3) == head_dim and kv_layer.stride(4) == 1
+    assert (
+        (q_weight is None) == (k_weight is None)
+        and kv_layer.stride(3) == head_dim
+        and kv_layer.stride(4) == 1
+    )
     all_heads = num_heads + 2 * num_kv_heads
     half = triton.next_power_of_2(head_dim // 2)
     heads = heads_per_program(num_tokens, all_heads)
     _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
-        qkv, q_weight, k_weight, eps, cos_sin, positions_T, rows_T, block_tables_RM, kv_layer,
-        block_tables_RM.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2),
-        H=num_heads, G=num_kv_heads, N=head_dim, HAS_NORM=q_weight is not None, BLOCK_SIZE=kv_layer.shape[3],
-        HEADS=heads, HALF=half, ONE_WAVE=num_tokens <= ONE_WAVE, KEEP_K=keep_k or num_tokens <= ONE_WAVE,    # a variant less
-        num_warps=max(1, min(heads * half // (256 if num_tokens <= ONE_WAVE else 512), 8)), **pdl_options())
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        cos_sin,
+        positions_T,
+        rows_T,
+        block_tables_RM,
+        kv_layer,
+        block_tables_RM.stride(0),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        H=num_heads,
+        G=num_kv_heads,
+        N=head_dim,
+        HAS_NORM=q_weight is not None,
+        BLOCK_SIZE=kv_layer.shape[3],
+        # a variant less
+        HEADS=heads,
+        HALF=half,
+        ONE_WAVE=num_tokens <= ONE_WAVE,
+        KEEP_K=keep_k or num_tokens <= ONE_WAVE,
+        num_warps=max(1, min(heads * half // (256 if num_tokens <= ONE_WAVE else 512), 8)),
+        **pdl_options(),
+    )
 
 
 def heads_per_program(num_tokens: int, all_heads: int) -> int:
-    """Few for a handful of tokens, to spread them over the GPU; many for the rest, to share the loads of cos and sin: 16,384 tokens of 32
-    heads 95 us with 16, 88 with 32; of 48 heads 135, and 146 as a third of a program's would be masked."""
+    """Few for a handful of tokens, to spread them over the GPU; many for the rest, to share the loads of cos
+    and sin: 16,384 tokens of 32 heads 95 us with 16, 88 with 32; of 48 heads 135, and 146 as a third of a
+    program's would be masked."""
     if num_tokens <= 64:
         return min(triton.next_power_of_2(all_heads), 4)
     return 32 if all_heads % 32 == 0 else min(triton.next_power_of_2(all_heads), 16)

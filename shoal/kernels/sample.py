@@ -1,11 +1,15 @@
-"""Sampling in Triton, for a captured graph: fixed launches, every row by its own fields, no sort of the vocabulary. Meaning: reference.py.
+"""Sampling in Triton, for a captured graph: fixed launches, every row by its own fields, no sort of the
+vocabulary. Meaning: reference.py.
 
-1. `_measure_tiles`, a program a (few tiles of the vocabulary, row): each tile's largest logit and mass; for a row with filters (top_k,
+1. `_measure_tiles`, a program a (few tiles of the vocabulary, row): each tile's largest logit and mass; for a
+row with filters (top_k,
    top_p, min_p) the largest logit of each GROUP of tokens, too.
-2. `_pick`, a program a row: draws a tile by its mass, then a token of that tile, so noise is made for one tile's tokens only. For a row
-   with filters it first finds the threshold logit by bisection over the bits of logits. Everything above the 128 best groups' runner-up
-   lies in those groups, so if the threshold does too (top_k 20, or top_p 0.95 of a language model: nearly always), it is found among
-   4096 logits; if not, in passes over the row, ten times slower.
+2. `_pick`, a program a row: draws a tile by its mass, then a token of that tile, so noise is made for one
+tile's tokens only. For a row
+   with filters it first finds the threshold logit by bisection over the bits of logits. Everything above the
+   128 best groups' runner-up lies in those groups, so if the threshold does too (top_k 20, or top_p 0.95 of a
+   language model: nearly always), it is found among 4096 logits; if not, in passes over the row, ten times
+   slower.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from shoal.kernels import reference
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 from shoal.kernels.state import MIN_TEMPERATURE, Field
 
-GROUP = tl.constexpr(32)          # tokens that share one maximum
+GROUP = tl.constexpr(32)  # tokens that share one maximum
 BEST_GROUPS = tl.constexpr(128)
-WIDE = tl.constexpr(8192)         # tokens a piece of a pass over the row
+WIDE = tl.constexpr(8192)  # tokens a piece of a pass over the row
 
 SEED_LOW, SEED_HIGH = tl.constexpr(Field.SEED_LOW.value), tl.constexpr(Field.SEED_HIGH.value)
 TEMPERATURE, TOP_K = tl.constexpr(Field.TEMPERATURE.value), tl.constexpr(Field.TOP_K.value)
@@ -29,8 +33,8 @@ TOKEN, POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.v
 COLDEST = tl.constexpr(MIN_TEMPERATURE)
 MIX_1, MIX_2 = tl.constexpr(reference.MIX_1), tl.constexpr(reference.MIX_2)
 SALT_0, SALT_1 = tl.constexpr(reference.SALT_0), tl.constexpr(reference.SALT_1)
-LOWEST = tl.constexpr(-3.4e38)    # below every finite logit, above -inf
-KEY_OF_NOTHING = tl.constexpr(-0x7F800001)    # of -inf
+LOWEST = tl.constexpr(-3.4e38)  # below every finite logit, above -inf
+KEY_OF_NOTHING = tl.constexpr(-0x7F800001)  # of -inf
 LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAX_UNIFORM = tl.constexpr(reference.MAX_UNIFORM)
@@ -54,11 +58,17 @@ def _noise_keys(fields_ptr, position):
 
 @triton.jit
 def _log(x):
-    """By the hardware's log2, right to 2**-22: the exact one would be half of all instructions, and noise needs no last bit."""
+    """By the hardware's log2, right to 2**-22: the exact one would be half of all instructions, and noise
+    needs no last bit."""
     if INTERPRETED:
         return tl.log(x)
-    else:    # noqa: RET505 -- decided while compiling
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1) * LN_2
+    else:  # noqa: RET505 -- decided while compiling
+        return (
+            tl.inline_asm_elementwise(
+                "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            )
+            * LN_2
+        )
 
 
 @triton.jit
@@ -86,7 +96,8 @@ def _has_filters(fields_ptr):
 
 @triton.jit
 def _workspace(work_ptr, s, V: tl.constexpr):
-    """A row's scratch: the largest logit of each tile, its mass relative to that; the largest logit of each group; a list of groups."""
+    """A row's scratch: the largest logit of each tile, its mass relative to that; the largest logit of each
+    group; a list of groups."""
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     groups: tl.constexpr = (V + GROUP - 1) // GROUP
     best_ptr = work_ptr + s * (2 * tiles + groups + BEST_GROUPS)
@@ -95,17 +106,27 @@ def _workspace(work_ptr, s, V: tl.constexpr):
 
 
 @triton.jit
-def _measure_tiles(logits_ptr, rows_ptr, table_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr, TILES: tl.constexpr,
-                   PDL: tl.constexpr):
+def _measure_tiles(
+    logits_ptr,
+    rows_ptr,
+    table_ptr,
+    work_ptr,
+    logits_stride,
+    table_stride,
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     start_next(PDL)
     s = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    if TILES > 1:    # most programs have nothing to wait for: all that they need is asked for at once
+    if TILES > 1:  # most programs have nothing to wait for: all that they need is asked for at once
         wait_for_previous(PDL)
         loaded = tl.load(logits_ptr + s * logits_stride + token, mask=token < V, other=float("-inf"))
     row = tl.load(rows_ptr + s, cache_modifier=".cg").to(tl.int64)
-    fields_ptr = table_ptr + tl.maximum(row, 0) * table_stride    # a step's constants: of few rows they are read before the wait
+    # a step's constants: of few rows they are read before the wait
+    fields_ptr = table_ptr + tl.maximum(row, 0) * table_stride
     has_filters = _has_filters(fields_ptr)
     scale = 1.0 / tl.maximum(_load_float(fields_ptr + TEMPERATURE), COLDEST)
     if TILES == 1:
@@ -117,7 +138,11 @@ def _measure_tiles(logits_ptr, rows_ptr, table_ptr, work_ptr, logits_stride, tab
     best_ptr, mass_ptr, group_ptr, _ = _workspace(work_ptr, s, V)
     if has_filters:
         group = tl.program_id(0) * (TILES * TILE // GROUP) + tl.arange(0, TILES * TILE // GROUP)
-        tl.store(group_ptr + group, tl.max(tl.reshape(logits, (TILES * TILE // GROUP, GROUP)), axis=1), mask=group * GROUP < V)
+        tl.store(
+            group_ptr + group,
+            tl.max(tl.reshape(logits, (TILES * TILE // GROUP, GROUP)), axis=1),
+            mask=group * GROUP < V,
+        )
     best = tl.max(logits, axis=1)
     masses = tl.where(logits > float("-inf"), tl.exp((logits - best[:, None]) * scale), 0.0)
     tl.store(best_ptr + tile, best, mask=tile * TILE < V)
@@ -127,18 +152,19 @@ def _measure_tiles(logits_ptr, rows_ptr, table_ptr, work_ptr, logits_stride, tab
 @triton.jit
 def _order_key(logits, SHIFT: tl.constexpr):
     """int32s in the order of the floats; the bits that a 16-bit float leaves constant are shifted out."""
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)    # -0 becomes 0
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def _middle(low, high):
-    return (low & high) + ((low ^ high) >> 1)    # (low + high) // 2 without overflow
+    return (low & high) + ((low ^ high) >> 1)  # (low + high) // 2 without overflow
 
 
 @triton.jit
 def _best_groups(group_ptr, list_ptr, largest, V: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
-    """Lists the groups with the largest maxima, BEST_GROUPS at most; returns their number and the largest logit of all others."""
+    """Lists the groups with the largest maxima, BEST_GROUPS at most; returns their number and the largest
+    logit of all others."""
     group = tl.arange(0, BLOCK)
     group_best = tl.load(group_ptr + group, mask=group * GROUP < V, other=float("-inf"))
     keys = _order_key(group_best, SHIFT)
@@ -149,7 +175,7 @@ def _best_groups(group_ptr, list_ptr, largest, V: tl.constexpr, BLOCK: tl.conste
         low, high = tl.where(few, low, middle), tl.where(few, middle, high)
     listed = keys >= high
     tl.store(list_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, group, mask=listed)
-    tl.debug_barrier()    # the list is read by other threads
+    tl.debug_barrier()  # the list is read by other threads
     return tl.sum(listed.to(tl.int32), axis=0), tl.max(tl.where(listed, float("-inf"), group_best), axis=0)
 
 
@@ -170,9 +196,21 @@ def _weigh(logits, key, floor, largest, scale, BY_MASS: tl.constexpr, SHIFT: tl.
 
 
 @triton.jit
-def _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, scale, V: tl.constexpr, BY_MASS: tl.constexpr,
-             SHIFT: tl.constexpr):
-    """The mass, or the number, of logits of at least `key` and `floor`, among the listed groups or (wide) the whole row."""
+def _measure(
+    row_ptr,
+    list_ptr,
+    num_listed,
+    wide,
+    key,
+    floor,
+    largest,
+    scale,
+    V: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The mass, or the number, of logits of at least `key` and `floor`, among the listed groups or (wide) the
+    whole row."""
     if wide:
         sums = tl.zeros((WIDE,), tl.float32)
         for start in range(0, V, WIDE):
@@ -187,25 +225,54 @@ def _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, scale, V:
 
 
 @triton.jit
-def _largest_key(row_ptr, list_ptr, num_listed, wide, low, target, floor, largest, scale, V: tl.constexpr, BY_MASS: tl.constexpr,
-                 SHIFT: tl.constexpr):
+def _largest_key(
+    row_ptr,
+    list_ptr,
+    num_listed,
+    wide,
+    low,
+    target,
+    floor,
+    largest,
+    scale,
+    V: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
     """The largest key that leaves a mass (or number) of at least `target`; `low` if none above it does."""
     high = _order_key(largest, SHIFT) + 1
     while low + 1 < high:
         middle = _middle(low, high)
-        enough = _measure(row_ptr, list_ptr, num_listed, wide, middle, floor, largest, scale, V, BY_MASS, SHIFT) >= target
+        enough = (
+            _measure(row_ptr, list_ptr, num_listed, wide, middle, floor, largest, scale, V, BY_MASS, SHIFT)
+            >= target
+        )
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     return low
 
 
 @triton.jit
-def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, temperature, key_0, key_1, V: tl.constexpr,
-                   GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+def _draw_filtered(
+    row_ptr,
+    fields_ptr,
+    group_ptr,
+    list_ptr,
+    largest,
+    total,
+    temperature,
+    key_0,
+    key_1,
+    V: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
     """A token of a row with filters. total: the mass of all its logits, relative to the largest."""
     top_k = tl.load(fields_ptr + TOP_K, cache_modifier=".cg")
     top_p, min_p = _load_float(fields_ptr + TOP_P), _load_float(fields_ptr + MIN_P)
     scale = 1.0 / temperature
-    floor = tl.where(min_p > 0.0, tl.maximum(largest + temperature * tl.log(tl.maximum(min_p, 1e-38)), LOWEST), LOWEST)
+    floor = tl.where(
+        min_p > 0.0, tl.maximum(largest + temperature * tl.log(tl.maximum(min_p, 1e-38)), LOWEST), LOWEST
+    )
     num_listed, rest = _best_groups(group_ptr, list_ptr, largest, V, GROUPS_BLOCK, SHIFT)
 
     # Everything above `rest` is in the listed groups. Does what the filters keep lie above it?
@@ -217,11 +284,15 @@ def _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, tem
     key = tl.where(wide, KEY_OF_NOTHING >> SHIFT, key)
 
     if top_k > 0:
-        key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_k, floor, largest, scale, V, False, SHIFT)
+        key = _largest_key(
+            row_ptr, list_ptr, num_listed, wide, key, top_k, floor, largest, scale, V, False, SHIFT
+        )
     if top_p < 1.0:
         if not only_top_p:
             total = _measure(row_ptr, list_ptr, num_listed, wide, key, floor, largest, scale, V, True, SHIFT)
-        key = _largest_key(row_ptr, list_ptr, num_listed, wide, key, top_p * total, floor, largest, scale, V, True, SHIFT)
+        key = _largest_key(
+            row_ptr, list_ptr, num_listed, wide, key, top_p * total, floor, largest, scale, V, True, SHIFT
+        )
 
     if wide:
         best = tl.full((WIDE,), float("-inf"), tl.float32)
@@ -262,8 +333,21 @@ def _draw(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V: tl.c
 
 
 @triton.jit
-def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, logits_stride, table_stride, V: tl.constexpr,
-          TILES_BLOCK: tl.constexpr, GROUPS_BLOCK: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr):
+def _pick(
+    logits_ptr,
+    rows_ptr,
+    positions_ptr,
+    table_ptr,
+    out_ptr,
+    work_ptr,
+    logits_stride,
+    table_stride,
+    V: tl.constexpr,
+    TILES_BLOCK: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     start_next(PDL)
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + s, cache_modifier=".cg").to(tl.int64)
@@ -284,35 +368,82 @@ def _pick(logits_ptr, rows_ptr, positions_ptr, table_ptr, out_ptr, work_ptr, log
     largest = tl.max(best, axis=0)
     if has_filters:
         total = tl.sum(mass * tl.exp((best - largest) * (1.0 / temperature)), axis=0)
-        drawn = _draw_filtered(row_ptr, fields_ptr, group_ptr, list_ptr, largest, total, temperature, key_0, key_1, V, GROUPS_BLOCK, SHIFT)
+        drawn = _draw_filtered(
+            row_ptr,
+            fields_ptr,
+            group_ptr,
+            list_ptr,
+            largest,
+            total,
+            temperature,
+            key_0,
+            key_1,
+            V,
+            GROUPS_BLOCK,
+            SHIFT,
+        )
     else:
         drawn = _draw(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V)
-    drawn = tl.minimum(tl.maximum(drawn, 0), V - 1)    # logits of NaN must not become a wild address
+    drawn = tl.minimum(tl.maximum(drawn, 0), V - 1)  # logits of NaN must not become a wild address
     tl.store(out_ptr + s, drawn)
     tl.store(fields_ptr + TOKEN, drawn)
     tl.store(fields_ptr + POSITION, position)
 
 
 PICK_WARPS = 16
-SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}    # bits of a float32 that the type does not have
+# bits of a float32 that the type does not have
+SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
-def sample(logits_BV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor,
-           out_tokens_S: torch.Tensor) -> None:
+def sample(
+    logits_BV: torch.Tensor,
+    rows_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    table: torch.Tensor,
+    out_tokens_S: torch.Tensor,
+) -> None:
     """Draws a token for each row of rows_S that is not -1, into out_tokens_S and into the row."""
     assert logits_BV.stride(1) == 1
     num_seqs, vocab_size = rows_S.shape[0], logits_BV.shape[1]
     num_tiles, num_groups = triton.cdiv(vocab_size, TILE.value), triton.cdiv(vocab_size, GROUP.value)
-    work = torch.empty((num_seqs, 2 * num_tiles + num_groups + BEST_GROUPS.value), dtype=torch.float32, device=logits_BV.device)
+    work = torch.empty(
+        (num_seqs, 2 * num_tiles + num_groups + BEST_GROUPS.value),
+        dtype=torch.float32,
+        device=logits_BV.device,
+    )
     tiles = tiles_per_program(num_seqs)
     _measure_tiles[(triton.cdiv(num_tiles, tiles), num_seqs)](
-        logits_BV, rows_S, table, work, logits_BV.stride(0), table.stride(0), V=vocab_size, TILES=tiles,
-        num_warps=1, **pdl_options())    # a tile's sums need no barrier then, and are the same for few rows and many
-    _pick[(num_seqs,)](logits_BV, rows_S, positions_S, table, out_tokens_S, work, logits_BV.stride(0), table.stride(0), V=vocab_size,
-                       TILES_BLOCK=triton.next_power_of_2(num_tiles), GROUPS_BLOCK=triton.next_power_of_2(num_groups),
-                       SHIFT=SHIFTS[logits_BV.dtype], num_warps=PICK_WARPS, **pdl_options())
+        logits_BV,
+        rows_S,
+        table,
+        work,
+        logits_BV.stride(0),
+        table.stride(0),
+        V=vocab_size,
+        TILES=tiles,
+        # a tile's sums need no barrier then, and are the same for few rows and many
+        num_warps=1,
+        **pdl_options(),
+    )
+    _pick[(num_seqs,)](
+        logits_BV,
+        rows_S,
+        positions_S,
+        table,
+        out_tokens_S,
+        work,
+        logits_BV.stride(0),
+        table.stride(0),
+        V=vocab_size,
+        TILES_BLOCK=triton.next_power_of_2(num_tiles),
+        GROUPS_BLOCK=triton.next_power_of_2(num_groups),
+        SHIFT=SHIFTS[logits_BV.dtype],
+        num_warps=PICK_WARPS,
+        **pdl_options(),
+    )
 
 
 def tiles_per_program(num_seqs: int) -> int:
-    """Few rows: many small programs occupy the GPU. Many: more loads in flight a program. 256 rows 57 us to 32; four tiles by a warp 36."""
+    """Few rows: many small programs occupy the GPU. Many: more loads in flight a program. 256 rows 57 us to
+    32; four tiles by a warp 36."""
     return 1 if num_seqs <= 16 else 2

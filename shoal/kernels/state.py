@@ -1,9 +1,11 @@
-"""The batch state on the device: one flat int32 tensor, changed only by (address, value) pairs. This file says what lies where.
+"""The batch state on the device: one flat int32 tensor, changed only by (address, value) pairs. This file
+says what lies where.
 
-First the active decode rows in batch order (-1: padding); then what decodes share: of each in batch order how many of its first tokens
-its group shares (0: none), the groups' members one group after the other, as indices into the batch, and the table of groups; then one
-row a sequence: its fields, then its block table; last a spare row, nobody's, where writes through index -1 end up.
-The host's mirror of it: engine/batch.py. Who reads it: the kernels. No Triton here.
+First the active decode rows in batch order (-1: padding); then what decodes share: of each in batch order how
+many of its first tokens its group shares (0: none), the groups' members one group after the other, as indices
+into the batch, and the table of groups; then one row a sequence: its fields, then its block table; last a
+spare row, nobody's, where writes through index -1 end up. The host's mirror of it: engine/batch.py. Who reads
+it: the kernels. No Triton here.
 """
 
 from __future__ import annotations
@@ -17,29 +19,30 @@ import torch
 class Field(IntEnum):
     """Columns of a state row before its block table. Floats are stored as their bits."""
 
-    TOKEN = 0          # the last sampled id: the next input
-    POSITION = 1       # that token's position: the number of tokens in the cache before it
+    TOKEN = 0  # the last sampled id: the next input
+    POSITION = 1  # that token's position: the number of tokens in the cache before it
     SEED_LOW = 2
     SEED_HIGH = 3
-    TEMPERATURE = 4    # float32 bits; below MIN_TEMPERATURE the row is greedy
-    TOP_K = 5          # 0: off
-    TOP_P = 6          # float32 bits; 1: off
-    MIN_P = 7          # float32 bits; 0: off
+    TEMPERATURE = 4  # float32 bits; below MIN_TEMPERATURE the row is greedy
+    TOP_K = 5  # 0: off
+    TOP_P = 6  # float32 bits; 1: off
+    MIN_P = 7  # float32 bits; 0: off
 
 
 class GroupField(IntEnum):
-    """Columns of the table of groups, of sequences whose first blocks are the same. Unused ones have 0 members and length 0."""
+    """Columns of the table of groups, of sequences whose first blocks are the same. Unused ones have 0
+    members and length 0."""
 
-    START = 0     # of its members in the list of all
+    START = 0  # of its members in the list of all
     COUNT = 1
-    LENGTH = 2    # tokens they share, whole blocks
-    ROW = 3       # a member's: whose block table to read
+    LENGTH = 2  # tokens they share, whole blocks
+    ROW = 3  # a member's: whose block table to read
 
 
-MAX_GROUPS = 32            # as many as a warp has threads: all are looked at at once
-FIELDS = 16                # 64 bytes, so that block tables are aligned
-MIN_TEMPERATURE = 1e-5     # as vLLM: below it, dividing by the temperature means nothing
-_ALIGNMENT = 16            # int32s: rows start on 64 bytes
+MAX_GROUPS = 32  # as many as a warp has threads: all are looked at at once
+FIELDS = 16  # 64 bytes, so that block tables are aligned
+MIN_TEMPERATURE = 1e-5  # as vLLM: below it, dividing by the temperature means nothing
+_ALIGNMENT = 16  # int32s: rows start on 64 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,11 @@ class StateLayout:
     def prefix_spans(self) -> tuple[slice, slice, slice]:
         """Lengths, members and groups, in the `prefix_size` ints from `prefix_address` on."""
         stride = _aligned(self.num_rows)
-        return slice(0, self.num_rows), slice(stride, stride + self.num_rows), slice(2 * stride, self.prefix_size)
+        return (
+            slice(0, self.num_rows),
+            slice(stride, stride + self.num_rows),
+            slice(2 * stride, self.prefix_size),
+        )
 
     @property
     def prefix_size(self) -> int:
@@ -80,16 +87,16 @@ class StateLayout:
 
     def active(self, state: torch.Tensor) -> torch.Tensor:
         """rows_B: [num_rows]."""
-        return state[:self.num_rows]
+        return state[: self.num_rows]
 
     def prefixes(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """prefix_lens_B and members_B, [num_rows] each, and the groups, [MAX_GROUPS, 4]."""
-        lens_B, members_B, groups = (state[self.prefix_address:][span] for span in self.prefix_spans)
+        lens_B, members_B, groups = (state[self.prefix_address :][span] for span in self.prefix_spans)
         return lens_B, members_B, groups.view(MAX_GROUPS, len(GroupField))
 
     def table(self, state: torch.Tensor) -> torch.Tensor:
         """[num_rows + 1, FIELDS + M]: what `sample` and `begin_decode` take."""
-        return state[self.row_address(0):].view(self.num_rows + 1, self.row_stride)
+        return state[self.row_address(0) :].view(self.num_rows + 1, self.row_stride)
 
     def block_tables(self, state: torch.Tensor) -> torch.Tensor:
         """block_tables_RM: a strided view of `table`."""

@@ -9,6 +9,20 @@ from shoal.kernels.reference import keep_bits
 from shoal.kernels.rope import qk_norm_rope_store
 from shoal.kernels.sample import sample
 
-__all__ = ["add_norm_linear", "add_rms_norm", "apply_updates", "begin_decode", "copy_ints", "embed",
-           "keep_bits", "linear", "linear_add", "linear_silu_mul", "moe", "qk_norm_rope_store", "rms_norm",
-           "sample", "silu_mul"]
+__all__ = [
+    "add_norm_linear",
+    "add_rms_norm",
+    "apply_updates",
+    "begin_decode",
+    "copy_ints",
+    "embed",
+    "keep_bits",
+    "linear",
+    "linear_add",
+    "linear_silu_mul",
+    "moe",
+    "qk_norm_rope_store",
+    "rms_norm",
+    "sample",
+    "silu_mul",
+]

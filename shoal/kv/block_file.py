@@ -1,8 +1,10 @@
-"""A KV block outside of the device: what it is (BlockMeta), how its bytes are meant (BlockSpec), and the file that holds it (BlockFormat).
+"""A KV block outside of the device: what it is (BlockMeta), how its bytes are meant (BlockSpec), and the file
+that holds it (BlockFormat).
 
-A file: magic with the version (8 bytes), xxh3-128 of all that follows (16), length of the header (4, little-endian), header (msgpack),
-zeros up to a whole page, data. Who reads a file knows which block it wants, so it builds the header itself and compares bytes: version,
-fingerprint, spec, key, parent, tokens and extra keys at once. Functions of bytes: no I/O, no torch.
+A file: magic with the version (8 bytes), xxh3-128 of all that follows (16), length of the header (4,
+little-endian), header (msgpack), zeros up to a whole page, data. Who reads a file knows which block it wants,
+so it builds the header itself and compares bytes: version, fingerprint, spec, key, parent, tokens and extra
+keys at once. Functions of bytes: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -17,32 +19,33 @@ import msgspec
 import xxhash
 
 MAGIC = b"SHOALKV1"
-HEADER_AT = len(MAGIC) + 16    # its length and itself; before them the checksum
-PAGE = 4096                    # file systems give space, and direct I/O wants places in files and memory, in such pieces
+HEADER_AT = len(MAGIC) + 16  # its length and itself; before them the checksum
+PAGE = 4096  # file systems give space, and direct I/O wants places in files and memory, in such pieces
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What a full block is. `key` alone is enough to find it; the rest proves that it is the one that is meant."""
+    """What a full block is. `key` alone is enough to find it; the rest proves that it is the one that is
+    meant."""
 
     key: bytes
-    parent: bytes | None                                  # key of the block before it; None for a first one
+    parent: bytes | None  # key of the block before it; None for a first one
     token_ids: Sequence[int]
-    extra: tuple[str | None, str | None] = (None, None)   # adapter, cache salt
+    extra: tuple[str | None, str | None] = (None, None)  # adapter, cache salt
 
 
-Event = BlockMeta | bytes    # of a tier: a block was stored, or the one of this key was removed
+Event = BlockMeta | bytes  # of a tier: a block was stored, or the one of this key was removed
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
     """How the bytes of a rank's blocks are meant. Blocks of different specs are of no use to each other."""
 
-    layout: str         # order of the dimensions and their sizes, such as "[36, 2, 8, 16, 128]"
+    layout: str  # order of the dimensions and their sizes, such as "[36, 2, 8, 16, 128]"
     dtype: str
     block_bytes: int
-    block_size: int     # tokens
+    block_size: int  # tokens
     tp_rank: int = 0
     tp_size: int = 1
 
@@ -74,28 +77,28 @@ class BlockFormat:
         return PAGE + self.spec.block_bytes
 
     def problem(self, meta: BlockMeta, front: Buffer, data: Buffer) -> str | None:
-        """What is wrong with a file: "damaged", "foreign" (another model's, layout's or version's), "different" (another block's). None:
-        it is this block. Nothing in it is trusted."""
+        """What is wrong with a file: "damaged", "foreign" (another model's, layout's or version's),
+        "different" (another block's). None: it is this block. Nothing in it is trusted."""
         front = bytes(front)
-        if front[:len(MAGIC)] != MAGIC:
+        if front[: len(MAGIC)] != MAGIC:
             return "foreign" if front.startswith(MAGIC[:-1]) else "damaged"
         header = front[HEADER_AT:]
-        if front[len(MAGIC):HEADER_AT] != _checksum(header, data):
+        if front[len(MAGIC) : HEADER_AT] != _checksum(header, data):
             return "damaged"
         if header == self._header(meta):
             return None
         try:
-            found: Any = msgspec.msgpack.decode(header[4:4 + int.from_bytes(header[:4], "little")])
+            found: Any = msgspec.msgpack.decode(header[4 : 4 + int.from_bytes(header[:4], "little")])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return "damaged"
-        ours = isinstance(found, list) and found[:len(self._identity)] == self._identity
+        ours = isinstance(found, list) and found[: len(self._identity)] == self._identity
         return "different" if ours else "foreign"
 
     def _header(self, meta: BlockMeta) -> bytes:
         tokens = array("I", meta.token_ids)
         if sys.byteorder == "big":
             tokens.byteswap()
-        extra = [part and part.encode("utf-8", "surrogatepass") for part in meta.extra]    # as in the keys
+        extra = [part and part.encode("utf-8", "surrogatepass") for part in meta.extra]  # as in the keys
         header = msgspec.msgpack.encode([*self._identity, meta.key, meta.parent, tokens.tobytes(), *extra])
         header = len(header).to_bytes(4, "little") + header
         return header + bytes(-(HEADER_AT + len(header)) % PAGE)

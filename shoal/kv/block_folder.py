@@ -1,9 +1,11 @@
-"""The folder in which a rank keeps blocks as files, and what others have left beside it. Raises OSError; the books are disk.py's.
+"""The folder in which a rank keeps blocks as files, and what others have left beside it. Raises OSError; the
+books are disk.py's.
 
     path / fingerprint / group of the spec / rank / first byte of the key / key.kv
 
-A file is written in a folder of its writer's and renamed when it is whole. Locks on folders tell whose owner lives: a lock ends with its
-process, whatever ends that. Where the file system has no locks, nobody is thought dead, and leftovers stay.
+A file is written in a folder of its writer's and renamed when it is whole. Locks on folders tell whose owner
+lives: a lock ends with its process, whatever ends that. Where the file system has no locks, nobody is thought
+dead, and leftovers stay.
 """
 
 from __future__ import annotations
@@ -25,21 +27,23 @@ SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 RANK = re.compile(r"rank(\d+)")
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 WRITING = "writing-"
-NOT_OURS = (FileNotFoundError, NotADirectoryError, PermissionError)    # folders that others took away, never made, or keep to themselves
+# folders that others took away, never made, or keep to themselves
+NOT_OURS = (FileNotFoundError, NotADirectoryError, PermissionError)
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class BlockFolder:
-    """Files are written past the page cache where memory and file system allow: at twice the rate for a tenth of the CPU time."""
+    """Files are written past the page cache where memory and file system allow: at twice the rate for a tenth
+    of the CPU time."""
 
     def __init__(self, path: str, fingerprint: bytes, spec: BlockSpec) -> None:
         self.path, self.spec = path, spec
         self.group = os.path.join(path, fingerprint.hex(), spec.group)
         self.root = os.path.join(self.group, f"rank{spec.tp_rank}")
         self.direct = hasattr(os, "O_DIRECT")
-        self._unfinished = ""            # the folder of files that we are writing
-        self._locks: list[int] = []      # descriptors
-        self._made: set[str] = set()     # subfolders that are there
+        self._unfinished = ""  # the folder of files that we are writing
+        self._locks: list[int] = []  # descriptors
+        self._made: set[str] = set()  # subfolders that are there
 
     def file(self, key: bytes) -> str:
         name = key.hex()
@@ -48,7 +52,8 @@ class BlockFolder:
     # Life
 
     def enter(self) -> None:
-        """Makes the folders, and says by locks that they are in use: the group's shared, that of unfinished files our own."""
+        """Makes the folders, and says by locks that they are in use: the group's shared, that of unfinished
+        files our own."""
         for attempt in range(3):
             self.leave()
             try:
@@ -58,7 +63,7 @@ class BlockFolder:
                 os.mkdir(self._unfinished, 0o700)
                 self._lock(self._unfinished, fcntl.LOCK_EX)
                 return
-            except FileNotFoundError:    # somebody prunes empty folders just now
+            except FileNotFoundError:  # somebody prunes empty folders just now
                 if attempt == 2:
                     raise
 
@@ -93,7 +98,8 @@ class BlockFolder:
         subfolder = os.path.dirname(self.file(key))
         if subfolder not in self._made:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(subfolder, 0o700)    # not the folders above it: if they are gone, so is all that was there
+                # not the folders above it: if they are gone, so is all that was there
+                os.mkdir(subfolder, 0o700)
             self._made.add(subfolder)
         path = os.path.join(self._unfinished, key.hex())
         aligned = mmap.mmap(-1, len(front))
@@ -104,7 +110,7 @@ class BlockFolder:
                     write_file(path, [memoryview(aligned), data.cast("B")], os.O_DIRECT)
                     return path
                 except OSError as error:
-                    if error.errno != errno.EINVAL:    # not here, or not from this memory
+                    if error.errno != errno.EINVAL:  # not here, or not from this memory
                         raise
                     self.direct = False
             write_file(path, [memoryview(aligned), data.cast("B")], 0)
@@ -132,7 +138,7 @@ class BlockFolder:
             if not read_all(fd, [memoryview(front), into.cast("B")]):
                 return None
             with contextlib.suppress(OSError):
-                os.utime(fd)    # the age at the next start
+                os.utime(fd)  # the age at the next start
             return front
         finally:
             os.close(fd)
@@ -140,13 +146,15 @@ class BlockFolder:
     # What is there
 
     def blocks(self) -> Iterator[tuple[str, bytes | None, os.stat_result]]:
-        """Our own files with the key that they are named for (None: not a block's name), and what they are. Nothing is opened."""
+        """Our own files with the key that they are named for (None: not a block's name), and what they are.
+        Nothing is opened."""
         for path, status in self._files(self.root):
             match = FILE_NAME.fullmatch(os.path.basename(path))
             yield path, None if match is None else bytes.fromhex(match[1]), status
 
     def abandoned(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The files of models, layouts and sizes that no living process works with; a rank's share of them, so that ranks don't compete."""
+        """The files of models, layouts and sizes that no living process works with; a rank's share of them,
+        so that ranks don't compete."""
         for fingerprint in names(self.path, FINGERPRINT):
             for group in names(os.path.join(self.path, fingerprint)):
                 folder = os.path.join(self.path, fingerprint, group)
@@ -180,7 +188,7 @@ class BlockFolder:
                     for entry in entries:
                         try:
                             status = entry.stat(follow_symlinks=False)
-                        except FileNotFoundError:    # others delete what we look at
+                        except FileNotFoundError:  # others delete what we look at
                             continue
                         yield entry.path, status
 
@@ -188,7 +196,7 @@ class BlockFolder:
         fd = os.open(folder, DIRECTORY)
         self._locks.append(fd)
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, kind)    # may wait for the moment that an is_abandoned takes
+            fcntl.flock(fd, kind)  # may wait for the moment that an is_abandoned takes
 
 
 def make_private(path: str, below: str) -> None:

@@ -1,12 +1,14 @@
 """The block pool: who holds which KV block, which blocks can be found by content, and which one is used next.
 
-Blocks are ints; the tensors are elsewhere. A block is held by `ref_count` sequences, or it is free. A free block keeps its key and stays
-findable until it is taken for something else. The order of re-use: first blocks without a key, the last freed first (its memory is warm),
-then blocks with a key, the lowest priority first, of equal ones the least recently freed.
+Blocks are ints; the tensors are elsewhere. A block is held by `ref_count` sequences, or it is free. A free
+block keeps its key and stays findable until it is taken for something else. The order of re-use: first blocks
+without a key, the last freed first (its memory is warm), then blocks with a key, the lowest priority first,
+of equal ones the least recently freed.
 
-Of blocks with equal content one is findable: the first, while it is held; then one that still is. The others are free without a key. So
-whoever holds a block holds the content of all before it in findable blocks, and as sequences are freed tail first, no findable block
-outlives its parent (unless priorities or `reset` ask for it): what can be found can be reached.
+Of blocks with equal content one is findable: the first, while it is held; then one that still is. The others
+are free without a key. So whoever holds a block holds the content of all before it in findable blocks, and as
+sequences are freed tail first, no findable block outlives its parent (unless priorities or `reset` ask for
+it): what can be found can be reached.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Protocol
 
 from shoal.errors import NoFreeBlocksError
 
-PRIORITIES = range(-128, 128)    # of findable blocks; 0 unless set
+PRIORITIES = range(-128, 128)  # of findable blocks; 0 unless set
 
 
 class BlockListener(Protocol):
@@ -36,7 +38,8 @@ class BlockListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Blocks for a prompt, a reference held on each: those that others hold too, those found free behind them, and new ones."""
+    """Blocks for a prompt, a reference held on each: those that others hold too, those found free behind
+    them, and new ones."""
 
     in_flight: list[int]
     matched: list[int]
@@ -49,29 +52,34 @@ class Prefill:
 
 
 class BlockPool:
-    """Pure bookkeeping, O(1) a block. With `enable_caching` False no block is ever findable. For one thread: what it does is done when it
-    returns. Steps in flight may still read what was released, and whoever gets it writes in a later step; a copy that is not ordered
-    with the steps must hold a reference until it has ended."""
+    """Pure bookkeeping, O(1) a block. With `enable_caching` False no block is ever findable. For one thread:
+    what it does is done when it returns. Steps in flight may still read what was released, and whoever gets
+    it writes in a later step; a copy that is not ordered with the steps must hold a reference until it has
+    ended."""
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True, listener: BlockListener | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, enable_caching: bool = True, listener: BlockListener | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        self.num_free = num_blocks                                  # evictable ones included
+        self.num_free = num_blocks  # evictable ones included
         self.listeners: list[BlockListener] = [] if listener is None else [listener]
         self._ref_counts = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks        # of findable blocks
+        self._keys: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._key_to_block: dict[bytes, int] = {}
-        self._copies: dict[bytes, list[int]] = {}                   # key -> held blocks of this content that are not the findable one
+        # key -> held blocks of this content that are not the findable one
+        self._copies: dict[bytes, list[int]] = {}
         self._copy_to_key: dict[int, bytes] = {}
-        # Free blocks lie in rings: doubly linked, so that a hit can leave the middle. One for those without key, one for each priority in
-        # use; an index of its own stands for the end of each.
+        # Free blocks lie in rings: doubly linked, so that a hit can leave the middle. One for those without
+        # key, one for each priority in use; an index of its own stands for the end of each.
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
-        self._rings: dict[int, int] = {}                            # priority -> end
-        self._ends = [num_blocks]                                   # in the order of re-use; the first ring's blocks have no key
-        self._end_of = [num_blocks] * num_blocks                    # of the ring where a block lies, or will lie when it is free
+        self._rings: dict[int, int] = {}  # priority -> end
+        self._ends = [num_blocks]  # in the order of re-use; the first ring's blocks have no key
+        # of the ring where a block lies, or will lie when it is free
+        self._end_of = [num_blocks] * num_blocks
         self._default_end = self._ring(0)
-        self._freed_at = [0] * num_blocks                           # age, of blocks with a key
+        self._freed_at = [0] * num_blocks  # age, of blocks with a key
         self._num_freed = 0
 
     # What is there
@@ -80,7 +88,8 @@ class BlockPool:
         return self._key_to_block.get(key)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest findable prefix of `keys`. Takes no reference: only try_allocate makes them safe from re-use."""
+        """The blocks of the longest findable prefix of `keys`. Takes no reference: only try_allocate makes
+        them safe from re-use."""
         found = []
         for key in keys:
             block = self._key_to_block.get(key)
@@ -94,7 +103,8 @@ class BlockPool:
         return self._keys[block]
 
     def has_copies(self, key: bytes) -> bool:
-        """Whether other held blocks have its content: one of them inherits the key when its block is free, of which no listener is told."""
+        """Whether other held blocks have its content: one of them inherits the key when its block is free, of
+        which no listener is told."""
         return key in self._copies
 
     def is_held(self, block: int) -> bool:
@@ -118,7 +128,8 @@ class BlockPool:
     # Taking and giving back
 
     def try_allocate(self, num_blocks: int, shared: Sequence[int] = ()) -> list[int] | None:
-        """The `shared` blocks, then `num_blocks` others, with a reference on each. None, and nothing taken, if too few are free."""
+        """The `shared` blocks, then `num_blocks` others, with a reference on each. None, and nothing taken,
+        if too few are free."""
         ref_counts = self._ref_counts
         if num_blocks + sum(ref_counts[block] == 0 for block in shared) > self.num_free:
             return None
@@ -137,8 +148,9 @@ class BlockPool:
         return taken
 
     def prepare_prefill(self, keys: Sequence[bytes], num_blocks: int) -> Prefill:
-        """Holds `num_blocks` blocks for a prompt: what can be found of `keys` (of its full blocks), and new ones for the rest and its tail.
-        One transaction: raises NoFreeBlocksError, and nothing is taken, if too few are free. Raises ValueError for less than 0 blocks."""
+        """Holds `num_blocks` blocks for a prompt: what can be found of `keys` (of its full blocks), and new
+        ones for the rest and its tail. One transaction: raises NoFreeBlocksError, and nothing is taken, if
+        too few are free. Raises ValueError for less than 0 blocks."""
         if num_blocks < 0:
             raise ValueError(f"{num_blocks} blocks can't be held; ask for 0 or more")
         hits = self.match(keys[:num_blocks])
@@ -146,13 +158,18 @@ class BlockPool:
         num_free = self.num_free - sum(self._ref_counts[block] == 0 for block in hits)
         blocks = self.try_allocate(num_blocks - len(hits), shared=hits)
         if blocks is None:
-            raise NoFreeBlocksError(f"{num_blocks - len(hits)} KV blocks are needed and {num_free} of {self.num_blocks} are free; ask for "
-                                    "fewer, or again when others have released some")
-        return Prefill(blocks[:num_in_flight], blocks[num_in_flight:len(hits)], blocks[len(hits):])
+            raise NoFreeBlocksError(
+                f"{num_blocks - len(hits)} KV blocks are needed and {num_free} of {self.num_blocks} are "
+                "free; ask for "
+                "fewer, or again when others have released some"
+            )
+        return Prefill(blocks[:num_in_flight], blocks[num_in_flight : len(hits)], blocks[len(hits) :])
 
     def release(self, blocks: Sequence[int], coldest: bool = False) -> None:
-        """Gives back a reference on each. They come in sequence order and are freed tail first: a shared prefix outlives its suffixes.
-        `coldest`: they go to the front, the first of them the very first, as the coldest do whose holding was no use of their content."""
+        """Gives back a reference on each. They come in sequence order and are freed tail first: a shared
+        prefix outlives its suffixes.
+        `coldest`: they go to the front, the first of them the very first, as the coldest do whose holding was
+        no use of their content."""
         ref_counts = self._ref_counts
         for block in reversed(blocks):
             assert ref_counts[block] > 0
@@ -174,7 +191,8 @@ class BlockPool:
     # Contents
 
     def register(self, block: int, key: bytes) -> int:
-        """Makes a held block findable. Returns the findable block of this content: another one, if it had the key already and is held."""
+        """Makes a held block findable. Returns the findable block of this content: another one, if it had the
+        key already and is held."""
         assert self._ref_counts[block] > 0 and self._keys[block] is None and block not in self._copy_to_key
         if not self.enable_caching:
             return block
@@ -193,8 +211,8 @@ class BlockPool:
         return block
 
     def set_priority(self, which: Iterable[bytes | int], priority: int) -> None:
-        """Of findable blocks, by key or as blocks; others are passed over. Holds until the content is forgotten. Ages stay, so it is
-        O(free blocks). Raises ValueError for a priority not in PRIORITIES."""
+        """Of findable blocks, by key or as blocks; others are passed over. Holds until the content is
+        forgotten. Ages stay, so it is O(free blocks). Raises ValueError for a priority not in PRIORITIES."""
         end = self._ring(priority)
         moved = []
         for item in which:
@@ -213,7 +231,8 @@ class BlockPool:
             at = block
 
     def reset(self, keys: Iterable[bytes] | None = None) -> bool:
-        """Forgets these keys, or all, those of held blocks too. Returns whether none of their blocks (or none at all) was held."""
+        """Forgets these keys, or all, those of held blocks too. Returns whether none of their blocks (or none
+        at all) was held."""
         if keys is None:
             self._forget_all()
             return self.num_free == self.num_blocks
@@ -234,23 +253,38 @@ class BlockPool:
         return idle
 
     def check(self, held: Iterable[int]) -> None:
-        """Proves the books. `held` names every reference that exists: a block once for each of its holders."""
+        """Proves the books. `held` names every reference that exists: a block once for each of its
+        holders."""
         holders = Counter(held)
-        assert self._ref_counts == [holders[block] for block in range(self.num_blocks)], "references differ from the holders'"
+        assert self._ref_counts == [holders[block] for block in range(self.num_blocks)], (
+            "references differ from the holders'"
+        )
         free = self.free_blocks()
         assert len(free) == len(set(free)) == self.num_free, "the free list and its count differ"
         assert self.num_free + len(holders) == self.num_blocks, "free + used != total"
         assert not holders.keys() & set(free), "a held block is in the free list"
         for end in self._ends:
             ring = self._ring_from(end, self.num_blocks)
-            assert all(self._prev[self._next[block]] == block for block in [*ring, end]), "the free list is torn"
+            assert all(self._prev[self._next[block]] == block for block in [*ring, end]), (
+                "the free list is torn"
+            )
             assert all(self._end_of[block] == end for block in ring), "a block in another's ring"
-            assert end == self.num_blocks or all(self._freed_at[a] <= self._freed_at[b] for a, b in pairwise(ring)), "a ring out of age"
-        assert self._key_to_block == {key: block for block, key in enumerate(self._keys) if key is not None}, "keys and index differ"
-        assert all((key is None) == (self._end_of[block] == self.num_blocks) for block, key in enumerate(self._keys)), "ring and key differ"
-        assert self._copy_to_key == {block: key for key, copies in self._copies.items() for block in copies}, "copies miscounted"
+            assert end == self.num_blocks or all(
+                self._freed_at[a] <= self._freed_at[b] for a, b in pairwise(ring)
+            ), "a ring out of age"
+        assert self._key_to_block == {
+            key: block for block, key in enumerate(self._keys) if key is not None
+        }, "keys and index differ"
+        assert all(
+            (key is None) == (self._end_of[block] == self.num_blocks) for block, key in enumerate(self._keys)
+        ), "ring and key differ"
+        assert self._copy_to_key == {
+            block: key for key, copies in self._copies.items() for block in copies
+        }, "copies miscounted"
         for block, key in self._copy_to_key.items():
-            assert holders[block] and holders[self._key_to_block[key]] and self._keys[block] is None, "a copy that is no copy"
+            assert holders[block] and holders[self._key_to_block[key]] and self._keys[block] is None, (
+                "a copy that is no copy"
+            )
 
     # Inside
 
@@ -259,7 +293,10 @@ class BlockPool:
         end = self._rings.get(priority)
         if end is None:
             if priority not in PRIORITIES:
-                raise ValueError(f"priority {priority!r} is not an integer from {PRIORITIES[0]} to {PRIORITIES[-1]}; 0 is the default")
+                raise ValueError(
+                    f"priority {priority!r} is not an integer from {PRIORITIES[0]} to {PRIORITIES[-1]}; 0 "
+                    "is the default"
+                )
             end = len(self._next)
             self._next.append(end)
             self._prev.append(end)
@@ -276,7 +313,8 @@ class BlockPool:
         return found
 
     def _hand_over(self, block: int) -> None:
-        """Of a block that is held no longer: its key goes to a copy that is; if it was a copy itself, it is one no longer."""
+        """Of a block that is held no longer: its key goes to a copy that is; if it was a copy itself, it is
+        one no longer."""
         key = self._keys[block]
         if key is None:
             key = self._copy_to_key.pop(block, None)

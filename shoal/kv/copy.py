@@ -1,8 +1,9 @@
 """Copies of KV blocks, named by lists of ids: from any storage to any storage, between any layouts.
 
-On a device a copy is queued on a stream and told by an event; between host memories it is done when the call returns. A caller that
-overwrites a block first waits for the event. A copy on the caller's own stream waits for nothing by itself (`stream.wait_stream(compute)`
-comes before); without one it is an operation of the current stream.
+On a device a copy is queued on a stream and told by an event; between host memories it is done when the call
+returns. A caller that overwrites a block first waits for the event. A copy on the caller's own stream waits
+for nothing by itself (`stream.wait_stream(compute)` comes before); without one it is an operation of the
+current stream.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from shoal.kv.layout import ITEM_BYTES, LayoutError, compatibility
 from shoal.kv.storage import Kind, host_memory, in_flight, pinned_memory
 from shoal.kv.view import BlockView
 
-# Runs of this many bytes and more cross PCIe by the copy engines, shorter ones by a kernel: a descriptor costs what 64 KiB cost.
+# Runs of this many bytes and more cross PCIe by the copy engines, shorter ones by a kernel: a descriptor
+# costs what 64 KiB cost.
 DMA_BYTES = 256 << 10
-STAGING_BYTES = 64 << 20    # what passes through memory that both sides reach, at a time
+STAGING_BYTES = 64 << 20  # what passes through memory that both sides reach, at a time
 Ids = Sequence[int] | np.ndarray
 
 
@@ -35,38 +37,67 @@ class NoFreeCopyStreamError(UnavailableError):
     """All streams of a pool are in use."""
 
 
-def gather_blocks(kv: torch.Tensor, block_ids: Sequence[int], slab: torch.Tensor, slots: Sequence[int],
-                  stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
-    """slab[slots[i]] = kv[block_ids[i]]. `kv` [blocks, ...] has contiguous blocks; `slab` [slots, bytes of a block] is uint8, pinned where
-    `kv` is on a GPU. Queued on `stream` (default: behind the current stream, which waits for it). Returns the event of its end, until
-    which the caller keeps both, or None if it is done. Raises BlockCopyError."""
+def gather_blocks(
+    kv: torch.Tensor,
+    block_ids: Sequence[int],
+    slab: torch.Tensor,
+    slots: Sequence[int],
+    stream: torch.cuda.Stream | None = None,
+) -> torch.cuda.Event | None:
+    """slab[slots[i]] = kv[block_ids[i]]. `kv` [blocks, ...] has contiguous blocks; `slab` [slots, bytes of a
+    block] is uint8, pinned where `kv` is on a GPU. Queued on `stream` (default: behind the current stream,
+    which waits for it). Returns the event of its end, until which the caller keeps both, or None if it is
+    done. Raises BlockCopyError."""
     return _copy_rows(kv, block_ids, slab, slots, stream)
 
 
-def scatter_blocks(slab: torch.Tensor, slots: Sequence[int], kv: torch.Tensor, block_ids: Sequence[int],
-                   stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
+def scatter_blocks(
+    slab: torch.Tensor,
+    slots: Sequence[int],
+    kv: torch.Tensor,
+    block_ids: Sequence[int],
+    stream: torch.cuda.Stream | None = None,
+) -> torch.cuda.Event | None:
     """kv[block_ids[i]] = slab[slots[i]]; else as `gather_blocks`."""
     return _copy_rows(slab, slots, kv, block_ids, stream)
 
 
-def _copy_rows(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst_ids: Sequence[int],
-               stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+def _copy_rows(
+    src: torch.Tensor,
+    src_ids: Sequence[int],
+    dst: torch.Tensor,
+    dst_ids: Sequence[int],
+    stream: torch.cuda.Stream | None,
+) -> torch.cuda.Event | None:
     from_ids, to_ids = check_ids(src_ids, src.shape[0], dst_ids, dst.shape[0])
     if not len(from_ids):
         return None
     for rows in (src, dst):
         if not rows[0].is_contiguous():
-            raise BlockCopyError(f"the blocks of a tensor of shape {tuple(rows.shape)} and strides {rows.stride()} are not contiguous")
+            raise BlockCopyError(
+                f"the blocks of a tensor of shape {tuple(rows.shape)} and strides {rows.stride()} are not "
+                "contiguous"
+            )
     if src[0].nbytes != dst[0].nbytes:
-        raise BlockCopyError(f"blocks of {src[0].nbytes} bytes do not fit those of {dst[0].nbytes} bytes: the shapes are "
-                             f"{tuple(src.shape)} of {src.dtype} and {tuple(dst.shape)} of {dst.dtype}")
+        raise BlockCopyError(
+            f"blocks of {src[0].nbytes} bytes do not fit those of {dst[0].nbytes} bytes: the shapes are "
+            f"{tuple(src.shape)} of {src.dtype} and {tuple(dst.shape)} of {dst.dtype}"
+        )
     devices = [rows.device for rows in (src, dst) if rows.is_cuda]
     if len(set(devices)) == 2:
         raise BlockCopyError(f"a copy from {src.device} to {dst.device} has to go through host memory")
     if devices and not all(rows.is_cuda or rows.is_pinned() for rows in (src, dst)):
-        raise BlockCopyError("the host's side of a copy to or from a GPU is not pinned: allocate it with pin_memory=True")
-    pieces = join(np.array([src.data_ptr()]), np.array([dst.data_ptr()]), src.stride(0) * src.element_size(),
-                  dst.stride(0) * dst.element_size(), [], src[0].nbytes)
+        raise BlockCopyError(
+            "the host's side of a copy to or from a GPU is not pinned: allocate it with pin_memory=True"
+        )
+    pieces = join(
+        np.array([src.data_ptr()]),
+        np.array([dst.data_ptr()]),
+        src.stride(0) * src.element_size(),
+        dst.stride(0) * dst.element_size(),
+        [],
+        src[0].nbytes,
+    )
     if not devices:
         copy_on_host(pieces, from_ids, to_ids)
         return None
@@ -76,7 +107,9 @@ def _copy_rows(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst
 def check_ids(src_ids: Ids, num_src: int, dst_ids: Ids, num_dst: int) -> tuple[np.ndarray, np.ndarray]:
     """Both as int64. A source may come twice, a destination may not. Raises BlockCopyError."""
     if len(src_ids) != len(dst_ids):
-        raise BlockCopyError(f"{len(src_ids)} source blocks and {len(dst_ids)} destination blocks: the lists go pairwise")
+        raise BlockCopyError(
+            f"{len(src_ids)} source blocks and {len(dst_ids)} destination blocks: the lists go pairwise"
+        )
     from_ids, to_ids = _integers("source", src_ids), _integers("destination", dst_ids)
     for what, ids, count in (("source", from_ids, num_src), ("destination", to_ids, num_dst)):
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
@@ -95,19 +128,32 @@ def _integers(what: str, ids: Ids) -> np.ndarray:
     return array.astype(np.int64, copy=False)
 
 
-def copy_blocks(src: BlockView, src_ids: Sequence[int], dst: BlockView, dst_ids: Sequence[int],
-                stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
-    """dst block dst_ids[i] = src block src_ids[i], in all layers; layouts and numbers of blocks may differ. Returns the event of the end,
-    or None if it is done. What the device can't reach, plain memory and files, passes through pinned memory, and is done when it returns.
-    Raises LayoutError and BlockCopyError."""
+def copy_blocks(
+    src: BlockView,
+    src_ids: Sequence[int],
+    dst: BlockView,
+    dst_ids: Sequence[int],
+    stream: torch.cuda.Stream | None = None,
+) -> torch.cuda.Event | None:
+    """dst block dst_ids[i] = src block src_ids[i], in all layers; layouts and numbers of blocks may differ.
+    Returns the event of the end, or None if it is done. What the device can't reach, plain memory and files,
+    passes through pinned memory, and is done when it returns. Raises LayoutError and BlockCopyError."""
     check_compatible(src, dst, besides=("layout",))
     return copy_shards([src], src_ids, [dst], dst_ids, stream)
 
 
-def copy_shards(srcs: Sequence[BlockView], src_ids: Ids, dsts: Sequence[BlockView], dst_ids: Ids,
-                stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """The same blocks of several ranks' caches, whose heads are told apart by their specs; reshard.py checks that they cover each other."""
-    from_ids, to_ids = check_ids(src_ids, min(view.num_blocks for view in srcs), dst_ids, min(view.num_blocks for view in dsts))
+def copy_shards(
+    srcs: Sequence[BlockView],
+    src_ids: Ids,
+    dsts: Sequence[BlockView],
+    dst_ids: Ids,
+    stream: torch.cuda.Stream | None,
+) -> torch.cuda.Event | None:
+    """The same blocks of several ranks' caches, whose heads are told apart by their specs; reshard.py checks
+    that they cover each other."""
+    from_ids, to_ids = check_ids(
+        src_ids, min(view.num_blocks for view in srcs), dst_ids, min(view.num_blocks for view in dsts)
+    )
     for src in srcs:
         for dst in dsts:
             check_memory(src, dst, from_ids, to_ids)
@@ -120,7 +166,9 @@ def copy_shards(srcs: Sequence[BlockView], src_ids: Ids, dsts: Sequence[BlockVie
     event = None
     for pieces in pieces_between(srcs, dsts, range(srcs[0].spec.num_layers)):
         if Kind.DEVICE in kinds:
-            event = copy_on_device(pieces, from_ids, to_ids, device_of(srcs[0], dsts[0]), stream, len(kinds) == 2)
+            event = copy_on_device(
+                pieces, from_ids, to_ids, device_of(srcs[0], dsts[0]), stream, len(kinds) == 2
+            )
         else:
             copy_on_host(pieces, from_ids, to_ids)
     if event is not None:
@@ -134,17 +182,24 @@ def check_compatible(src: BlockView, dst: BlockView, besides: Iterable[str]) -> 
 
 
 def check_memory(src: BlockView, dst: BlockView, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
-    """Blocks may be copied within a cache, other blocks onto other blocks; not between other views of the same memory."""
+    """Blocks may be copied within a cache, other blocks onto other blocks; not between other views of the
+    same memory."""
     if not dst.mutable:
         raise BlockCopyError("the destination is read-only")
     if src.storage.kind is dst.storage.kind is Kind.DEVICE and src.storage.device != dst.storage.device:
-        raise BlockCopyError(f"a copy from {src.storage.device} to {dst.storage.device} has to go through host memory")
+        raise BlockCopyError(
+            f"a copy from {src.storage.device} to {dst.storage.device} has to go through host memory"
+        )
     if not src.overlaps(dst):
         return
-    if (src.spec, src.num_blocks, src.strides) != (dst.spec, dst.num_blocks, dst.strides) or (src.addresses != dst.addresses).any():
+    if (src.spec, src.num_blocks, src.strides) != (dst.spec, dst.num_blocks, dst.strides) or (
+        src.addresses != dst.addresses
+    ).any():
         raise BlockCopyError("source and destination overlap in memory, but are not the same blocks")
     if len(both := np.intersect1d(src_ids, dst_ids)):
-        raise BlockCopyError(f"block {both[0]} is read and written by one copy within a cache: copy in two steps")
+        raise BlockCopyError(
+            f"block {both[0]} is read and written by one copy within a cache: copy in two steps"
+        )
 
 
 def reachable(kinds: set[Kind]) -> bool:
@@ -156,20 +211,28 @@ def device_of(src: BlockView, dst: BlockView) -> torch.device:
     return src.storage.device if src.storage.kind is Kind.DEVICE else dst.storage.device
 
 
-def pieces_between(srcs: Sequence[BlockView], dsts: Sequence[BlockView], layers: Iterable[int]) -> list[Pieces]:
-    """What to copy so that every head of every destination comes from the source that has it. One element, unless the shards of a side
-    differ in their strides."""
+def pieces_between(
+    srcs: Sequence[BlockView], dsts: Sequence[BlockView], layers: Iterable[int]
+) -> list[Pieces]:
+    """What to copy so that every head of every destination comes from the source that has it. One element,
+    unless the shards of a side differ in their strides."""
     a, b = srcs[0].spec, dsts[0].spec
-    heads, item = math.gcd(a.heads, b.heads), ITEM_BYTES[a.dtype]    # so many lie together on both sides
+    heads, item = math.gcd(a.heads, b.heads), ITEM_BYTES[a.dtype]  # so many lie together on both sides
     owners = {view.spec.tp_rank: view for view in srcs}
     which = list(layers)
     found: dict[tuple[tuple[int, int], ...], list[tuple[np.ndarray, np.ndarray]]] = {}
     for dst in dsts:
         for head in range(dst.spec.tp_rank * b.heads, (dst.spec.tp_rank + 1) * b.heads, heads):
             src = owners[head // a.heads]
-            strides = tuple((src.strides[axis], dst.strides[axis]) for axis in ("block", "kv", "token", "head"))
-            found.setdefault(strides, []).append((src.addresses[which] + head % a.heads * src.strides["head"],
-                                                  dst.addresses[which] + head % b.heads * dst.strides["head"]))
+            strides = tuple(
+                (src.strides[axis], dst.strides[axis]) for axis in ("block", "kv", "token", "head")
+            )
+            found.setdefault(strides, []).append(
+                (
+                    src.addresses[which] + head % a.heads * src.strides["head"],
+                    dst.addresses[which] + head % b.heads * dst.strides["head"],
+                )
+            )
     pieces = []
     for (block, kv, token, head_strides), starts in found.items():
         src_starts, dst_starts = (np.concatenate(side) for side in zip(*starts))
@@ -178,8 +241,13 @@ def pieces_between(srcs: Sequence[BlockView], dsts: Sequence[BlockView], layers:
     return pieces
 
 
-def _copy_staged(srcs: Sequence[BlockView], src_ids: np.ndarray, dsts: Sequence[BlockView], dst_ids: np.ndarray,
-                 stream: torch.cuda.Stream | None) -> None:
+def _copy_staged(
+    srcs: Sequence[BlockView],
+    src_ids: np.ndarray,
+    dsts: Sequence[BlockView],
+    dst_ids: np.ndarray,
+    stream: torch.cuda.Stream | None,
+) -> None:
     """By way of memory that has the layout of the side which can't be reached."""
     kinds = {srcs[0].storage.kind, dsts[0].storage.kind}
     from_source = srcs[0].storage.kind is Kind.DIRECT or dsts[0].storage.kind is Kind.DEVICE
@@ -187,9 +255,12 @@ def _copy_staged(srcs: Sequence[BlockView], src_ids: np.ndarray, dsts: Sequence[
     block_bytes = sum(shard.spec.block_bytes for shard in shards)
     num_blocks = min(len(src_ids), max(1, STAGING_BYTES // block_bytes))
     allocate = pinned_memory if Kind.DEVICE in kinds else host_memory
-    staged = [BlockView.over(shard.spec, num_blocks, allocate(num_blocks * shard.spec.block_bytes)) for shard in shards]
+    staged = [
+        BlockView.over(shard.spec, num_blocks, allocate(num_blocks * shard.spec.block_bytes))
+        for shard in shards
+    ]
     for start in range(0, len(src_ids), num_blocks):
-        from_ids, to_ids = src_ids[start:start + num_blocks], dst_ids[start:start + num_blocks]
+        from_ids, to_ids = src_ids[start : start + num_blocks], dst_ids[start : start + num_blocks]
         ids = np.arange(len(from_ids))
         if from_source:
             for shard, stage in zip(shards, staged):
@@ -209,7 +280,7 @@ def _copy_by_host(src: BlockView, src_ids: np.ndarray, dst: BlockView, dst_ids: 
     file = src if src.storage.kind is Kind.DIRECT else dst
     storages = [file.layer(i).storage for i in range(file.spec.num_layers)]
     for storage in dict.fromkeys(storages):
-        pieces, = pieces_between([src], [dst], [i for i, its in enumerate(storages) if its is storage])
+        (pieces,) = pieces_between([src], [dst], [i for i, its in enumerate(storages) if its is storage])
         if storage.kind is not Kind.DIRECT:
             copy_on_host(pieces, src_ids, dst_ids)
             continue
@@ -220,11 +291,17 @@ def _copy_by_host(src: BlockView, src_ids: np.ndarray, dst: BlockView, dst_ids: 
                 storage.write(target, bytes_at(source, pieces.run).numpy())
 
 
-def copy_on_device(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray, device: torch.device, stream: torch.cuda.Stream | None,
-                   over_pcie: bool) -> torch.cuda.Event:
+def copy_on_device(
+    pieces: Pieces,
+    src_ids: np.ndarray,
+    dst_ids: np.ndarray,
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+    over_pcie: bool,
+) -> torch.cuda.Event:
     """Queues the copy; the event is that of its end."""
     current = stream or torch.cuda.current_stream(device)
-    if stream is None or not stream.cuda_stream:    # the copy engines' batches don't take the default stream
+    if stream is None or not stream.cuda_stream:  # the copy engines' batches don't take the default stream
         stream = _side_stream(device)
         stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -232,6 +309,7 @@ def copy_on_device(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray, dev
             copy_by_dma(*runs(pieces, src_ids, dst_ids), pieces.run, stream)
         else:
             from shoal.kernels.block_copy_triton import copy_by_kernel  # only now: a CPU run may lack Triton
+
             packed = upload(device, pieces.src, pieces.dst, src_ids, dst_ids)
             copy_by_kernel(pieces, *packed.split((2 * len(pieces.src), 2 * len(src_ids))))
         event = stream.record_event()
@@ -251,12 +329,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CopyStream:
-    """A copy staged once and set off layer by layer, so that one layer travels while the next is computed. Not for several threads.
+    """A copy staged once and set off layer by layer, so that one layer travels while the next is computed.
+    Not for several threads.
 
-        copy.prepare_block_map(src, dst); copy.prepare_block_ids(src_ids, dst_ids)
-        copy.trigger_layer(0, after=computed); copy.wait_layer(0, stream)    # in whatever order, each layer as often as one likes
+        copy.prepare_block_map(src, dst); copy.prepare_block_ids(src_ids, dst_ids) copy.trigger_layer(0,
+        after=computed); copy.wait_layer(0, stream)    # in whatever order, each layer as often as one likes
 
-    On a device everything is queued on `stream`, and each layer has its event; on the CPU a layer is copied when it is triggered.
+    On a device everything is queued on `stream`, and each layer has its event; on the CPU a layer is copied
+    when it is triggered.
     """
 
     def __init__(self, device: torch.device | str, stream: torch.cuda.Stream | None = None) -> None:
@@ -264,25 +344,31 @@ class CopyStream:
         self.stream = stream or (torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
         self._views: tuple[BlockView, BlockView] | None = None
         self._ids: tuple[np.ndarray, np.ndarray] | None = None
-        self._maps: list[Pieces] = []    # a layer each; the last: all of them
+        self._maps: list[Pieces] = []  # a layer each; the last: all of them
         self._clear()
 
     def prepare_block_map(self, src: BlockView, dst: BlockView) -> None:
-        """Which caches. Raises BlockCopyError if others are staged (`reset` first) or plain memory meets a device, and LayoutError."""
+        """Which caches. Raises BlockCopyError if others are staged (`reset` first) or plain memory meets a
+        device, and LayoutError."""
         if self._views is not None:
             raise BlockCopyError("a block map is staged already: reset() first")
         check_compatible(src, dst, besides=("layout",))
         check_memory(src, dst, *(np.empty(0, np.int64),) * 2)
         kinds = {src.storage.kind, dst.storage.kind}
         if not reachable(kinds) or (Kind.DEVICE in kinds) != (self.device.type == "cuda"):
-            raise BlockCopyError(f"a copy stream of {self.device} does not reach from {src.storage.kind} to {dst.storage.kind} storage: "
-                                 "copy_blocks goes through memory in between")
+            raise BlockCopyError(
+                f"a copy stream of {self.device} does not reach from {src.storage.kind} to "
+                f"{dst.storage.kind} storage: "
+                "copy_blocks goes through memory in between"
+            )
         layers = range(src.spec.num_layers)
         self._maps = [pieces_between([src], [dst], which)[0] for which in (*([i] for i in layers), layers)]
         self._over_pcie = len(kinds) == 2
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
-                packed = upload(self.device, *(part for pieces in self._maps for part in (pieces.src, pieces.dst)))
+                packed = upload(
+                    self.device, *(part for pieces in self._maps for part in (pieces.src, pieces.dst))
+                )
                 self._addresses = packed.split([2 * len(pieces.src) for pieces in self._maps])
         self._views = (src, dst)
         self._clear()
@@ -301,7 +387,8 @@ class CopyStream:
         self._clear()
 
     def trigger_layer(self, layer: int, after: torch.cuda.Event | None = None) -> None:
-        """Sets off a layer, behind an event if one is given. Again for the same ids does nothing, until `rearm`."""
+        """Sets off a layer, behind an event if one is given. Again for the same ids does nothing, until
+        `rearm`."""
         self._check(layer)
         if not self._triggered[layer]:
             self._start(layer, [layer], after)
@@ -328,6 +415,7 @@ class CopyStream:
                         copy_by_dma(*runs(pieces, *self._ids), pieces.run, self.stream)
                     else:
                         from shoal.kernels.block_copy_triton import copy_by_kernel  # only now, as above
+
                         copy_by_kernel(pieces, self._addresses[which], self._device_ids)
             event = self.stream.record_event()
             in_flight.keep(event, *self._views)
@@ -335,10 +423,13 @@ class CopyStream:
             self._triggered[layer], self._events[layer] = True, event
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Has a stream (default: the current one) wait for a layer, which has been triggered. Nothing to wait for on the CPU."""
+        """Has a stream (default: the current one) wait for a layer, which has been triggered. Nothing to wait
+        for on the CPU."""
         self._check(layer)
         if not self._triggered[layer]:
-            raise BlockCopyError(f"layer {layer} has not been triggered: waiting for it would wait for nothing")
+            raise BlockCopyError(
+                f"layer {layer} has not been triggered: waiting for it would wait for nothing"
+            )
         if (event := self._events[layer]) is not None:
             (stream or torch.cuda.current_stream(self.device)).wait_event(event)
 
@@ -371,15 +462,20 @@ class CopyStream:
         if self._ids is None:
             raise BlockCopyError("nothing is staged: prepare_block_map() and prepare_block_ids() first")
         if not 0 <= layer < len(self._triggered):
-            raise BlockCopyError(f"layer {layer} does not exist: layers go from 0 to {len(self._triggered) - 1}")
+            raise BlockCopyError(
+                f"layer {layer} does not exist: layers go from 0 to {len(self._triggered) - 1}"
+            )
 
 
 class CopyStreams:
-    """A pool of `size` streams. A `CopyStream` that is dropped gives its stream back; whoever has it next is queued behind its copies."""
+    """A pool of `size` streams. A `CopyStream` that is dropped gives its stream back; whoever has it next is
+    queued behind its copies."""
 
     def __init__(self, device: torch.device | str, size: int) -> None:
         self.device = torch.device(device)
-        self._free = [torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(size)]
+        self._free = [
+            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(size)
+        ]
         self.size = size
 
     @property
@@ -391,7 +487,9 @@ class CopyStreams:
         try:
             stream = self._free.pop()
         except IndexError:
-            raise NoFreeCopyStreamError(f"all {self.size} copy streams are in use: drop one, or make the pool larger") from None
+            raise NoFreeCopyStreamError(
+                f"all {self.size} copy streams are in use: drop one, or make the pool larger"
+            ) from None
         copy = CopyStream(self.device, stream)
         weakref.finalize(copy, self._free.append, stream)
         return copy

@@ -1,8 +1,10 @@
-"""The disk tier: one file a block, found again after a restart. Nothing wrong is ever served, nothing that fails is ever raised.
+"""The disk tier: one file a block, found again after a restart. Nothing wrong is ever served, nothing that
+fails is ever raised.
 
-There is no fsync: what a power failure tears is noticed by its length or checksum. Several engines may use one path: names say what files
-hold, so one may overwrite or evict another's file and that only costs a miss; each counts the files that it found at its start or wrote
-itself, so the bound holds for each of them, not for their sum.
+There is no fsync: what a power failure tears is noticed by its length or checksum. Several engines may use
+one path: names say what files hold, so one may overwrite or evict another's file and that only costs a miss;
+each counts the files that it found at its start or wrote itself, so the bound holds for each of them, not for
+their sum.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from shoal.kv.policy import EvictionOrder
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)                        # others can be written
-OF_OURSELVES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)              # says nothing of the files
+OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)  # others can be written
+# says nothing of the files
+OF_OURSELVES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,55 +41,75 @@ class TierStats:
     """Now; then counts since the start."""
 
     blocks: int
-    num_bytes: int               # that files take, in whole pages; writes under way included
-    pending: int                 # reads and writes that wait or run
+    num_bytes: int  # that files take, in whole pages; writes under way included
+    pending: int  # reads and writes that wait or run
     written: int
     read: int
     evicted: int
-    refused: int                 # writes (of a store, any calls) that were not tried: too many waited, or the tier rests after an error
-    problems: dict[str, int]     # by kind; each cost a block, none a wrong answer
+    # writes (of a store, any calls) that were not tried: too many waited, or the tier rests after an error
+    refused: int
+    problems: dict[str, int]  # by kind; each cost a block, none a wrong answer
 
 
 class DiskTier:
-    """Raises ConfigError, from its constructor alone, if `path` can't be used, or `max_bytes` is less than one file.
+    """Raises ConfigError, from its constructor alone, if `path` can't be used, or `max_bytes` is less than
+    one file.
 
-    Buffers must stay as they are until the future of their read or write is done; futures are never in error. With `record_events`
-    somebody must call take_events. Thread-safe.
+    Buffers must stay as they are until the future of their read or write is done; futures are never in error.
+    With `record_events` somebody must call take_events. Thread-safe.
     """
 
-    def __init__(self, path: str, max_bytes: int, fingerprint: bytes, spec: BlockSpec, policy: str = "lru", threads: int = 4,
-                 max_pending: int = 64, record_events: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        max_bytes: int,
+        fingerprint: bytes,
+        spec: BlockSpec,
+        policy: str = "lru",
+        threads: int = 4,
+        max_pending: int = 64,
+        record_events: bool = False,
+    ) -> None:
         self.path, self.max_bytes, self.spec = path, max_bytes, spec
         self._format = BlockFormat(fingerprint, spec)
         least = in_pages(self._format.least_bytes)
         if max_bytes < least:
-            raise ConfigError(f"kv_disk_bytes {max_bytes} is less than the {least} bytes of one block's file; raise it")
+            raise ConfigError(
+                f"kv_disk_bytes {max_bytes} is less than the {least} bytes of one block's file; raise it"
+            )
         self._folder = BlockFolder(path, fingerprint, spec)
         self._order = EvictionOrder(policy)
-        self._bytes: dict[bytes, int] = {}           # findable blocks, and what their files take
-        self._verified: set[bytes] = set()           # of those, the ones that were written or read since the start
-        self._doomed: dict[str, int] = {}            # files to delete before any other: forgotten blocks, abandoned models; their bytes
-        self._stuck = 0                              # bytes of files that can't be deleted
-        self._used = 0                               # bytes of all these, and of writes under way
+        self._bytes: dict[bytes, int] = {}  # findable blocks, and what their files take
+        self._verified: set[bytes] = set()  # of those, the ones that were written or read since the start
+        # files to delete before any other: forgotten blocks, abandoned models; their bytes
+        self._doomed: dict[str, int] = {}
+        self._stuck = 0  # bytes of files that can't be deleted
+        self._used = 0  # bytes of all these, and of writes under way
         self._writing: dict[bytes, Future[bool]] = {}
-        self._unwanted: set[bytes] = set()           # forgotten while they are written
+        self._unwanted: set[bytes] = set()  # forgotten while they are written
         self._events: list[Event] | None = [] if record_events else None
         self._counts: Counter[str] = Counter()
         self._problems: Counter[str] = Counter()
         self._breaker = Breaker(failures=1)
-        self._lock = threading.Lock()                # of the fields above; never held during I/O
-        self._names = threading.RLock()              # deletions and renames are one at a time, together with their part of the books
+        self._lock = threading.Lock()  # of the fields above; never held during I/O
+        # deletions and renames are one at a time, together with their part of the books
+        self._names = threading.RLock()
         self._reads = IoThreads("kv-disk-read", threads, 16 * max_pending)
         self._writes = IoThreads("kv-disk-write", threads, max_pending)
         try:
             self._folder.enter()
             if self._folder.is_open_to_others:
-                logger.warning("kv_disk_path %s is open to others than this process's user; what users "
-                               "wrote can be read from blocks: chmod 700 it", path)
+                logger.warning(
+                    "kv_disk_path %s is open to others than this process's user; what users "
+                    "wrote can be read from blocks: chmod 700 it",
+                    path,
+                )
             self._scan()
         except OSError as error:
             self._folder.leave()
-            raise ConfigError(f"kv_disk_path {path} can't be used: {error}; name a folder that can be created and written") from None
+            raise ConfigError(
+                f"kv_disk_path {path} can't be used: {error}; name a folder that can be created and written"
+            ) from None
 
     # What is there
 
@@ -117,8 +140,8 @@ class DiskTier:
             return future
 
     def read(self, meta: BlockMeta, into: memoryview) -> Future[bool]:
-        """Whether the block is in `into` now, every byte verified; a use of it. If not, `into` holds anything, and the block is not there
-        any more unless the cause will pass."""
+        """Whether the block is in `into` now, every byte verified; a use of it. If not, `into` holds
+        anything, and the block is not there any more unless the cause will pass."""
         assert into.nbytes == self.spec.block_bytes and not into.readonly
         with self._lock:
             if meta.key not in self._bytes:
@@ -127,7 +150,8 @@ class DiskTier:
         return self._reads.submit(partial(self._read, meta, into)) or done(False)
 
     def forget(self, keys: Iterable[bytes] | None = None) -> None:
-        """These blocks (all, without `keys`) can't be found any more. Their files are deleted in the background."""
+        """These blocks (all, without `keys`) can't be found any more. Their files are deleted in the
+        background."""
         with self._lock:
             keys = [*self._bytes, *self._writing] if keys is None else list(keys)
             self._unwanted |= self._writing.keys() & set(keys)
@@ -150,7 +174,8 @@ class DiskTier:
         self._folder.leave()
 
     def take_events(self) -> list[Event]:
-        """What was stored (written, or read for the first time since the start) and removed since the last call, in order."""
+        """What was stored (written, or read for the first time since the start) and removed since the last
+        call, in order."""
         with self._lock:
             events, self._events = self._events or [], None if self._events is None else []
             return events
@@ -158,8 +183,16 @@ class DiskTier:
     def stats(self) -> TierStats:
         with self._lock:
             counts = self._counts
-            return TierStats(len(self._bytes), self._used, self._writes.pending + self._reads.pending, counts["written"], counts["read"],
-                             counts["evicted"], counts["refused"], dict(self._problems))
+            return TierStats(
+                len(self._bytes),
+                self._used,
+                self._writes.pending + self._reads.pending,
+                counts["written"],
+                counts["read"],
+                counts["evicted"],
+                counts["refused"],
+                dict(self._problems),
+            )
 
     def check(self) -> None:
         """Proves the books, when nothing is pending."""
@@ -167,7 +200,9 @@ class DiskTier:
             assert self._order.keys() == self._bytes.keys(), "the order has other keys than the index"
             self._order.check()
             held = sum(self._bytes.values()) + sum(self._doomed.values()) + self._stuck
-            assert held == self._used <= self.max_bytes, f"{held} bytes are held, {self._used} counted, {self.max_bytes} allowed"
+            assert held == self._used <= self.max_bytes, (
+                f"{held} bytes are held, {self._used} counted, {self.max_bytes} allowed"
+            )
             assert self._verified <= self._bytes.keys() and not self._unwanted and not self._writing
 
     # Jobs
@@ -206,7 +241,7 @@ class DiskTier:
         with self._names:
             self._folder.finish(meta.key, unfinished)
             with self._lock:
-                self._used -= self._doomed.pop(path, 0)    # what it has replaced
+                self._used -= self._doomed.pop(path, 0)  # what it has replaced
                 self._bytes[meta.key] = num_bytes
                 self._order.use(meta.key)
                 self._counts["written"] += 1
@@ -219,7 +254,8 @@ class DiskTier:
                 self._delete_all([path])
 
     def _mend(self, error: OSError) -> bool:
-        """Whether the cause is gone: a folder that has vanished comes back, a full disk is a bound like our own."""
+        """Whether the cause is gone: a folder that has vanished comes back, a full disk is a bound like our
+        own."""
         if error.errno == errno.ENOENT:
             with self._names:
                 if not self._folder.is_there:
@@ -244,7 +280,7 @@ class DiskTier:
                 self._counts["read"] += 1
                 self._verify(meta)
             return True
-        if problem == "missing" and not self.contains(meta.key):    # we have deleted it since it was asked for
+        if problem == "missing" and not self.contains(meta.key):  # we have deleted it since it was asked for
             return False
         self._problem(problem, meta.key)
         with self._lock:
@@ -256,7 +292,8 @@ class DiskTier:
     # Room
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Counts them as used, once enough files are deleted. False: there are not enough. Raises OSError if one can't be deleted."""
+        """Counts them as used, once enough files are deleted. False: there are not enough. Raises OSError if
+        one can't be deleted."""
         while True:
             with self._names:
                 with self._lock:
@@ -280,7 +317,8 @@ class DiskTier:
             return path is not None
 
     def _delete(self, path: str) -> None:
-        """A doomed file, unless it has been replaced meanwhile. Raises OSError; then it stays, and counts, until the next start."""
+        """A doomed file, unless it has been replaced meanwhile. Raises OSError; then it stays, and counts,
+        until the next start."""
         with self._names:
             if path not in self._doomed:
                 return
@@ -304,7 +342,8 @@ class DiskTier:
         return True
 
     def _scan(self) -> None:
-        """Takes the index from names and sizes, ages from the times of last use. Nothing is opened: who reads a file verifies it."""
+        """Takes the index from names and sizes, ages from the times of last use. Nothing is opened: who reads
+        a file verifies it."""
         start = time.perf_counter()
         found = []
         for path, key, status in self._folder.blocks():
@@ -318,18 +357,27 @@ class DiskTier:
         for _, key, num_bytes in sorted(found):
             self._bytes[key] = num_bytes
             self._order.use(key)
-        abandoned = sorted((status.st_mtime_ns, path, in_pages(status.st_size)) for path, status in self._folder.abandoned())
+        abandoned = sorted(
+            (status.st_mtime_ns, path, in_pages(status.st_size)) for path, status in self._folder.abandoned()
+        )
         self._doomed = {path: num_bytes for _, path, num_bytes in abandoned}
         self._used = sum(self._bytes.values()) + sum(self._doomed.values())
         if found or abandoned:
-            logger.info("%s: %d blocks of this model and %d files of others, %.1f GiB, found in %.2f s", self.path, len(found),
-                        len(abandoned), self._used / 2**30, time.perf_counter() - start)
+            logger.info(
+                "%s: %d blocks of this model and %d files of others, %.1f GiB, found in %.2f s",
+                self.path,
+                len(found),
+                len(abandoned),
+                self._used / 2**30,
+                time.perf_counter() - start,
+            )
         self._make_room(0)
 
     # Under self._lock
 
     def _doom(self, key: bytes) -> str:
-        """A block can't be found any more. Returns the file that is to be deleted, whose bytes still count."""
+        """A block can't be found any more. Returns the file that is to be deleted, whose bytes still
+        count."""
         path = self._folder.file(key)
         self._doomed[path] = self._doomed.get(path, 0) + self._bytes.pop(key)
         self._order.discard(key)
@@ -356,8 +404,12 @@ class DiskTier:
             self._problems[kind] += 1
             first = self._problems[kind] == 1
         if first:
-            logger.warning("%s: the disk tier goes on without a block: %s (%s); more of this kind are only counted", self.path, kind,
-                           what.hex() if isinstance(what, bytes) else what)
+            logger.warning(
+                "%s: the disk tier goes on without a block: %s (%s); more of this kind are only counted",
+                self.path,
+                kind,
+                what.hex() if isinstance(what, bytes) else what,
+            )
 
 
 def name_of(error: OSError) -> str:

@@ -31,25 +31,33 @@ class Keys:
 
     def __init__(self, context: zmq.Context[Any], secret_key_file: str, client_keys_dir: str) -> None:
         if not zmq.has("curve"):
-            raise ConfigError("kv_events_config.curve_secret_key_file needs a libzmq with CURVE, and this "
-                              "one has none; install pyzmq from its wheels, or leave the keys out")
+            raise ConfigError(
+                "kv_events_config.curve_secret_key_file needs a libzmq with CURVE, and this "
+                "one has none; install pyzmq from its wheels, or leave the keys out"
+            )
         try:
             self.public, self.secret = zmq.auth.load_certificate(secret_key_file)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"kv_events_config.curve_secret_key_file {secret_key_file!r} cannot be read: "
-                              f"{error}") from None
+            raise ConfigError(
+                f"kv_events_config.curve_secret_key_file {secret_key_file!r} cannot be read: {error}"
+            ) from None
         if self.secret is None:
-            raise ConfigError(f"kv_events_config.curve_secret_key_file {secret_key_file!r} holds a public "
-                              "key only; name the .key_secret file that zmq.auth.create_certificates has "
-                              "written")
+            raise ConfigError(
+                f"kv_events_config.curve_secret_key_file {secret_key_file!r} holds a public "
+                "key only; name the .key_secret file that zmq.auth.create_certificates has "
+                "written"
+            )
         try:
             listeners = zmq.auth.load_certificates(client_keys_dir)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"kv_events_config.curve_client_keys_dir {client_keys_dir!r} cannot be read: "
-                              f"{error}") from None
+            raise ConfigError(
+                f"kv_events_config.curve_client_keys_dir {client_keys_dir!r} cannot be read: {error}"
+            ) from None
         if not listeners:
-            raise ConfigError(f"kv_events_config.curve_client_keys_dir {client_keys_dir!r} holds no *.key "
-                              "file, so nobody could listen")
+            raise ConfigError(
+                f"kv_events_config.curve_client_keys_dir {client_keys_dir!r} holds no *.key "
+                "file, so nobody could listen"
+            )
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve(domain="*", location=client_keys_dir)
@@ -70,8 +78,15 @@ def load_keys(context: zmq.Context[Any], config: KVEventsConfig) -> Keys | None:
     return Keys(context, config.curve_secret_key_file, config.curve_client_keys_dir)
 
 
-def open_socket(context: zmq.Context[Any], kind: int, name: str, endpoint: str, keys: Keys | None,
-                listens: bool, **options: int) -> zmq.Socket[bytes]:
+def open_socket(
+    context: zmq.Context[Any],
+    kind: int,
+    name: str,
+    endpoint: str,
+    keys: Keys | None,
+    listens: bool,
+    **options: int,
+) -> zmq.Socket[bytes]:
     """Bound if `listens`, else connected. Raises ConfigError if the endpoint cannot be had; `name` is the
     option that gave it."""
     opened = context.socket(kind)
@@ -85,9 +100,13 @@ def open_socket(context: zmq.Context[Any], kind: int, name: str, endpoint: str, 
         if keys is not None:
             keys.protect(opened)
         elif leaves_the_host(endpoint):
-            logger.warning("kv_events_config.%s %s tells every prompt, answer and cache_salt to whoever "
-                           "can reach it; keep it on loopback, or give keys (curve_secret_key_file and "
-                           "curve_client_keys_dir)", name, endpoint)
+            logger.warning(
+                "kv_events_config.%s %s tells every prompt, answer and cache_salt to whoever "
+                "can reach it; keep it on loopback, or give keys (curve_secret_key_file and "
+                "curve_client_keys_dir)",
+                name,
+                endpoint,
+            )
         _attach(name, endpoint, opened.bind if listens else opened.connect)
     except BaseException:
         opened.close(linger=0)
@@ -131,5 +150,6 @@ def _attach(name: str, endpoint: str, attach: Callable[[str], Any]) -> None:
                     raise OSError("another process listens there")
         attach(endpoint)
     except (OSError, zmq.ZMQError) as error:
-        raise ConfigError(f"kv_events_config.{name} {endpoint!r} cannot be had: {error}; choose another, or "
-                          "end who has it") from None
+        raise ConfigError(
+            f"kv_events_config.{name} {endpoint!r} cannot be had: {error}; choose another, or end who has it"
+        ) from None

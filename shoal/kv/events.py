@@ -1,8 +1,9 @@
-"""What the engine tells of its KV blocks: a book of what is cached where, and the thread that publishes its changes as vLLM does.
+"""What the engine tells of its KV blocks: a book of what is cached where, and the thread that publishes its
+changes as vLLM does.
 
-The engine's thread notes what happens and hands it over once a step. All else is done by one other thread: the book, encoding, sending, the
-last `buffer_steps` batches, and answers to listeners that have missed some: those batches, or, if they are gone, a snapshot. The wire
-format is in shoal/kv_events.py.
+The engine's thread notes what happens and hands it over once a step. All else is done by one other thread:
+the book, encoding, sending, the last `buffer_steps` batches, and answers to listeners that have missed some:
+those batches, or, if they are gone, a snapshot. The wire format is in shoal/kv_events.py.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from shoal.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Ev
 
 logger = logging.getLogger(__name__)
 
-REPLAY_POLL_S = 0.1        # at most so long a request for a replay waits
-REPLAY_TURN_S = 0.001      # between turns of an answer that its client takes
-REPLAY_STALL_S = 0.02      # and of answers that nobody takes
-LAST_WORDS_MS = 1000       # for batches that are still to be sent when the engine ends
+REPLAY_POLL_S = 0.1  # at most so long a request for a replay waits
+REPLAY_TURN_S = 0.001  # between turns of an answer that its client takes
+REPLAY_STALL_S = 0.02  # and of answers that nobody takes
+LAST_WORDS_MS = 1000  # for batches that are still to be sent when the engine ends
 
 
 class Stored(NamedTuple):
@@ -59,25 +60,27 @@ Change = Stored | Removed | Cleared
 
 
 class _Block(msgspec.Struct, gc=False):
-    """A Struct, as there are many, and neither making nor keeping them may take the interpreter from the engine's thread for long."""
+    """A Struct, as there are many, and neither making nor keeping them may take the interpreter from the
+    engine's thread for long."""
 
     key: bytes
     parent: int | None
-    token_ids: bytes          # uint32
+    token_ids: bytes  # uint32
     adapter: str | None
-    cache_salt: str | None    # of a sequence's first block
+    cache_salt: str | None  # of a sequence's first block
 
 
 class Book:
-    """The blocks that have been told of and are there, by tier: name -> block. Two contents of one name (2^-64) are told as the first."""
+    """The blocks that have been told of and are there, by tier: name -> block. Two contents of one name
+    (2^-64) are told as the first."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.tiers: dict[str, dict[int, _Block]] = {}
 
     def apply(self, changes: Sequence[Change]) -> list[KVEvent]:
-        """The events that tell of these changes, in their order. What is no news makes none: blocks stored that were there, or removed
-        that were not."""
+        """The events that tell of these changes, in their order. What is no news makes none: blocks stored
+        that were there, or removed that were not."""
         events: list[KVEvent] = []
         for change in changes:
             if isinstance(change, Stored):
@@ -116,7 +119,7 @@ class Book:
         for i, key in enumerate(stored.keys):
             name = block_name(key)
             if name not in blocks:
-                blocks[name] = block = _Block(key, parent, data[i * size:(i + 1) * size], adapter, salt)
+                blocks[name] = block = _Block(key, parent, data[i * size : (i + 1) * size], adapter, salt)
                 run.append((name, block))
             elif run:
                 yield self._event(run, stored.tier)
@@ -138,7 +141,16 @@ class Book:
         lora = [{"type": "lora", "name": first.adapter}] if first.adapter else []
         salt = [{"type": "cache_salt", "salt": first.cache_salt}] if first.cache_salt else []
         extra = [lora + salt or None, *[lora or None] * (len(run) - 1)] if lora or salt else None
-        return BlockStored([name for name, _ in run], first.parent, tokens.tolist(), self.block_size, None, tier, first.adapter, extra)
+        return BlockStored(
+            [name for name, _ in run],
+            first.parent,
+            tokens.tolist(),
+            self.block_size,
+            None,
+            tier,
+            first.adapter,
+            extra,
+        )
 
 
 def _text(value: str | None) -> str | None:
@@ -169,10 +181,11 @@ def _parents_first(blocks: dict[int, _Block]) -> Iterator[tuple[int, _Block]]:
 
 
 class KvEvents:
-    """The engine's events. The first methods are the engine thread's alone; the others may be called from any.
+    """The engine's events. The first methods are the engine thread's alone; the others may be called from
+    any.
 
-    Raises ConfigError if an endpoint cannot be had. A batch is numbered when it is published, and none is dropped: when `max_queue_size`
-    wait, which no listener can cause, the engine's thread waits.
+    Raises ConfigError if an endpoint cannot be had. A batch is numbered when it is published, and none is
+    dropped: when `max_queue_size` wait, which no listener can cause, the engine's thread waits.
     """
 
     def __init__(self, config: KVEventsConfig, block_size: int, data_parallel_rank: int = 0) -> None:
@@ -181,10 +194,10 @@ class KvEvents:
         self._queue: SimpleQueue[tuple[float, list[Change]] | Callable[[], None] | None] = SimpleQueue()
         self._book = Book(block_size)
         self._ring: deque[bytes] = deque(maxlen=config.buffer_steps)
-        self._next = 0         # the number of the next batch
-        self._drained = 0      # batches up to here were drained
+        self._next = 0  # the number of the next batch
+        self._drained = 0  # batches up to here were drained
         self._topic = config.topic.encode()
-        self._in_process = config.endpoint.startswith("inproc://")    # known in one context
+        self._in_process = config.endpoint.startswith("inproc://")  # known in one context
         self._context = zmq.Context.instance() if self._in_process else zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
         self._replay: Replay | None = None
@@ -200,9 +213,17 @@ class KvEvents:
 
     # The engine's thread
 
-    def stored(self, keys: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int], adapter: str | None = None,
-               cache_salt: str | None = None, tier: str = GPU) -> None:
-        """A run of consecutive blocks and all their tokens. `parent`: the key of the block before; None at the start of a sequence."""
+    def stored(
+        self,
+        keys: Sequence[bytes],
+        parent: bytes | None,
+        token_ids: Sequence[int],
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        tier: str = GPU,
+    ) -> None:
+        """A run of consecutive blocks and all their tokens. `parent`: the key of the block before; None at
+        the start of a sequence."""
         self._changes.append(Stored(keys, parent, token_ids, adapter, cache_salt, tier))
 
     def removed(self, key: bytes, block: int) -> None:
@@ -221,7 +242,7 @@ class KvEvents:
         changes, self._changes = self._changes, []
         while self._queue.qsize() >= self.config.max_queue_size and self._thread.is_alive():
             time.sleep(0.001)
-        if self._thread.is_alive():    # else nobody would take them away
+        if self._thread.is_alive():  # else nobody would take them away
             self._queue.put((time.time(), changes))
 
     def close(self) -> None:
@@ -233,13 +254,15 @@ class KvEvents:
     # Any thread
 
     def drain(self) -> list[EventBatch]:
-        """The batches published since the last call. If more than `buffer_steps` have been, a snapshot: one batch that clears all and
-        stores what is there."""
+        """The batches published since the last call. If more than `buffer_steps` have been, a snapshot: one
+        batch that clears all and stores what is there."""
+
         def drain() -> list[bytes]:
             start, self._drained = self._drained, self._next
             if start < self._next - len(self._ring):
                 return [self._encode_snapshot()]
             return list(islice(self._ring, start - self._next + len(self._ring), None))
+
         return [kv_events.decode(payload) for payload in self._ask(drain)]
 
     def snapshot(self) -> EventBatch:
@@ -253,8 +276,9 @@ class KvEvents:
         def work() -> None:
             try:
                 answer.set_result(function())
-            except BaseException as error:    # noqa: BLE001 - it is raised where it was asked for
+            except BaseException as error:  # noqa: BLE001 - it is raised where it was asked for
                 answer.set_exception(error)
+
         self._queue.put(work)
         while not answer.done() and self._thread.is_alive():
             try:
@@ -268,7 +292,7 @@ class KvEvents:
     # The publisher's thread
 
     def _run(self) -> None:
-        moved = False    # whether the last turn of answers got on
+        moved = False  # whether the last turn of answers got on
         try:
             while True:
                 try:
@@ -320,12 +344,20 @@ class KvEvents:
         config, rank = self.config, self.data_parallel_rank
         self._keys = load_keys(self._context, config)
         endpoint = with_rank(config.endpoint, rank)
-        self._pub = open_socket(self._context, zmq.PUB, "endpoint", endpoint, self._keys, is_ours(endpoint),
-                                sndhwm=config.hwm)
+        self._pub = open_socket(
+            self._context, zmq.PUB, "endpoint", endpoint, self._keys, is_ours(endpoint), sndhwm=config.hwm
+        )
         if config.replay_endpoint is not None:
-            router = open_socket(self._context, zmq.ROUTER, "replay_endpoint",
-                                 with_rank(config.replay_endpoint, rank), self._keys, True,
-                                 sndhwm=WINDOW, rcvhwm=WINDOW)
+            router = open_socket(
+                self._context,
+                zmq.ROUTER,
+                "replay_endpoint",
+                with_rank(config.replay_endpoint, rank),
+                self._keys,
+                True,
+                sndhwm=WINDOW,
+                rcvhwm=WINDOW,
+            )
             self._replay = Replay(router, self._topic, self._batch, lambda: self._next, self._encode_snapshot)
 
     def _close_sockets(self) -> None:
@@ -335,4 +367,4 @@ class KvEvents:
         if self._keys is not None:
             self._keys.close()
         if not self._in_process:
-            self._context.term()    # waits until the addresses are free again
+            self._context.term()  # waits until the addresses are free again

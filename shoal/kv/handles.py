@@ -1,5 +1,5 @@
-"""References on blocks as objects, for users of the library: given back when they are closed, left or dropped. The engine's own are in its
-sequences."""
+"""References on blocks as objects, for users of the library: given back when they are closed, left or
+dropped. The engine's own are in its sequences."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from shoal.kv.blocks import BlockPool
 
 
 class HeldBlocks:
-    """Blocks in sequence order, a reference held on each until `close`, the end of a `with`, or until nobody has this object."""
+    """Blocks in sequence order, a reference held on each until `close`, the end of a `with`, or until nobody
+    has this object."""
 
-    def __init__(self, manager: BlockManager, blocks: list[int], num_in_flight: int = 0, num_matched: int = 0) -> None:
+    def __init__(
+        self, manager: BlockManager, blocks: list[int], num_in_flight: int = 0, num_matched: int = 0
+    ) -> None:
         self.blocks = blocks
-        self.num_in_flight = num_in_flight    # of them, the first ones: others held them too,
-        self.num_matched = num_matched        # and behind those: were found free
+        self.num_in_flight = num_in_flight  # of them, the first ones: others held them too,
+        self.num_matched = num_matched  # and behind those: were found free
         self._manager = manager
         self._finalizer = weakref.finalize(self, manager.dropped.append, blocks)
         self._finalizer.atexit = False
@@ -26,8 +29,8 @@ class HeldBlocks:
         return HeldBlocks(self._manager, self._manager.pool.try_allocate(0, shared=self.blocks) or [])
 
     def register(self, keys: Sequence[bytes]) -> None:
-        """Makes the first len(keys) blocks findable, those that are not yet. One whose content others hold already is given back, and the
-        one that was first takes its place."""
+        """Makes the first len(keys) blocks findable, those that are not yet. One whose content others hold
+        already is given back, and the one that was first takes its place."""
         pool = self._manager.pool
         for i, key in enumerate(keys):
             block = self.blocks[i]
@@ -57,8 +60,9 @@ class HeldBlocks:
 
 
 class BlockManager:
-    """Hands out a pool's blocks. For one thread, but for dropping what was handed out: Python may collect an object in any thread and in
-    the middle of anything, so dropped blocks wait in a queue for the next call, which sees them back in the order of their drops."""
+    """Hands out a pool's blocks. For one thread, but for dropping what was handed out: Python may collect an
+    object in any thread and in the middle of anything, so dropped blocks wait in a queue for the next call,
+    which sees them back in the order of their drops."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool

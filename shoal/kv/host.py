@@ -1,7 +1,8 @@
-"""The host tier's books: which slot of the pinned slab holds which block, which slots are in use, which one goes next.
+"""The host tier's books: which slot of the pinned slab holds which block, which slots are in use, which one
+goes next.
 
-A slot is a block of a BlockPool of its own. Who copies into or out of a slot, or writes it to a file, holds it meanwhile: a held slot is
-never given away. The slab itself and the copies are elsewhere. For one thread.
+A slot is a block of a BlockPool of its own. Who copies into or out of a slot, or writes it to a file, holds
+it meanwhile: a held slot is never given away. The slab itself and the copies are elsewhere. For one thread.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from shoal.kv.policy import MAX_USES, check_policy
 
 
 class HostTier:
-    """Of blocks that nobody holds, the least recently used go first ("lru"), or the least frequently used ("lfu": uses while they are
-    here, up to MAX_USES, halved after 10 uses a slot). With `record_events` somebody must call take_events. Raises ConfigError for
-    another policy."""
+    """Of blocks that nobody holds, the least recently used go first ("lru"), or the least frequently used
+    ("lfu": uses while they are here, up to MAX_USES, halved after 10 uses a slot). With `record_events`
+    somebody must call take_events. Raises ConfigError for another policy."""
 
     def __init__(self, num_slots: int, policy: str = "lru", record_events: bool = False) -> None:
         check_policy(policy)
@@ -48,12 +49,13 @@ class HostTier:
         return self._metas.get(key)
 
     def take(self, num_slots: int) -> list[int] | None:
-        """Slots to write into, held; the coldest blocks make room. None, and nothing taken, if too many slots are held."""
+        """Slots to write into, held; the coldest blocks make room. None, and nothing taken, if too many slots
+        are held."""
         return self._pool.try_allocate(num_slots)
 
     def put(self, slot: int, meta: BlockMeta) -> int:
-        """A held slot, all of its bytes there, becomes findable, once. Where another held slot has this block already, that one stays the
-        findable one. Returns it."""
+        """A held slot, all of its bytes there, becomes findable, once. Where another held slot has this block
+        already, that one stays the findable one. Returns it."""
         found = self._pool.register(slot, meta.key)
         if meta.key not in self._metas:
             self._metas[meta.key] = meta
@@ -70,8 +72,8 @@ class HostTier:
             self._used([key for slot in slots if (key := self._pool.key_of(slot)) is not None])
 
     def release(self, slots: Sequence[int], coldest: bool = False) -> None:
-        """Gives back a reference on each. In the order of a sequence: the tail goes before the head. `coldest`: in the order of `coldest`,
-        to where they were."""
+        """Gives back a reference on each. In the order of a sequence: the tail goes before the head.
+        `coldest`: in the order of `coldest`, to where they were."""
         self._pool.release(slots, coldest)
 
     def forget(self, keys: Iterable[bytes] | None = None) -> None:
@@ -79,8 +81,13 @@ class HostTier:
         self._pool.reset(keys)
 
     def coldest(self, num_blocks: int) -> list[tuple[int, BlockMeta]]:
-        """Up to so many slots that nobody holds with their blocks, in the order in which they will be taken."""
-        return [(slot, self._metas[key]) for slot in self._pool.coldest(num_blocks) if (key := self._pool.key_of(slot)) is not None]
+        """Up to so many slots that nobody holds with their blocks, in the order in which they will be
+        taken."""
+        return [
+            (slot, self._metas[key])
+            for slot in self._pool.coldest(num_blocks)
+            if (key := self._pool.key_of(slot)) is not None
+        ]
 
     def take_events(self) -> list[Event]:
         """What was stored and removed since the last call, in order."""
@@ -90,9 +97,13 @@ class HostTier:
     def check(self, held: Iterable[int]) -> None:
         """Proves the books. `held` names every reference that exists: a slot once for each of its holders."""
         self._pool.check(held)
-        assert self._metas.keys() == set(self._pool.cached_keys()), "metadata of other blocks than the findable ones"
+        assert self._metas.keys() == set(self._pool.cached_keys()), (
+            "metadata of other blocks than the findable ones"
+        )
         assert all(meta.key == key for key, meta in self._metas.items())
-        assert self._uses is None or self._uses.keys() == self._metas.keys(), "uses of other blocks than the findable ones"
+        assert self._uses is None or self._uses.keys() == self._metas.keys(), (
+            "uses of other blocks than the findable ones"
+        )
 
     # As the pool's listener
 
@@ -122,4 +133,6 @@ class HostTier:
             self._since_halving = 0
             self._uses = {key: uses // 2 for key, uses in self._uses.items()}
             for priority in range(MAX_USES // 2 + 1):
-                self._pool.set_priority([key for key, uses in self._uses.items() if uses == priority], priority)
+                self._pool.set_priority(
+                    [key for key, uses in self._uses.items() if uses == priority], priority
+                )

@@ -17,8 +17,9 @@ T = TypeVar("T")
 
 
 class IoThreads:
-    """Run jobs in the order of arrival. A job says whether it succeeded; one that could not run has failed. Threads are daemons, started
-    when first needed: a file system that hangs must not keep the process from ending."""
+    """Run jobs in the order of arrival. A job says whether it succeeded; one that could not run has failed.
+    Threads are daemons, started when first needed: a file system that hangs must not keep the process from
+    ending."""
 
     def __init__(self, name: str, threads: int, max_waiting: int) -> None:
         self.max_waiting = max_waiting
@@ -35,12 +36,16 @@ class IoThreads:
         with self._changed:
             if self._closed or len(self._jobs) >= self.max_waiting:
                 return None
-            if len(self._threads) < self._max_threads and self._running + len(self._jobs) >= len(self._threads):
-                thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            if len(self._threads) < self._max_threads and self._running + len(self._jobs) >= len(
+                self._threads
+            ):
+                thread = threading.Thread(
+                    target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
+                )
                 try:
                     thread.start()
                     self._threads.append(thread)
-                except RuntimeError:    # the system's limit
+                except RuntimeError:  # the system's limit
                     if not self._threads:
                         return None
             self._jobs.append((job, future))
@@ -83,7 +88,7 @@ class IoThreads:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(job())
-                except Exception:    # a bug of ours: the block is recomputed, the threads live on
+                except Exception:  # a bug of ours: the block is recomputed, the threads live on
                     logger.exception("%s: a job broke off", self._name)
                     future.set_result(False)
             with self._changed:
@@ -99,8 +104,9 @@ def close_all(all_threads: Iterable[IoThreads], timeout_s: float) -> None:
 
 
 class Breaker:
-    """Keeps calls away from what does not work: after so many failures in a row there are none for a while, then one as a trial; each trial
-    that fails doubles the while (Nygard's circuit breaker). For use under a lock."""
+    """Keeps calls away from what does not work: after so many failures in a row there are none for a while,
+    then one as a trial; each trial that fails doubles the while (Nygard's circuit breaker). For use under a
+    lock."""
 
     def __init__(self, failures: int) -> None:
         self._limit, self._failures = failures, 0
@@ -113,7 +119,8 @@ class Breaker:
         now = time.monotonic()
         if now < self._closed_until:
             return False
-        self._trial, self._closed_until = True, now + self._retry_s    # nobody else until this one has ended, or never does
+        # nobody else until this one has ended, or never does
+        self._trial, self._closed_until = True, now + self._retry_s
         return True
 
     def succeeded(self) -> None:
@@ -121,7 +128,7 @@ class Breaker:
 
     def failed(self) -> None:
         self._failures += 1
-        if self._failures == self._limit or self._trial:    # later ones were let through before
+        if self._failures == self._limit or self._trial:  # later ones were let through before
             self._closed_until = time.monotonic() + self._retry_s
             self._retry_s, self._trial = min(2 * self._retry_s, MAX_RETRY_S), False
 

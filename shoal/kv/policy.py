@@ -1,4 +1,5 @@
-"""Which block goes first, and which is worth keeping at all. Bookkeeping is bounded; keys are hashes, 16 uniformly random bytes."""
+"""Which block goes first, and which is worth keeping at all. Bookkeeping is bounded; keys are hashes, 16
+uniformly random bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from heapq import heapify, heappop, heappush
 
 from shoal.errors import ConfigError
 
-MAX_USES = 15    # that are told apart: 4 bits, as in TinyLFU
+MAX_USES = 15  # that are told apart: 4 bits, as in TinyLFU
 
 
 def check_policy(policy: str) -> None:
@@ -19,17 +20,19 @@ def check_policy(policy: str) -> None:
 
 
 class EvictionOrder:
-    """Which key goes next. Of those that are not known to be followed by another (without its parent a block is of no use) the least
-    recently used ("lru"), or the least frequently used, of equals the least recently ("lfu": uses while it is here, up to MAX_USES,
-    halved after 10 uses a key, so that old fame fades). Raises ConfigError for another policy."""
+    """Which key goes next. Of those that are not known to be followed by another (without its parent a block
+    is of no use) the least recently used ("lru"), or the least frequently used, of equals the least recently
+    ("lfu": uses while it is here, up to MAX_USES, halved after 10 uses a key, so that old fame fades). Raises
+    ConfigError for another policy."""
 
     def __init__(self, policy: str) -> None:
         check_policy(policy)
         self._counts = policy == "lfu"
-        self._ranks: dict[bytes, tuple[int, int]] = {}         # uses that count, time of the last
-        self._parents: dict[bytes, bytes] = {}                 # as far as known
-        self._num_children: Counter[bytes] = Counter()         # of any key, here or not
-        self._heap: list[tuple[tuple[int, int], bytes]] = []   # those without children, and some entries that don't hold any more
+        self._ranks: dict[bytes, tuple[int, int]] = {}  # uses that count, time of the last
+        self._parents: dict[bytes, bytes] = {}  # as far as known
+        self._num_children: Counter[bytes] = Counter()  # of any key, here or not
+        # those without children, and some entries that don't hold any more
+        self._heap: list[tuple[tuple[int, int], bytes]] = []
         self._clock = self._since_halving = 0
 
     def use(self, key: bytes) -> None:
@@ -75,9 +78,14 @@ class EvictionOrder:
 
     def check(self) -> None:
         """Proves the books."""
-        assert self._parents.keys() <= self._ranks.keys() and Counter(self._parents.values()) == self._num_children
+        assert (
+            self._parents.keys() <= self._ranks.keys()
+            and Counter(self._parents.values()) == self._num_children
+        )
         entries = set(self._heap)
-        assert all((rank, key) in entries for key, rank in self._ranks.items() if key not in self._num_children), "a key can't be evicted"
+        assert all(
+            (rank, key) in entries for key, rank in self._ranks.items() if key not in self._num_children
+        ), "a key can't be evicted"
         assert len(self._heap) <= 2 * len(self._ranks) + 64
 
     def _push(self, key: bytes) -> None:
@@ -95,9 +103,9 @@ class EvictionOrder:
 
 
 class FrequencySketch:
-    """About how often each key was added lately, in 8 to 16 bytes a key of `capacity`: a count-min sketch (Cormode and Muthukrishnan 2005)
-    whose counts are halved every 10 * capacity additions (TinyLFU: Einziger, Friedman and Manes 2017). Too high at times; too low never,
-    but for the halving."""
+    """About how often each key was added lately, in 8 to 16 bytes a key of `capacity`: a count-min sketch
+    (Cormode and Muthukrishnan 2005) whose counts are halved every 10 * capacity additions (TinyLFU: Einziger,
+    Friedman and Manes 2017). Too high at times; too low never, but for the halving."""
 
     def __init__(self, capacity: int) -> None:
         self._width = 1 << max(4, (2 * capacity - 1).bit_length())
@@ -110,7 +118,7 @@ class FrequencySketch:
         count = min(row[place] for row, place in zip(self._rows, places))
         if count < 255:
             for row, place in zip(self._rows, places):
-                if row[place] == count:    # raising the others would only make other keys' counts worse
+                if row[place] == count:  # raising the others would only make other keys' counts worse
                     row[place] = count + 1
         self._additions += 1
         if self._additions >= self._halve_at:
@@ -123,7 +131,8 @@ class FrequencySketch:
 
     def _places(self, key: bytes) -> Iterable[int]:
         mask = self._width - 1
-        return [word & mask for word in struct.unpack("<4I", key)]    # keys are hashes: their words serve as the four hash functions
+        # keys are hashes: their words serve as the four hash functions
+        return [word & mask for word in struct.unpack("<4I", key)]
 
 
 HALVED = bytes(count // 2 for count in range(256))

@@ -19,26 +19,26 @@ from shoal.kv_events import END
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 4                       # messages to one client that libzmq holds: its high-water mark
-MAX_HELD_BYTES = 256 << 20       # of all clients
-MAX_ANSWERS = 1024               # under way; who asks beyond them is not heard
-MESSAGE_BYTES = 512              # what libzmq and pyzmq take for a message beside its payload
-TURN_MESSAGES, TURN_REQUESTS = 256, 64    # of a turn, after which new batches are published first
-PATIENCE_S = 10.0                # without a message that a client takes, its answer ends
-SNAPSHOT_SHARE = 0.1             # of the thread's time goes to snapshots
+WINDOW = 4  # messages to one client that libzmq holds: its high-water mark
+MAX_HELD_BYTES = 256 << 20  # of all clients
+MAX_ANSWERS = 1024  # under way; who asks beyond them is not heard
+MESSAGE_BYTES = 512  # what libzmq and pyzmq take for a message beside its payload
+TURN_MESSAGES, TURN_REQUESTS = 256, 64  # of a turn, after which new batches are published first
+PATIENCE_S = 10.0  # without a message that a client takes, its answer ends
+SNAPSHOT_SHARE = 0.1  # of the thread's time goes to snapshots
 
 
 @dataclass(slots=True)
 class Answer:
-    next: int            # the number of the batch to be sent next
+    next: int  # the number of the batch to be sent next
     moved_at: float
 
 
 @dataclass(slots=True)
 class Snapshot:
-    number: int          # it stands for all batches up to this one
+    number: int  # it stands for all batches up to this one
     payload: bytes
-    again_at: float      # the earliest time for the next
+    again_at: float  # the earliest time for the next
 
 
 class Replay:
@@ -46,16 +46,22 @@ class Replay:
     payload of number n, None if it is gone or has not been; `num_batches()` how many have been published;
     `snapshot()` the payload of all that is there."""
 
-    def __init__(self, router: zmq.Socket[bytes], topic: bytes, batch: Callable[[int], bytes | None],
-                 num_batches: Callable[[], int], snapshot: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        topic: bytes,
+        batch: Callable[[int], bytes | None],
+        num_batches: Callable[[], int],
+        snapshot: Callable[[], bytes],
+    ) -> None:
         self.router, self._topic = router, topic
         self._batch, self._num_batches, self._make_snapshot = batch, num_batches, snapshot
         self._answers: dict[bytes, Answer] = {}
-        self._held: list[tuple[zmq.MessageTracker, int]] = []    # given to libzmq, with its bytes
+        self._held: list[tuple[zmq.MessageTracker, int]] = []  # given to libzmq, with its bytes
         self._snapshot: Snapshot | None = None
         self.num_held_bytes = 0
-        router.router_mandatory = True    # who is gone or takes nothing is an error, not a loss
-        router.copy_threshold = 0         # every payload is shared, and tells when libzmq is done with it
+        router.router_mandatory = True  # who is gone or takes nothing is an error, not a loss
+        router.copy_threshold = 0  # every payload is shared, and tells when libzmq is done with it
 
     def turn(self) -> bool:
         """Takes what was asked and goes on with the answers. Whether there was anything to do, so that
@@ -119,7 +125,7 @@ class Replay:
     def _send(self, client: bytes, topic: bytes, number: bytes, payload: bytes) -> bool:
         try:
             self.router.send_multipart((client, b"", topic, number), zmq.DONTWAIT | zmq.SNDMORE, copy=True)
-        except zmq.Again:    # its window is full
+        except zmq.Again:  # its window is full
             return False
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:

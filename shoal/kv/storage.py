@@ -1,7 +1,8 @@
 """Where the bytes of KV blocks can lie, as one kind of object, and how long they do.
 
-A storage counts the views over it (view.py) and the copies in flight (copy.py) and is not closed under them. Tensors and arrays taken out
-of it keep its memory by themselves: closed, it lasts until the last of these is gone.
+A storage counts the views over it (view.py) and the copies in flight (copy.py) and is not closed under them.
+Tensors and arrays taken out of it keep its memory by themselves: closed, it lasts until the last of these is
+gone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shoal.memory.slab import PORTABLE_AND_MAPPED, forget_last_error
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 4096             # of direct I/O: offsets, sizes and addresses
+ALIGNMENT = 4096  # of direct I/O: offsets, sizes and addresses
 BOUNCE_BYTES = 4 << 20
 
 
@@ -47,10 +48,10 @@ class StorageClosedError(StorageError):
 
 class Kind(StrEnum):
     DEVICE = "device"
-    PINNED = "pinned"      # host memory that devices read and write in place
+    PINNED = "pinned"  # host memory that devices read and write in place
     HOST = "host"
-    MAPPED = "mapped"      # a file that looks like host memory
-    DIRECT = "direct"      # a file past the page cache; it has no address
+    MAPPED = "mapped"  # a file that looks like host memory
+    DIRECT = "direct"  # a file past the page cache; it has no address
 
 
 class Storage(ABC):
@@ -59,7 +60,7 @@ class Storage(ABC):
     def __init__(self, kind: Kind, num_bytes: int, device: torch.device) -> None:
         self.kind, self.num_bytes, self.device = kind, num_bytes, device
         self.closed = False
-        self.users: weakref.WeakSet[object] = weakref.WeakSet()    # views
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()  # views
 
     @property
     @abstractmethod
@@ -86,8 +87,11 @@ class Storage(ABC):
             return
         in_flight.settle()
         if self.users:
-            raise StorageInUseError(f"a storage of {self.num_bytes} bytes ({self.kind}) cannot be closed: {len(self.users)} views over it "
-                                    "live, or copies in flight hold them; let go of them first")
+            raise StorageInUseError(
+                f"a storage of {self.num_bytes} bytes ({self.kind}) cannot be closed: {len(self.users)} "
+                "views over it "
+                "live, or copies in flight hold them; let go of them first"
+            )
         self.closed = True
         self._let_go()
 
@@ -102,7 +106,9 @@ class Storage(ABC):
         if self.closed:
             raise StorageClosedError(f"a storage of {self.num_bytes} bytes ({self.kind}) was closed")
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
-            raise StorageError(f"bytes {offset} to {offset + num_bytes} are not all in a storage of {self.num_bytes} bytes")
+            raise StorageError(
+                f"bytes {offset} to {offset + num_bytes} are not all in a storage of {self.num_bytes} bytes"
+            )
 
 
 class Memory(Storage):
@@ -123,19 +129,20 @@ class Memory(Storage):
 
     def read(self, offset: int, into: np.ndarray) -> None:
         self.check(offset, into.nbytes)
-        torch.from_numpy(into).copy_(self.tensor()[offset:offset + into.nbytes])
+        torch.from_numpy(into).copy_(self.tensor()[offset : offset + into.nbytes])
 
     def write(self, offset: int, data: np.ndarray) -> None:
         self.check(offset, data.nbytes)
-        self.tensor()[offset:offset + data.nbytes].copy_(torch.from_numpy(data))
+        self.tensor()[offset : offset + data.nbytes].copy_(torch.from_numpy(data))
 
     def _let_go(self) -> None:
         self._tensor = None
 
 
 class DirectFile(Storage):
-    """A file read and written past the page cache (O_DIRECT), through an aligned buffer. Where its filesystem has no direct I/O, `direct`
-    is False, a warning is logged, and the page cache takes part. The file is made, and its space taken, at once."""
+    """A file read and written past the page cache (O_DIRECT), through an aligned buffer. Where its filesystem
+    has no direct I/O, `direct` is False, a warning is logged, and the page cache takes part. The file is
+    made, and its space taken, at once."""
 
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
         _check_size(num_bytes)
@@ -159,7 +166,10 @@ class DirectFile(Storage):
         return 0
 
     def tensor(self) -> torch.Tensor:
-        raise StorageError(f"{self.path} is a direct-I/O file, which has no memory to share: copy it (`copy_to`), or map the file instead")
+        raise StorageError(
+            f"{self.path} is a direct-I/O file, which has no memory to share: copy it (`copy_to`), or map "
+            "the file instead"
+        )
 
     def read(self, offset: int, into: np.ndarray) -> None:
         self._move(offset, into, False)
@@ -170,18 +180,18 @@ class DirectFile(Storage):
     def _move(self, offset: int, data: np.ndarray, write: bool) -> None:
         end = offset + data.nbytes
         with self._lock:
-            self.check(offset, data.nbytes)    # in here: a closed descriptor may be another file's
+            self.check(offset, data.nbytes)  # in here: a closed descriptor may be another file's
             for low in range(offset // ALIGNMENT * ALIGNMENT, end, BOUNCE_BYTES):
                 high = min(-(-end // ALIGNMENT) * ALIGNMENT, low + BOUNCE_BYTES)
                 start, stop = max(offset, low), min(end, high)
-                page, part = self._bounce[:high - low], data[start - offset:stop - offset]
-                if not write or (start, stop) != (low, high):    # what stands beside the part is written back
+                page, part = self._bounce[: high - low], data[start - offset : stop - offset]
+                if not write or (start, stop) != (low, high):  # what stands beside the part is written back
                     self._transfer(os.preadv, page, low)
                 if write:
-                    page[start - low:stop - low] = part
+                    page[start - low : stop - low] = part
                     self._transfer(os.pwritev, page, low)
                 else:
-                    part[:] = page[start - low:stop - low]
+                    part[:] = page[start - low : stop - low]
 
     def _transfer(self, call: object, page: np.ndarray, offset: int) -> None:
         assert callable(call)
@@ -190,7 +200,10 @@ class DirectFile(Storage):
         except OSError as error:
             raise StorageError(f"{self.path}: {error.strerror} at byte {offset}") from None
         if moved != page.nbytes:
-            raise StorageError(f"{self.path}: {moved} of {page.nbytes} bytes at byte {offset} were moved: was the file cut off?")
+            raise StorageError(
+                f"{self.path}: {moved} of {page.nbytes} bytes at byte {offset} were moved: was the file cut "
+                "off?"
+            )
 
     def _let_go(self) -> None:
         with self._lock:
@@ -209,23 +222,28 @@ def host_memory(num_bytes: int) -> Memory:
 
 
 def pinned_memory(num_bytes: int) -> Memory:
-    """As `host_memory`, registered with CUDA to the byte: torch's own pinned memory is rounded up to a power of two."""
+    """As `host_memory`, registered with CUDA to the byte: torch's own pinned memory is rounded up to a power
+    of two."""
     if not torch.cuda.is_available():
         raise StorageError("pinned memory needs a GPU: use host_memory")
     pages = _pages(num_bytes)
     tensor = _tensor_over(pages)
-    tensor.zero_()    # touched by all threads, which pinning would do with one
+    tensor.zero_()  # touched by all threads, which pinning would do with one
     torch.cuda.init()
     code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, PORTABLE_AND_MAPPED)
     if int(code):
         forget_last_error()
-        raise StorageError(f"{num_bytes} bytes of host memory cannot be pinned ({code}): is there a limit on locked memory (ulimit -l)?")
+        raise StorageError(
+            f"{num_bytes} bytes of host memory cannot be pinned ({code}): is there a limit on locked memory "
+            "(ulimit -l)?"
+        )
     weakref.finalize(pages, _unpin, tensor.data_ptr()).atexit = False
     return Memory(Kind.PINNED, tensor)
 
 
 def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
-    """The first bytes of a file, made and with its space taken if it is shorter; what is written reaches the file when the system likes."""
+    """The first bytes of a file, made and with its space taken if it is shorter; what is written reaches the
+    file when the system likes."""
     _check_size(num_bytes)
     fd = _open_file(os.fspath(path), num_bytes)
     try:
@@ -236,14 +254,17 @@ def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
 
 
 def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object) -> Memory:
-    """Memory that `owner` has, at an address of the kind's; it is kept alive as long as anything uses the memory."""
+    """Memory that `owner` has, at an address of the kind's; it is kept alive as long as anything uses the
+    memory."""
     _check_size(num_bytes)
     if kind is Kind.DIRECT or not address:
-        raise StorageError(f"{kind} storage at address {address} cannot be borrowed: it takes memory with an address")
+        raise StorageError(
+            f"{kind} storage at address {address} cannot be borrowed: it takes memory with an address"
+        )
     if kind is Kind.DEVICE:
         return Memory(kind, torch.as_tensor(_DeviceBytes(address, num_bytes, owner)))
     pages = (ctypes.c_uint8 * num_bytes).from_address(address)
-    pages.owner = owner    # type: ignore[attr-defined]
+    pages.owner = owner  # type: ignore[attr-defined]
     return Memory(kind, _tensor_over(pages))
 
 
@@ -254,7 +275,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     num_items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     item = tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat.set_(tensor.untyped_storage(), tensor.storage_offset() * item, (num_items * item,), (1,))    # type: ignore[call-overload]
+    flat.set_(tensor.untyped_storage(), tensor.storage_offset() * item, (num_items * item,), (1,))  # type: ignore[call-overload]
     return Memory(Kind.DEVICE if tensor.is_cuda else Kind.PINNED if tensor.is_pinned() else Kind.HOST, flat)
 
 
@@ -263,7 +284,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.cuda.Event, tuple[object, ...]]] = []
-        self._lock = threading.RLock()    # letting go of one thing may end in asking for the rest
+        self._lock = threading.RLock()  # letting go of one thing may end in asking for the rest
 
     def keep(self, event: torch.cuda.Event, *used: object) -> None:
         """Until the event has come, and the next call of either method."""
@@ -284,7 +305,12 @@ class _DeviceBytes:
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self.owner = owner
-        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def _check_size(num_bytes: int) -> None:
@@ -295,12 +321,15 @@ def _check_size(num_bytes: int) -> None:
 def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
     _check_size(num_bytes)
     if num_bytes > (free := available_bytes()):
-        raise NotEnoughMemoryError(f"{num_bytes / 2**30:.2f} GiB of host memory were asked for, but only {free / 2**30:.2f} GiB are free: "
-                                   "ask for less, or end what else uses it")
+        raise NotEnoughMemoryError(
+            f"{num_bytes / 2**30:.2f} GiB of host memory were asked for, but only {free / 2**30:.2f} GiB "
+            "are free: "
+            "ask for less, or end what else uses it"
+        )
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         pages.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:    # a kernel without them
+    except OSError:  # a kernel without them
         pass
     return (ctypes.c_uint8 * num_bytes).from_buffer(pages)
 
@@ -316,7 +345,8 @@ def _unpin(address: int) -> None:
 
 
 def _open_file(path: str, num_bytes: int, flags: int = 0) -> int:
-    """A descriptor of a file that has `num_bytes` or more. A file that can't have them keeps the size it had."""
+    """A descriptor of a file that has `num_bytes` or more. A file that can't have them keeps the size it
+    had."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
         before = os.fstat(fd).st_size

@@ -2,9 +2,10 @@
 
     url / fingerprint / group of the spec / rank / first byte of the key / key.kv
 
-Names say what objects hold and readers verify every byte, so writers need no locks. A store may be slow or dead: what is known of it is
-remembered for a while, every call ends in time with "no", and after a few failures in a row none are made until a trial succeeds.
-Nothing is evicted here; that is the store's own business (an object store's lifecycle rules).
+Names say what objects hold and readers verify every byte, so writers need no locks. A store may be slow or
+dead: what is known of it is remembered for a while, every call ends in time with "no", and after a few
+failures in a row none are made until a trial succeeds. Nothing is evicted here; that is the store's own
+business (an object store's lifecycle rules).
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ T = TypeVar("T", bool, int)
 
 # Where one put is all or nothing. Elsewhere an object is written under another name and moved.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "obs", "memory"}
-PRESENT_S, ABSENT_S = 300.0, 10.0    # how long an answer is believed
-MAX_KNOWN = 1 << 18                  # answers that are remembered: about 40 MiB
+PRESENT_S, ABSENT_S = 300.0, 10.0  # how long an answer is believed
+MAX_KNOWN = 1 << 18  # answers that are remembered: about 40 MiB
 
 
 class Call(Generic[T]):
-    """An answer that is given once: by the job, or with "no" by the clock. From then on the job must leave its caller's buffer alone."""
+    """An answer that is given once: by the job, or with "no" by the clock. From then on the job must leave
+    its caller's buffer alone."""
 
     def __init__(self, no: T, deadline: float) -> None:
         self.no: T = no
@@ -62,28 +64,38 @@ class Call(Generic[T]):
 
 
 class StoreTier:
-    """Raises ConfigError, from its constructor alone, if fsspec or the URL's backend is missing or nothing can be written there.
+    """Raises ConfigError, from its constructor alone, if fsspec or the URL's backend is missing or nothing
+    can be written there.
 
-    Futures are done after `timeout_s` at the latest, and never in error; until then buffers must stay as they are. Thread-safe.
+    Futures are done after `timeout_s` at the latest, and never in error; until then buffers must stay as they
+    are. Thread-safe.
     """
 
-    def __init__(self, url: str, fingerprint: bytes, spec: BlockSpec, threads: int = 8, max_pending: int = 64,
-                 timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        fingerprint: bytes,
+        spec: BlockSpec,
+        threads: int = 8,
+        max_pending: int = 64,
+        timeout_s: float = 10.0,
+    ) -> None:
         self.url, self.spec, self.timeout_s = shown(url), spec, timeout_s
         self._format = BlockFormat(fingerprint, spec)
         self._fs, base = open_url(url)
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._moves = not protocols & OBJECT_STORES
         self._root = f"{base.rstrip('/')}/{fingerprint.hex()}/{spec.group}/rank{spec.tp_rank}"
-        self._made: set[str] = set()                                         # folders that are there
-        self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()  # is it there; until when that is believed
+        self._made: set[str] = set()  # folders that are there
+        # is it there; until when that is believed
+        self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._problems: Counter[str] = Counter()
         self._breaker = Breaker(failures=3)
-        self._lock = threading.Lock()                                        # of the fields above
+        self._lock = threading.Lock()  # of the fields above
         self._reads = IoThreads("kv-store-read", threads, 16 * max_pending)
         self._writes = IoThreads("kv-store-write", threads, max_pending)
-        self._calls: deque[Call[Any]] = deque()                              # in the order of their deadlines
+        self._calls: deque[Call[Any]] = deque()  # in the order of their deadlines
         self._closed = False
         self._changed = threading.Condition()
         self._clock = threading.Thread(target=self._watch, name="kv-store-clock", daemon=True)
@@ -102,8 +114,8 @@ class StoreTier:
         return sum(1 for _ in takewhile(self.contains, keys))
 
     def look_up(self, keys: Sequence[bytes]) -> Future[int]:
-        """The same, once the store was asked. Engines write prefixes from their start, so a few questions are enough (binary search); a
-        hole in the middle is found when it is read."""
+        """The same, once the store was asked. Engines write prefixes from their start, so a few questions are
+        enough (binary search); a hole in the middle is found when it is read."""
         keys = list(keys)
         known = self.match(keys)
         answer = self._known.get(keys[known]) if known < len(keys) else None
@@ -142,26 +154,37 @@ class StoreTier:
             self._closed = True
             self._changed.notify_all()
         self._clock.join()
-        for call in self._calls:    # of jobs that hang
+        for call in self._calls:  # of jobs that hang
             call.answer(call.no)
 
     def stats(self) -> TierStats:
         """`blocks` and `num_bytes` are what was written here, as nobody knows what all have."""
         with self._lock:
             counts, pending = self._counts, self._writes.pending + self._reads.pending
-            return TierStats(counts["written"], counts["bytes"], pending, counts["written"], counts["read"], 0, counts["refused"],
-                             dict(self._problems))
+            return TierStats(
+                counts["written"],
+                counts["bytes"],
+                pending,
+                counts["written"],
+                counts["read"],
+                0,
+                counts["refused"],
+                dict(self._problems),
+            )
 
     # Jobs: may raise what the backend raises
 
     def _look_up(self, keys: list[bytes], known: int, call: Call[int]) -> None:
         there = known
-        if self._is_there(keys[known]):    # most often the first decides, or the last
+        if self._is_there(keys[known]):  # most often the first decides, or the last
             last = len(keys) - 1
-            there = len(keys) if self._is_there(keys[last]) else bisect_left(
-                range(last), True, lo=known + 1, key=lambda i: not self._is_there(keys[i]))
+            there = (
+                len(keys)
+                if self._is_there(keys[last])
+                else bisect_left(range(last), True, lo=known + 1, key=lambda i: not self._is_there(keys[i]))
+            )
         self._remember(keys[:there], True)
-        self._remember(keys[there:there + 1], False)
+        self._remember(keys[there : there + 1], False)
         call.answer(there)
 
     def _write(self, meta: BlockMeta, data: memoryview, call: Call[bool]) -> None:
@@ -217,10 +240,10 @@ class StoreTier:
             self._fs.pipe_file(unfinished, value)
             self._fs.mv(unfinished, path)
         except Exception:
-            self._made.discard(folder)    # it may be gone
+            self._made.discard(folder)  # it may be gone
             try:
                 self._fs.rm_file(unfinished)
-            except Exception:    # noqa: BLE001   backends raise what they like; the first error counts
+            except Exception:  # noqa: BLE001   backends raise what they like; the first error counts
                 pass
             raise
 
@@ -241,15 +264,15 @@ class StoreTier:
         return call.future
 
     def _run(self, job: Callable[[Call[T]], None], call: Call[T]) -> bool:
-        if call.future.done():    # it waited too long
+        if call.future.done():  # it waited too long
             return False
         try:
             job(call)
-        except Exception as error:    # noqa: BLE001   backends raise what they like, not OSError alone
+        except Exception as error:  # noqa: BLE001   backends raise what they like, not OSError alone
             if call.answer(call.no):
                 self._failed(type(error).__name__, error)
             return False
-        if time.monotonic() < call.deadline:    # an answer that comes too late is no sign of health
+        if time.monotonic() < call.deadline:  # an answer that comes too late is no sign of health
             with self._lock:
                 self._breaker.succeeded()
         return True
@@ -293,7 +316,12 @@ class StoreTier:
             self._problems[kind] += 1
             first = self._problems[kind] == 1
         if first:
-            logger.warning("%s: the store tier goes on without a block: %s (%s); more of this kind are only counted", self.url, kind, what)
+            logger.warning(
+                "%s: the store tier goes on without a block: %s (%s); more of this kind are only counted",
+                self.url,
+                kind,
+                what,
+            )
 
     def _path(self, key: bytes) -> str:
         name = key.hex()
@@ -301,13 +329,14 @@ class StoreTier:
 
     def _probe(self) -> None:
         """Whether anything can be written: a wrong URL or lacking rights are noticed now."""
+
         def put(call: Call[bool]) -> None:
             path = f"{self._root}/probe-{secrets.token_hex(8)}"
             try:
                 self._put(path, b"shoal")
                 self._fs.rm_file(path)
                 call.answer(True)
-            except Exception as error:    # noqa: BLE001   backends raise what they like
+            except Exception as error:  # noqa: BLE001   backends raise what they like
                 reasons.append(f"{type(error).__name__}: {error}")
                 call.answer(False)
 
@@ -323,13 +352,17 @@ def open_url(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
-        raise ConfigError(f"kv_store {shown(url)} needs fsspec; install it with: pip install 'shoal[store]'") from None
+        raise ConfigError(
+            f"kv_store {shown(url)} needs fsspec; install it with: pip install 'shoal[store]'"
+        ) from None
     try:
         # What their clients remember of folders would hide what others write.
         options = {"use_listings_cache": False} if url.partition("://")[0] in OBJECT_STORES else {}
         return fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(f"kv_store {shown(url)} can't be opened: {error} (each kind of store has a package of its own)") from None
+        raise ConfigError(
+            f"kv_store {shown(url)} can't be opened: {error} (each kind of store has a package of its own)"
+        ) from None
 
 
 def shown(url: str) -> str:

@@ -20,30 +20,59 @@ class ViewError(UserError):
 
 
 class TensorView:
-    """`shape` items of `dtype` in a storage, `strides` (in items) apart, from byte `offset` on. Its storage stays open as long as it lives.
+    """`shape` items of `dtype` in a storage, `strides` (in items) apart, from byte `offset` on. Its storage
+    stays open as long as it lives.
 
-    A view that is not `mutable` gives arrays that can't be written, and no torch tensors, as those always can. A view over a direct-I/O
-    file reads and writes what it spans, and gives neither.
+    A view that is not `mutable` gives arrays that can't be written, and no torch tensors, as those always
+    can. A view over a direct-I/O file reads and writes what it spans, and gives neither.
     """
 
-    def __init__(self, storage: Storage, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None, offset: int = 0,
-                 mutable: bool = True) -> None:
-        self.storage, self.shape, self.dtype, self.offset, self.mutable = storage, tuple(shape), dtype, offset, mutable
+    def __init__(
+        self,
+        storage: Storage,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        strides: Sequence[int] | None = None,
+        offset: int = 0,
+        mutable: bool = True,
+    ) -> None:
+        self.storage, self.shape, self.dtype, self.offset, self.mutable = (
+            storage,
+            tuple(shape),
+            dtype,
+            offset,
+            mutable,
+        )
         self.strides = contiguous_strides(self.shape) if strides is None else tuple(strides)
-        if len(self.strides) != len(self.shape) or min(self.shape, default=0) < 0 or min(self.strides, default=0) < 0 or offset < 0:
-            raise ViewError(f"shape {self.shape}, strides {self.strides} and offset {offset} make no view: it takes a stride for each "
-                            "dimension, and nothing below 0")
+        if (
+            len(self.strides) != len(self.shape)
+            or min(self.shape, default=0) < 0
+            or min(self.strides, default=0) < 0
+            or offset < 0
+        ):
+            raise ViewError(
+                f"shape {self.shape}, strides {self.strides} and offset {offset} make no view: it takes a "
+                "stride for each "
+                "dimension, and nothing below 0"
+            )
         if (storage.address + offset) % dtype.itemsize:
-            raise ViewError(f"byte offset {offset} is not aligned for items of {dtype.itemsize} bytes ({dtype})")
+            raise ViewError(
+                f"byte offset {offset} is not aligned for items of {dtype.itemsize} bytes ({dtype})"
+            )
         if offset + self.span > storage.num_bytes:
-            raise ViewError(f"a view of shape {self.shape}, strides {self.strides} and {dtype.itemsize}-byte items from byte {offset} on "
-                            f"would access up to byte offset {offset + self.span}, but the storage has {storage.num_bytes} bytes")
+            raise ViewError(
+                f"a view of shape {self.shape}, strides {self.strides} and {dtype.itemsize}-byte items from "
+                f"byte {offset} on "
+                f"would access up to byte offset {offset + self.span}, but the storage has "
+                f"{storage.num_bytes} bytes"
+            )
         storage.check()
         storage.users.add(self)
 
     @classmethod
     def of(cls, array: Any) -> TensorView:
-        """Over the memory of a tensor, an array, or whatever speaks DLPack. It is kept as long as the view."""
+        """Over the memory of a tensor, an array, or whatever speaks DLPack. It is kept as long as the
+        view."""
         tensor = array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)
         return cls(memory_of(tensor), tensor.shape, tensor.dtype, tensor.stride())
 
@@ -56,13 +85,17 @@ class TensorView:
         """Bytes from the first item to the end of the last."""
         if not self.num_items:
             return 0
-        return (1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))) * self.dtype.itemsize
+        return (
+            1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
+        ) * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
         """Row-major and without gaps; a dimension of size 1 may have any stride."""
         expected = contiguous_strides(self.shape)
-        return not self.num_items or all(size == 1 or a == b for size, a, b in zip(self.shape, self.strides, expected))
+        return not self.num_items or all(
+            size == 1 or a == b for size, a, b in zip(self.shape, self.strides, expected)
+        )
 
     def byte_offset(self, *index: int) -> int:
         """Of an item, in the storage."""
@@ -73,10 +106,18 @@ class TensorView:
     def slice(self, dim: int, start: int, end: int) -> TensorView:
         """Items `start` to `end - 1` of a dimension, as a view."""
         if not 0 <= dim < len(self.shape) or not 0 <= start <= end <= self.shape[dim]:
-            raise ViewError(f"there is no slice from {start} to {end} of dimension {dim} of shape {self.shape}")
-        shape = (*self.shape[:dim], end - start, *self.shape[dim + 1:])
-        return TensorView(self.storage, shape, self.dtype, self.strides, self.offset + start * self.strides[dim] * self.dtype.itemsize,
-                          self.mutable)
+            raise ViewError(
+                f"there is no slice from {start} to {end} of dimension {dim} of shape {self.shape}"
+            )
+        shape = (*self.shape[:dim], end - start, *self.shape[dim + 1 :])
+        return TensorView(
+            self.storage,
+            shape,
+            self.dtype,
+            self.strides,
+            self.offset + start * self.strides[dim] * self.dtype.itemsize,
+            self.mutable,
+        )
 
     def __getitem__(self, index: int | tuple[int, ...]) -> int | float | bool:
         """One item."""
@@ -98,7 +139,8 @@ class TensorView:
             tensor.fill_(value)
 
     def copy_to(self, dst: TensorView) -> None:
-        """Done when it returns. Both may lie in the same memory. Raises ViewError for another shape or dtype."""
+        """Done when it returns. Both may lie in the same memory. Raises ViewError for another shape or
+        dtype."""
         self._check_like(dst)
         with self._opened(False) as source, dst._opened(True) as target:
             target.copy_(source.clone() if self._meets(dst) else source)
@@ -107,20 +149,25 @@ class TensorView:
                     torch.cuda.current_stream(tensor.device).synchronize()
 
     def h2d(self, dst: TensorView, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        """Queues a copy from the host to a device on `stream` (default: the current one); the event is that of its end. Only from pinned
-        memory is it asynchronous."""
+        """Queues a copy from the host to a device on `stream` (default: the current one); the event is that
+        of its end. Only from pinned memory is it asynchronous."""
         return self._queue(dst, stream, dst)
 
     def d2h(self, dst: TensorView, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         """The other direction."""
         return self._queue(dst, stream, self)
 
-    def _queue(self, dst: TensorView, stream: torch.cuda.Stream | None, on_device: TensorView) -> torch.cuda.Event:
+    def _queue(
+        self, dst: TensorView, stream: torch.cuda.Stream | None, on_device: TensorView
+    ) -> torch.cuda.Event:
         self._check_like(dst)
         on_host = self if on_device is dst else dst
         if on_device.storage.kind is not Kind.DEVICE or on_host.storage.kind in (Kind.DEVICE, Kind.DIRECT):
-            raise ViewError(f"from {self.storage.kind} to {dst.storage.kind} storage is no such copy: one side is a device's, the other "
-                            "host memory")
+            raise ViewError(
+                f"from {self.storage.kind} to {dst.storage.kind} storage is no such copy: one side is a "
+                "device's, the other "
+                "host memory"
+            )
         event = torch.cuda.Event()
         with torch.cuda.stream(stream or torch.cuda.current_stream(on_device.storage.device)):
             dst._tensor(True).copy_(self._tensor(False), non_blocking=True)
@@ -129,18 +176,21 @@ class TensorView:
         return event
 
     def tensor(self) -> torch.Tensor:
-        """The same memory as a tensor, which keeps it by itself. Raises ViewError if the view is not mutable, StorageError for a file
-        without memory."""
+        """The same memory as a tensor, which keeps it by itself. Raises ViewError if the view is not mutable,
+        StorageError for a file without memory."""
         return self._tensor(True)
 
     def array(self) -> np.ndarray:
-        """The same memory as an array. Raises ViewError where numpy has no such dtype, StorageError for what is not on the host."""
+        """The same memory as an array. Raises ViewError where numpy has no such dtype, StorageError for what
+        is not on the host."""
         if self.storage.kind is Kind.DEVICE:
             raise StorageError("device memory is no numpy array: copy it to the host first (`d2h`)")
         try:
             array = self._tensor(False).numpy()
         except TypeError:
-            raise ViewError(f"numpy has no {self.dtype}: look at the bytes through a view of torch.uint8 or torch.int16") from None
+            raise ViewError(
+                f"numpy has no {self.dtype}: look at the bytes through a view of torch.uint8 or torch.int16"
+            ) from None
         if not self.mutable:
             array.flags.writeable = False
         return array
@@ -154,7 +204,7 @@ class TensorView:
     def _tensor(self, write: bool) -> torch.Tensor:
         if write and not self.mutable:
             raise ViewError("the view is read-only: ask for a mutable one")
-        memory = self.storage.tensor()[self.offset:self.offset + self.span].view(self.dtype)
+        memory = self.storage.tensor()[self.offset : self.offset + self.span].view(self.dtype)
         return memory.as_strided(self.shape, self.strides)
 
     @contextmanager
@@ -176,11 +226,14 @@ class TensorView:
 
     def _check_like(self, dst: TensorView) -> None:
         if (self.shape, self.dtype) != (dst.shape, dst.dtype):
-            raise ViewError(f"shape {self.shape} of {self.dtype} cannot be copied to shape {dst.shape} of {dst.dtype}")
+            raise ViewError(
+                f"shape {self.shape} of {self.dtype} cannot be copied to shape {dst.shape} of {dst.dtype}"
+            )
 
 
 class BlockView:
-    """The blocks of one rank's cache: what they look like, and each layer as a view. Raises LayoutError for layers that are not that."""
+    """The blocks of one rank's cache: what they look like, and each layer as a view. Raises LayoutError for
+    layers that are not that."""
 
     def __init__(self, spec: CacheSpec, num_blocks: int, layers: Sequence[TensorView]) -> None:
         self.spec, self.num_blocks = spec, num_blocks
@@ -190,17 +243,27 @@ class BlockView:
         dtype, shape, first = getattr(torch, spec.dtype), spec.layer_shape(num_blocks), layers[0]
         for i, layer in enumerate(layers):
             if (layer.shape, layer.dtype) != (shape, dtype):
-                raise LayoutError(f"layer {i} has shape {layer.shape} of {layer.dtype}, but {num_blocks} blocks of a {spec.layout} cache "
-                                  f"have {shape} of {dtype}")
+                raise LayoutError(
+                    f"layer {i} has shape {layer.shape} of {layer.dtype}, but {num_blocks} blocks of a "
+                    f"{spec.layout} cache "
+                    f"have {shape} of {dtype}"
+                )
             if layer.strides != first.strides or layer.strides[-1] != 1:
-                raise LayoutError(f"layer {i} has strides {layer.strides}, the first has {first.strides}: they must agree and end with 1")
+                raise LayoutError(
+                    f"layer {i} has strides {layer.strides}, the first has {first.strides}: they must agree "
+                    "and end with 1"
+                )
             if (layer.storage.kind, layer.storage.device) != (first.storage.kind, first.storage.device):
-                raise LayoutError(f"layer {i} lies in {layer.storage.kind} storage on {layer.storage.device}, the first in "
-                                  f"{first.storage.kind} on {first.storage.device}: a cache lies in one kind")
+                raise LayoutError(
+                    f"layer {i} lies in {layer.storage.kind} storage on {layer.storage.device}, the first in "
+                    f"{first.storage.kind} on {first.storage.device}: a cache lies in one kind"
+                )
         self.mutable = all(layer.mutable for layer in layers)
-        # Where each layer begins; in a file without addresses, its offset. They hold, as a storage with views is not closed.
+        # Where each layer begins; in a file without addresses, its offset. They hold, as a storage with views
+        # is not closed.
         self.addresses = np.array([layer.storage.address + layer.offset for layer in layers], np.int64)
-        self.strides = dict(zip(spec.layout.axes, (stride * dtype.itemsize for stride in first.strides)))    # in bytes
+        # in bytes
+        self.strides = dict(zip(spec.layout.axes, (stride * dtype.itemsize for stride in first.strides)))
         self.extents = _united((start, start + first.span) for start in self.addresses.tolist())
 
     @classmethod
@@ -208,18 +271,37 @@ class BlockView:
         """All layers in one piece of `num_blocks * spec.block_bytes` bytes of a storage."""
         if num_blocks < 1:
             raise LayoutError(f"a cache of {num_blocks} blocks cannot be: it takes 1 or more")
-        shape, strides, dtype = spec.layer_shape(num_blocks), spec.layer_strides(num_blocks), getattr(torch, spec.dtype)
-        return cls(spec, num_blocks, [TensorView(storage, shape, dtype, strides, offset + spec.layer_offset(layer, num_blocks))
-                                      for layer in range(spec.num_layers)])
+        shape, strides, dtype = (
+            spec.layer_shape(num_blocks),
+            spec.layer_strides(num_blocks),
+            getattr(torch, spec.dtype),
+        )
+        return cls(
+            spec,
+            num_blocks,
+            [
+                TensorView(storage, shape, dtype, strides, offset + spec.layer_offset(layer, num_blocks))
+                for layer in range(spec.num_layers)
+            ],
+        )
 
     @classmethod
     def of(cls, spec: CacheSpec, kv: torch.Tensor) -> BlockView:
         """Over an engine's cache, [blocks, layers, 2, heads, block_size, head_dim]."""
         if spec.layout is not Layout.WHOLE_BLOCKS or kv.dim() != 6:
-            raise LayoutError(f"an engine's cache has 6 dimensions and layout {Layout.WHOLE_BLOCKS}, not {kv.dim()} and {spec.layout}")
+            raise LayoutError(
+                f"an engine's cache has 6 dimensions and layout {Layout.WHOLE_BLOCKS}, not {kv.dim()} and "
+                f"{spec.layout}"
+            )
         storage = memory_of(kv)
-        return cls(spec, kv.shape[0], [TensorView(storage, layer.shape, kv.dtype, layer.stride(), i * kv.stride(1) * kv.itemsize)
-                                       for i, layer in enumerate(kv.unbind(1))])
+        return cls(
+            spec,
+            kv.shape[0],
+            [
+                TensorView(storage, layer.shape, kv.dtype, layer.stride(), i * kv.stride(1) * kv.itemsize)
+                for i, layer in enumerate(kv.unbind(1))
+            ],
+        )
 
     @property
     def storage(self) -> Storage:
@@ -231,7 +313,9 @@ class BlockView:
         if not 0 <= i < len(self._layers):
             raise LayoutError(f"layer {i} does not exist: layers go from 0 to {len(self._layers) - 1}")
         layer = self._layers[i]
-        return TensorView(layer.storage, layer.shape, layer.dtype, layer.strides, layer.offset, mutable and layer.mutable)
+        return TensorView(
+            layer.storage, layer.shape, layer.dtype, layer.strides, layer.offset, mutable and layer.mutable
+        )
 
     def overlaps(self, other: BlockView) -> bool:
         """Whether what their layers span shares a byte, one between two items too."""

@@ -1,4 +1,5 @@
-"""The vocabulary's two ends: embedding and output head, split over ranks by vocabulary. A tied head is the embedding itself."""
+"""The vocabulary's two ends: embedding and output head, split over ranks by vocabulary. A tied head is the
+embedding itself."""
 
 from __future__ import annotations
 
@@ -16,13 +17,23 @@ from shoal.weights.quantized import QuantizedTensor
 class Vocabulary(nn.Module):
     """A [V, D] matrix of which each rank holds V / size rows (the last ones zero if V does not divide)."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, ops: Ops, *, keep_quantized: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tp: TensorParallel, ops: Ops, *, keep_quantized: bool = False
+    ) -> None:
         super().__init__()
-        self.vocab_size, self.hidden_size, self.tp, self.ops, self.keep_quantized = vocab_size, hidden_size, tp, ops, keep_quantized
+        self.vocab_size, self.hidden_size, self.tp, self.ops, self.keep_quantized = (
+            vocab_size,
+            hidden_size,
+            tp,
+            ops,
+            keep_quantized,
+        )
         self.shard = -(-vocab_size // tp.size)
         self.first = self.shard * tp.rank
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.shard, hidden_size), requires_grad=False)
-        self.packed: Any = None    # kernels/cpu_linear.py's packed weights
+        self.weight: nn.Parameter | None = nn.Parameter(
+            torch.empty(self.shard, hidden_size), requires_grad=False
+        )
+        self.packed: Any = None  # kernels/cpu_linear.py's packed weights
         self.piece: QuantizedTensor | None = None
 
     def load(self, parameter: str, tensor: Loaded, part: int, name: str) -> None:
@@ -32,12 +43,13 @@ class Vocabulary(nn.Module):
         if self.keep_quantized and isinstance(shard, QuantizedTensor) and rows == self.shard:
             self.piece = shard
             return
-        self.weight[rows:].zero_()    # type: ignore[index]
-        copy_into(self.weight[:rows], shard, name)    # type: ignore[index]
+        self.weight[rows:].zero_()  # type: ignore[index]
+        copy_into(self.weight[:rows], shard, name)  # type: ignore[index]
 
     def finish(self) -> None:
         if self.piece is not None:
             from shoal.kernels import cpu_linear
+
             self.packed = cpu_linear.pack([self.piece], self.packed)
             self.weight = self.piece = None
 
@@ -53,16 +65,18 @@ class Vocabulary(nn.Module):
     def _rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
             from shoal.kernels import cpu_linear
+
             return cpu_linear.packed_embed(ids_T, self.packed)
-        return self.ops.embed(ids_T, self.weight)    # type: ignore[arg-type]
+        return self.ops.embed(ids_T, self.weight)  # type: ignore[arg-type]
 
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
         """[S, D] hidden states to [S, V] logits, whole on every rank."""
         if self.packed is not None:
             from shoal.kernels import cpu_linear
+
             logits_SV = cpu_linear.packed_linear(x_SD, self.packed, None)
         else:
-            logits_SV = self.ops.linear(x_SD, self.weight, None)    # type: ignore[arg-type]
+            logits_SV = self.ops.linear(x_SD, self.weight, None)  # type: ignore[arg-type]
         if self.tp.size > 1:
             logits_SV = self.tp.all_gather(logits_SV, dim=-1)
-        return logits_SV[:, :self.vocab_size]
+        return logits_SV[:, : self.vocab_size]

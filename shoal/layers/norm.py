@@ -26,13 +26,22 @@ class RMSNorm(nn.Module):
             return self.ops.rms_norm(residual_TD, self.weight, self.eps)
         return self.ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
-    def add_linear(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, linear: Linear,
-                   silu_mul: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """`linear` (not split over its inputs), or its `silu_mul`, of the norm of residual + x; and that sum, the new residual.
+    def add_linear(
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, linear: Linear, silu_mul: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`linear` (not split over its inputs), or its `silu_mul`, of the norm of residual + x; and that sum,
+        the new residual.
 
         One kernel if there is one row. x None: nothing to add.
         """
         if linear.packed is None:
-            return self.ops.add_norm_linear(x_TD, residual_TD, self.weight, self.eps, linear.weight,    # type: ignore[arg-type]
-                                            linear.bias, silu_mul)
+            return self.ops.add_norm_linear(
+                x_TD,
+                residual_TD,
+                self.weight,
+                self.eps,
+                linear.weight,  # type: ignore[arg-type]
+                linear.bias,
+                silu_mul,
+            )
         return (linear.silu_mul if silu_mul else linear)(self.add(x_TD, residual_TD)), residual_TD

@@ -1,7 +1,9 @@
-"""TensorParallel: the collectives of one engine's ranks. NCCL on GPUs, Gloo on the CPU, nothing at all for one rank.
+"""TensorParallel: the collectives of one engine's ranks. NCCL on GPUs, Gloo on the CPU, nothing at all for
+one rank.
 
-Each engine builds its own process group, not torch.distributed's global one: engines can follow each other or live side by side in a
-process. The ranks meet at a store that rank 0 opens on the loopback address, at a port the kernel picked (`Rendezvous`).
+Each engine builds its own process group, not torch.distributed's global one: engines can follow each other or
+live side by side in a process. The ranks meet at a store that rank 0 opens on the loopback address, at a port
+the kernel picked (`Rendezvous`).
 """
 
 from __future__ import annotations
@@ -18,25 +20,35 @@ import torch.distributed as dist
 from shoal.errors import EngineDeadError
 
 LOOPBACK = "127.0.0.1"
-RENDEZVOUS_TIMEOUT_S = 120.0     # a rank has to start Python and import torch, on eight ranks at once and a cold disk
-COLLECTIVE_TIMEOUT_S = 600.0     # the most one rank may lag behind another, loading weights included; a rank that died is noticed at once
+# a rank has to start Python and import torch, on eight ranks at once and a cold disk
+RENDEZVOUS_TIMEOUT_S = 120.0
+# the most one rank may lag behind another, loading weights included; a rank that died is noticed at once
+COLLECTIVE_TIMEOUT_S = 600.0
 
 
 class TensorParallel:
-    """Who we are among the ranks, and what ranks do together. Every rank must make the same calls in the same order."""
+    """Who we are among the ranks, and what ranks do together. Every rank must make the same calls in the same
+    order."""
 
     def __init__(self, rank: int, size: int, device: torch.device, group: Any | None) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._group = group    # a ProcessGroupNCCL or ProcessGroupGloo; torch's stubs don't know their methods
+        self._group = group  # a ProcessGroupNCCL or ProcessGroupGloo; torch's stubs don't know their methods
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> TensorParallel:
         return cls(0, 1, torch.device(device), None)
 
     @classmethod
-    def connect(cls, rank: int, size: int, device: str | torch.device, port: int,
-                timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> TensorParallel:
-        """Of ranks 1 and up: meets the others at rank 0's store. Raises EngineDeadError if they don't come in time."""
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        device: str | torch.device,
+        port: int,
+        timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    ) -> TensorParallel:
+        """Of ranks 1 and up: meets the others at rank 0's store. Raises EngineDeadError if they don't come in
+        time."""
         limit = timedelta(seconds=timeout_s)
         try:
             store = dist.TCPStore(LOOPBACK, port, None, False, limit)
@@ -48,8 +60,9 @@ class TensorParallel:
         """Sums x over the ranks, in place, and returns it. x must be contiguous."""
         if self._group is not None:
             options = dist.AllreduceOptions()
-            # On NCCL: the kernel goes onto the current stream instead of NCCL's own between two events. Nothing then is left to wait for,
-            # the caching allocator needs no record_stream, and a graph captures one node, not three.
+            # On NCCL: the kernel goes onto the current stream instead of NCCL's own between two events.
+            # Nothing then is left to wait for, the caching allocator needs no record_stream, and a graph
+            # captures one node, not three.
             options.asyncOp = False
             _finish(self._group.allreduce([x], options))
         return x
@@ -82,13 +95,15 @@ class TensorParallel:
             torch.cuda.synchronize(self.device)
 
     def abort(self) -> None:
-        """Breaks off collectives that run on a GPU, from any thread, so that nobody waits for a rank that is gone."""
+        """Breaks off collectives that run on a GPU, from any thread, so that nobody waits for a rank that is
+        gone."""
         group = self._group
         if group is not None and self.device.type == "cuda":
             group.abort()
 
     def close(self) -> None:
-        """Ends the group without asking the others, who may be dead: collectives still running on a GPU are aborted. Safe to call twice."""
+        """Ends the group without asking the others, who may be dead: collectives still running on a GPU are
+        aborted. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()
@@ -101,12 +116,26 @@ class Rendezvous:
         # Our own socket, because the store's would listen on every interface, and it trusts whoever comes.
         listener = socket.create_server((LOOPBACK, 0), backlog=128)
         self.port: int = listener.getsockname()[1]
-        self._store = dist.TCPStore(LOOPBACK, self.port, None, True, timedelta(seconds=RENDEZVOUS_TIMEOUT_S), wait_for_workers=False,
-                                    master_listen_fd=listener.detach())
+        self._store = dist.TCPStore(
+            LOOPBACK,
+            self.port,
+            None,
+            True,
+            timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
-    def connect(self, rank: int, size: int, device: str | torch.device, check: Callable[[], None] | None = None,
-                timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> TensorParallel:
-        """Waits for the other ranks. `check` is called meanwhile; it raises if one of them has died (WorkerGroup.check)."""
+    def connect(
+        self,
+        rank: int,
+        size: int,
+        device: str | torch.device,
+        check: Callable[[], None] | None = None,
+        timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    ) -> TensorParallel:
+        """Waits for the other ranks. `check` is called meanwhile; it raises if one of them has died
+        (WorkerGroup.check)."""
         try:
             return _meet(self._store, rank, size, device, timeout_s, check)
         except RuntimeError as error:
@@ -115,8 +144,14 @@ class Rendezvous:
             raise _no_rendezvous(rank, self.port, timeout_s, error) from error
 
 
-def _meet(store: dist.Store, rank: int, size: int, device: str | torch.device, timeout_s: float,
-          check: Callable[[], None] | None) -> TensorParallel:
+def _meet(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: str | torch.device,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> TensorParallel:
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -128,8 +163,11 @@ def _meet(store: dist.Store, rank: int, size: int, device: str | torch.device, t
         if time.monotonic() > deadline:
             raise RuntimeError(f"ranks {missing} of {size} did not come")
         time.sleep(0.01)
-    tp = TensorParallel(rank, size, device, _build_group(dist.PrefixStore("group", store), rank, size, device))
-    tp.barrier()    # NCCL connects at the first collective: now, before memory is measured and graphs are captured
+    tp = TensorParallel(
+        rank, size, device, _build_group(dist.PrefixStore("group", store), rank, size, device)
+    )
+    # NCCL connects at the first collective: now, before memory is measured and graphs are captured
+    tp.barrier()
     return tp
 
 
@@ -139,17 +177,21 @@ def _build_group(store: dist.Store, rank: int, size: int, device: torch.device) 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()    # type: ignore[attr-defined]
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]    # by default the host name's, which may lead nowhere
+    # by default the host name's, which may lead nowhere
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _finish(work: dist.Work | None) -> None:
-    """Gloo: until the result is here; raises RuntimeError if a rank has died. NCCL: the current stream is in order already."""
+    """Gloo: until the result is here; raises RuntimeError if a rank has died. NCCL: the current stream is in
+    order already."""
     if work is not None:
         work.wait()
 
 
 def _no_rendezvous(rank: int, port: int, timeout_s: float, error: RuntimeError) -> EngineDeadError:
-    return EngineDeadError(f"rank {rank} did not meet the other ranks at {LOOPBACK}:{port} within {timeout_s:g} s: {error}")
+    return EngineDeadError(
+        f"rank {rank} did not meet the other ranks at {LOOPBACK}:{port} within {timeout_s:g} s: {error}"
+    )

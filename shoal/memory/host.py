@@ -9,13 +9,16 @@ from shoal.memory.library import HostUsage, Status, error_of, load
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20
-THREADS = 8      # that touch and pin: 5.6 GiB/s, where one reaches 2.2
+THREADS = 8  # that touch and pin: 5.6 GiB/s, where one reaches 2.2
 
 
 class HostBuffers:
-    """Chunks that threads in C touch and pin in the background once they are asked for, and that serve one pause after the other."""
+    """Chunks that threads in C touch and pin in the background once they are asked for, and that serve one
+    pause after the other."""
 
-    def __init__(self, driver: int, device: int, chunk_bytes: int = CHUNK_BYTES, threads: int = THREADS) -> None:
+    def __init__(
+        self, driver: int, device: int, chunk_bytes: int = CHUNK_BYTES, threads: int = THREADS
+    ) -> None:
         self._library = load()
         self.handle = self._library.shoal_host_open(driver, device, chunk_bytes, threads)
         self.chunk_bytes = chunk_bytes
@@ -47,8 +50,12 @@ class HostBuffers:
         usage = self.usage()
         if usage["pinned"] < usage["ready"] and not self._warned:
             self._warned = True
-            logger.warning("%.2f GiB of host buffers could not be pinned (a limit on locked memory? see ulimit -l), so they are plain "
-                           "memory: going to sleep and waking up are slower", (usage["ready"] - usage["pinned"]) / 2**30)
+            logger.warning(
+                "%.2f GiB of host buffers could not be pinned (a limit on locked memory? see ulimit -l), so "
+                "they are plain "
+                "memory: going to sleep and waking up are slower",
+                (usage["ready"] - usage["pinned"]) / 2**30,
+            )
 
     def trim(self) -> None:
         """Gives chunks that nothing uses back to the system."""

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 SOURCES = ("vmm.c", "vmm_sleep.c", "vmm_host.c", "vmm_cuda.c", "vmm_acl.c")
 HEADERS = ("vmm.h",)
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-pthread")
-DEVICE_MEMORY, HOST_MEMORY = 1, 2      # Status.kind
+DEVICE_MEMORY, HOST_MEMORY = 1, 2  # Status.kind
 
 
 class Status(ctypes.Structure):
@@ -34,7 +34,14 @@ class Job(ctypes.Structure):
 
 
 class Moved(ctypes.Structure):
-    _fields_ = (("freed", c_int64), ("taken", c_int64), ("copied", c_int64), ("queued", c_double), ("pieces", c_double), ("end", c_double))
+    _fields_ = (
+        ("freed", c_int64),
+        ("taken", c_int64),
+        ("copied", c_int64),
+        ("queued", c_double),
+        ("pieces", c_double),
+        ("end", c_double),
+    )
 
 
 class RegionUsage(ctypes.Structure):
@@ -68,14 +75,18 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library: compiled on first use, or the one that the package's installation built. Raises ConfigError if there is neither."""
+    """The library: compiled on first use, or the one that the package's installation built. Raises
+    ConfigError if there is neither."""
     try:
         path = c_library.build(FOLDER, SOURCES, HEADERS, FLAGS, ("-ldl",))
     except (c_library.BuildError, OSError) as error:
         built = sorted(FOLDER.glob("_vmm*.so"))
         if not built:
-            raise ConfigError(f"memory that can be given back needs a small C library, which can't be built here: {error}. Install a C "
-                              "compiler (apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)") from error
+            raise ConfigError(
+                "memory that can be given back needs a small C library, which can't be built here: "
+                f"{error}. Install a C "
+                "compiler (apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)"
+            ) from error
         path = built[0]
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in SIGNATURES.items():

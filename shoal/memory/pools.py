@@ -1,4 +1,5 @@
-"""PyTorch's side of a region: a memory pool whose segments the region provides. For CUDA, and for Ascend through torch_npu."""
+"""PyTorch's side of a region: a memory pool whose segments the region provides. For CUDA, and for Ascend
+through torch_npu."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 
 from shoal.errors import ConfigError
 
-MERGE_BYTES = 64 << 10      # a gap of dead bytes below this is copied along: cheaper than another copy
+MERGE_BYTES = 64 << 10  # a gap of dead bytes below this is copied along: cheaper than another copy
 
 
 class TorchPools:
@@ -24,17 +25,28 @@ class TorchPools:
             importlib.import_module("torch_npu")
         self.device = getattr(torch, kind)
         self._memory = self.device.memory
-        self._allocator = self._memory.CUDAPluggableAllocator if kind == "cuda" else self._memory.NPUPluggableAllocator
+        self._allocator = (
+            self._memory.CUDAPluggableAllocator if kind == "cuda" else self._memory.NPUPluggableAllocator
+        )
 
     def current_device(self) -> int:
         return self.device.current_device()
 
     def open(self, library: str, slot: int) -> Any:
-        """A pool over the region in `slot`. Raises ConfigError where PyTorch is set to cut its segments in its own way."""
-        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        """A pool over the region in `slot`. Raises ConfigError where PyTorch is set to cut its segments in
+        its own way."""
+        for name in (
+            "PYTORCH_ALLOC_CONF",
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "PYTORCH_NPU_ALLOC_CONF",
+            "PYTORCH_HIP_ALLOC_CONF",
+        ):
             if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
-                raise ConfigError(f"{name}={os.environ[name]!r}: memory that can be given back does not work with expandable_segments; set "
-                                  "it to False or leave it out")
+                raise ConfigError(
+                    f"{name}={os.environ[name]!r}: memory that can be given back does not work with "
+                    "expandable_segments; set "
+                    "it to False or leave it out"
+                )
         return self._memory.MemPool(_allocator(self._allocator, library, slot)._allocator)
 
     def use(self, pool: Any, device: int) -> AbstractContextManager[None]:
@@ -44,11 +56,16 @@ class TorchPools:
         return pool.id
 
     def live_ranges(self, pool: Any) -> list[tuple[int, int]] | None:
-        """Address and size of what tensors hold, by address: freed blocks that PyTorch caches need not be kept. None: everything."""
+        """Address and size of what tensors hold, by address: freed blocks that PyTorch caches need not be
+        kept. None: everything."""
         if not hasattr(pool, "snapshot"):
             return None
-        live = sorted((block["address"], block["size"]) for segment in pool.snapshot() for block in segment["blocks"]
-                      if block["state"] == "active_allocated")
+        live = sorted(
+            (block["address"], block["size"])
+            for segment in pool.snapshot()
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        )
         return merged(live)
 
     def device_usage(self, device: int) -> tuple[int, int]:
@@ -63,7 +80,8 @@ class TorchPools:
 
 @functools.cache
 def _allocator(kind: type, library: str, slot: int) -> Any:
-    """Kept for good: PyTorch frees through it as long as a tensor lives, and neither pool nor tensor keeps it alive."""
+    """Kept for good: PyTorch frees through it as long as a tensor lives, and neither pool nor tensor keeps it
+    alive."""
     return kind(library, f"shoal_malloc_{slot:02o}", "shoal_free")
 
 

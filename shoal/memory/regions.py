@@ -7,7 +7,8 @@
     pause()       # their memory is free for others; the state is in host memory, the buffer's content is gone
     resume()      # the same tensors, at the same addresses
 
-Usable without the engine, beside PyTorch's own allocator, in a training program too. Captured CUDA graphs stay valid.
+Usable without the engine, beside PyTorch's own allocator, in a training program too. Captured CUDA graphs
+stay valid.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 Offload = bool | Literal["file"]
 DEFAULT = "default"
-PIECE_BYTES = (64 << 20, 512 << 20)      # of physical memory: smallest, largest
-MAP_THREADS = 2      # the driver works on one mapping at a time; a second thread shortens unmapping alone
+PIECE_BYTES = (64 << 20, 512 << 20)  # of physical memory: smallest, largest
+MAP_THREADS = 2  # the driver works on one mapping at a time; a second thread shortens unmapping alone
 STREAMS = 2
 
 
@@ -52,11 +53,21 @@ class _Region:
 
 
 class Regions:
-    """A set of regions by tag; sets are independent of each other. A region spans the devices that were current when it was entered.
-    Thread-safe. `kind`: "cuda", or "npu" for Ascend, where this has never run."""
+    """A set of regions by tag; sets are independent of each other. A region spans the devices that were
+    current when it was entered. Thread-safe. `kind`: "cuda", or "npu" for Ascend, where this has never
+    run."""
 
-    def __init__(self, kind: str = "cuda", *, piece_bytes: tuple[int, int] = PIECE_BYTES, chunk_bytes: int = host.CHUNK_BYTES,
-                 map_threads: int = MAP_THREADS, streams: int = STREAMS, torch_pools: Any = None, driver_path: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str = "cuda",
+        *,
+        piece_bytes: tuple[int, int] = PIECE_BYTES,
+        chunk_bytes: int = host.CHUNK_BYTES,
+        map_threads: int = MAP_THREADS,
+        streams: int = STREAMS,
+        torch_pools: Any = None,
+        driver_path: str | None = None,
+    ) -> None:
         """Raises ConfigError without a driver, or a C compiler to build what speaks to it."""
         self._library = library.load()
         self._driver = library.open_driver(kind == "npu", driver_path)
@@ -64,14 +75,17 @@ class Regions:
         self._piece_bytes, self._chunk_bytes = piece_bytes, chunk_bytes
         self._map_threads, self._streams = map_threads, streams
         self._regions: dict[tuple[str, int], _Region] = {}
-        self._host: list[host.HostBuffers] = []      # one, once it is needed
-        self._finalizer = weakref.finalize(self, _end, self._regions, self._host, self._library)      # of a set that is let go of unclosed
-        self._finalizer.atexit = False      # the process takes all with it, and faster
+        self._host: list[host.HostBuffers] = []  # one, once it is needed
+        # of a set that is let go of unclosed
+        self._finalizer = weakref.finalize(self, _end, self._regions, self._host, self._library)
+        self._finalizer.atexit = False  # the process takes all with it, and faster
         self._lock = threading.RLock()
-        self._local = threading.local()      # the regions this thread is in
+        self._local = threading.local()  # the regions this thread is in
 
     @contextlib.contextmanager
-    def region(self, tag: str = DEFAULT, offload: Offload | None = None, reread: Callable[[], None] | None = None) -> Iterator[None]:
+    def region(
+        self, tag: str = DEFAULT, offload: Offload | None = None, reread: Callable[[], None] | None = None
+    ) -> Iterator[None]:
         """Tensors that this thread makes meanwhile, on the device that is current at entry, lie in the
         region; the innermost counts. `offload` says what a pause does with their content: True keeps it in
         host memory, False drops it, "file" drops it and lets `reread` bring it back at resume. None: as
@@ -83,13 +97,15 @@ class Regions:
         with self._lock:
             region = self._find(tag, self._pools.current_device())
             if region.paused:
-                raise UnavailableError(f"region {tag!r} is paused, so nothing can be allocated in it; resume it first")
+                raise UnavailableError(
+                    f"region {tag!r} is paused, so nothing can be allocated in it; resume it first"
+                )
             if offload is not None:
                 region.offload, region.reread = offload, reread
             region.entered += 1
         stack = self._stack()
         if stack:
-            stack[-1][1].__exit__(None, None, None)      # PyTorch would go on using the outer pool
+            stack[-1][1].__exit__(None, None, None)  # PyTorch would go on using the outer pool
         self._enter(stack, region)
         try:
             yield
@@ -114,24 +130,35 @@ class Regions:
             return self._pools.pool_id(self._find(tag, self._pools.current_device()).pool)
 
     def pause(self, tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
-        """Gives the memory of the regions of these tags (all) back; `keep` names those whose content goes to host memory (else each
-        region's own `offload` says so). A region that is paused already stays so; a `keep` without it drops what was kept of it, and gives
-        host buffers back. All or nothing. Raises ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError
-        if host memory is short, before anything is given back."""
+        """Gives the memory of the regions of these tags (all) back; `keep` names those whose content goes to
+        host memory (else each region's own `offload` says so). A region that is paused already stays so; a
+        `keep` without it drops what was kept of it, and gives host buffers back. All or nothing. Raises
+        ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError if host
+        memory is short, before anything is given back."""
         start = time.perf_counter()
         with self._lock:
             chosen = self._choose(tags)
-            kept = [region for region in chosen if (region.tag in keep if keep is not None else region.paused or region.offload is True)]
+            kept = [
+                region
+                for region in chosen
+                if (region.tag in keep if keep is not None else region.paused or region.offload is True)
+            ]
             going = [region for region in chosen if not region.paused]
             for region in going:
                 if region.entered:
-                    raise UnavailableError(f"region {region.tag!r} is being allocated in; leave it before it is paused")
+                    raise UnavailableError(
+                        f"region {region.tag!r} is being allocated in; leave it before it is paused"
+                    )
             ranges = {id(region): self._pools.live_ranges(region.pool) for region in going if region in kept}
             self._check_host([region for region in going if region in kept], ranges)
-            dropped = any(region.paused and region not in kept and self._usage(region).host for region in chosen)
-            moved = self._call("shoal_pause", [(region, region in kept, ranges.get(id(region))) for region in chosen])
+            dropped = any(
+                region.paused and region not in kept and self._usage(region).host for region in chosen
+            )
+            moved = self._call(
+                "shoal_pause", [(region, region in kept, ranges.get(id(region))) for region in chosen]
+            )
             self._note_paused(chosen)
-            if dropped:      # the host's memory is what is wanted then
+            if dropped:  # the host's memory is what is wanted then
                 self._buffers().trim()
             self._pools.release_cache()
             for buffers in self._host:
@@ -139,15 +166,20 @@ class Regions:
             return self._report(start, moved)
 
     def resume(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Takes memory again for the paused regions of these tags (all). What was kept is there; other content is undefined. Raises
-        torch.OutOfMemoryError, and what `reread` raises: then all are paused as before, nothing is lost, and it can be tried again."""
+        """Takes memory again for the paused regions of these tags (all). What was kept is there; other
+        content is undefined. Raises torch.OutOfMemoryError, and what `reread` raises: then all are paused as
+        before, nothing is lost, and it can be tried again."""
         start = time.perf_counter()
         with self._lock:
             coming = [region for region in self._choose(tags) if region.paused]
             kept = [region for region in coming if self._usage(region).host]
             moved = self._call("shoal_resume", [(region, False, None) for region in coming])
             self._note_paused(coming)
-            rereads = dict.fromkeys(region.reread for region in coming if region.offload == "file" and region.reread and region not in kept)
+            rereads = dict.fromkeys(
+                region.reread
+                for region in coming
+                if region.offload == "file" and region.reread and region not in kept
+            )
             try:
                 for reread in rereads:
                     reread()
@@ -157,11 +189,14 @@ class Regions:
             return self._report(start, moved)
 
     def usage(self) -> dict[str, dict[str, int]]:
-        """By tag, bytes: "device_bytes" mapped now, "reserved_bytes" allocated (mapped when awake), "host_bytes" kept on the host."""
+        """By tag, bytes: "device_bytes" mapped now, "reserved_bytes" allocated (mapped when awake),
+        "host_bytes" kept on the host."""
         found: dict[str, dict[str, int]] = {}
         with self._lock:
             for region in self._regions.values():
-                entry = found.setdefault(region.tag, {"device_bytes": 0, "reserved_bytes": 0, "host_bytes": 0})
+                entry = found.setdefault(
+                    region.tag, {"device_bytes": 0, "reserved_bytes": 0, "host_bytes": 0}
+                )
                 usage = self._usage(region)
                 for name, value in zip(entry, (usage.mapped, usage.allocated, usage.host)):
                     entry[name] += value
@@ -189,16 +224,22 @@ class Regions:
             return {region.tag for region in self._regions.values() if region.paused}
 
     def prepare_host(self, num_bytes: int | None = None, *, wait: bool = False) -> None:
-        """Has host memory pinned in the background, so that no pause waits for it. None: for all that regions with offload=True hold.
-        Raises MemoryError if the system has less."""
+        """Has host memory pinned in the background, so that no pause waits for it. None: for all that regions
+        with offload=True hold. Raises MemoryError if the system has less."""
         with self._lock:
             if num_bytes is None:
-                num_bytes = sum(self._usage(region).allocated for region in self._regions.values() if region.offload is True)
+                num_bytes = sum(
+                    self._usage(region).allocated
+                    for region in self._regions.values()
+                    if region.offload is True
+                )
             if not num_bytes:
                 return
             buffers = self._buffers()
             if (missing := buffers.missing(num_bytes)) > (free := available.available_bytes()):
-                raise MemoryError(f"{missing} bytes of host memory are needed to keep {num_bytes} bytes, {free} are free")
+                raise MemoryError(
+                    f"{missing} bytes of host memory are needed to keep {num_bytes} bytes, {free} are free"
+                )
             buffers.prepare(num_bytes)
         if wait:
             buffers.settle()
@@ -209,7 +250,8 @@ class Regions:
             return self._buffers().usage()
 
     def close(self) -> None:
-        """Ends the regions. Memory that tensors still hold goes when they do; host buffers go at once, with what was kept."""
+        """Ends the regions. Memory that tensors still hold goes when they do; host buffers go at once, with
+        what was kept."""
         with self._lock:
             _end(self._regions, self._host, self._library)
 
@@ -241,8 +283,11 @@ class Regions:
     def _choose(self, tags: Sequence[str] | None) -> list[_Region]:
         known = {tag for tag, _ in self._regions}
         if isinstance(tags, str) or (tags is not None and (unknown := sorted(set(tags) - known))):
-            raise ConfigError(f"tags {tags!r:.80}: {'must be a list' if isinstance(tags, str) else f'no region is called {unknown[0]!r}'}; "
-                              f"there {'are' if known else 'is none'} {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"tags {tags!r:.80}: "
+                f"{'must be a list' if isinstance(tags, str) else f'no region is called {unknown[0]!r}'}; "
+                f"there {'are' if known else 'is none'} {', '.join(sorted(known))}"
+            )
         return [region for region in self._regions.values() if tags is None or region.tag in tags]
 
     def _check_host(self, kept: list[_Region], ranges: dict[int, list[tuple[int, int]] | None]) -> None:
@@ -263,10 +308,18 @@ class Regions:
             job.region, job.keep, job.ranges = region.handle, keep, array
             job.num_ranges = -1 if ranges is None else len(ranges)
         buffers = (self._buffers().handle,) if name == "shoal_pause" else ()
-        if getattr(self._library, name)(jobs, len(jobs), *buffers, self._map_threads, self._streams, moved, status):
+        if getattr(self._library, name)(
+            jobs, len(jobs), *buffers, self._map_threads, self._streams, moved, status
+        ):
             self._note_paused([region for region, _, _ in regions])
             raise library.error_of(status)
-        logger.debug("%s: copies queued after %.3f s, pieces done %.3f s, all %.3f s", name, moved.queued, moved.pieces, moved.end)
+        logger.debug(
+            "%s: copies queued after %.3f s, pieces done %.3f s, all %.3f s",
+            name,
+            moved.queued,
+            moved.pieces,
+            moved.end,
+        )
         return moved
 
     def _note_paused(self, regions: list[_Region]) -> None:
@@ -280,7 +333,9 @@ class Regions:
 
     def _buffers(self) -> host.HostBuffers:
         if not self._host:
-            device = next(iter(self._regions.values())).device if self._regions else self._pools.current_device()
+            device = (
+                next(iter(self._regions.values())).device if self._regions else self._pools.current_device()
+            )
             self._host.append(host.HostBuffers(self._driver, device, self._chunk_bytes))
         return self._host[0]
 
@@ -307,8 +362,9 @@ def default() -> Regions:
     return Regions()
 
 
-def region(tag: str = DEFAULT, offload: Offload | None = None,
-           reread: Callable[[], None] | None = None) -> contextlib.AbstractContextManager[None]:
+def region(
+    tag: str = DEFAULT, offload: Offload | None = None, reread: Callable[[], None] | None = None
+) -> contextlib.AbstractContextManager[None]:
     return default().region(tag, offload, reread)
 
 

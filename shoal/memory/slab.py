@@ -1,4 +1,5 @@
-"""A big host buffer of equal rows that becomes usable piece by piece: threads touch and pin it in the background while the engine runs."""
+"""A big host buffer of equal rows that becomes usable piece by piece: threads touch and pin it in the
+background while the engine runs."""
 
 from __future__ import annotations
 
@@ -16,39 +17,47 @@ import torch
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 128 << 20
-THREADS = 8      # that pin: 5.6 GiB/s, where one reaches 2.2
+THREADS = 8  # that pin: 5.6 GiB/s, where one reaches 2.2
 MADV_POPULATE_WRITE = 23
 MAP_NORESERVE = 0x4000
-PORTABLE_AND_MAPPED = 3    # cudaHostRegister: for every device, and for kernels
+PORTABLE_AND_MAPPED = 3  # cudaHostRegister: for every device, and for kernels
 
 
 def forget_last_error() -> None:
-    """After a call of the CUDA runtime that failed: it stays this thread's last error, for the next launch, whatever it is, to raise."""
+    """After a call of the CUDA runtime that failed: it stays this thread's last error, for the next launch,
+    whatever it is, to raise."""
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device="cuda").add_(1)
 
 
 class HostSlab:
-    """`rows` [num_rows, row_bytes], uint8. Only rows that `take_ready` has named may be touched. They are pinned for `device`; for the CPU
-    they all are ready at once, and their memory is taken when it is written. Raises MemoryError or OSError if there is none to be had."""
+    """`rows` [num_rows, row_bytes], uint8. Only rows that `take_ready` has named may be touched. They are
+    pinned for `device`; for the CPU they all are ready at once, and their memory is taken when it is written.
+    Raises MemoryError or OSError if there is none to be had."""
 
     def __init__(self, num_rows: int, row_bytes: int, device: torch.device) -> None:
         self._device = device
-        self._memory = mmap.mmap(-1, max(1, num_rows * row_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-        with contextlib.suppress(OSError):    # of a kernel without them
-            self._memory.madvise(mmap.MADV_HUGEPAGE)    # less to touch and to pin
-        self.rows = torch.frombuffer(self._memory, dtype=torch.uint8)[:num_rows * row_bytes].view(num_rows, row_bytes)
+        self._memory = mmap.mmap(
+            -1, max(1, num_rows * row_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        )
+        with contextlib.suppress(OSError):  # of a kernel without them
+            self._memory.madvise(mmap.MADV_HUGEPAGE)  # less to touch and to pin
+        self.rows = torch.frombuffer(self._memory, dtype=torch.uint8)[: num_rows * row_bytes].view(
+            num_rows, row_bytes
+        )
         self._ready: deque[tuple[int, int]] = deque()
-        self._pinned: list[int] = []                    # addresses
+        self._pinned: list[int] = []  # addresses
         self._closing = False
         self._threads: list[threading.Thread] = []
         if device.type != "cuda":
             self._ready.append((0, num_rows))
             return
-        step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)    # rows that end with a page: chunks are pinned by themselves
+        # rows that end with a page: chunks are pinned by themselves
+        step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
         step *= max(1, CHUNK_BYTES // (step * row_bytes))
         self._todo = deque((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-        if self._todo and not self._pin(*self._todo.popleft()):    # torch looks at the first byte to tell whether all is pinned
+        # torch looks at the first byte to tell whether all is pinned
+        if self._todo and not self._pin(*self._todo.popleft()):
             forget_last_error()
             raise MemoryError("none of it could be pinned (a limit on locked memory? see ulimit -l)")
         for i in range(min(THREADS, len(self._todo))):
@@ -69,13 +78,15 @@ class HostSlab:
         for thread in self._threads:
             thread.join()
         if self._pinned:
-            with ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_device, initargs=(self._device,)) as threads:
+            with ThreadPoolExecutor(
+                THREADS, initializer=torch.cuda.set_device, initargs=(self._device,)
+            ) as threads:
                 list(threads.map(torch.cuda.cudart().cudaHostUnregister, self._pinned))
             self._pinned.clear()
         self.rows = torch.empty(0, 0, dtype=torch.uint8)
 
     def _pin_all(self) -> None:
-        torch.cuda.set_device(self._device)    # of this thread: else it would open a context on the first
+        torch.cuda.set_device(self._device)  # of this thread: else it would open a context on the first
         while not self._closing:
             try:
                 start, end = self._todo.popleft()
@@ -87,11 +98,16 @@ class HostSlab:
     def _pin(self, start: int, end: int) -> bool:
         rows = self.rows[start:end]
         address, size = rows.data_ptr(), rows.nbytes
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE)    # else pinning takes the pages
+        # else pinning takes the pages
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, PORTABLE_AND_MAPPED))
         if code:
-            logger.warning("host memory for KV blocks could not be pinned (CUDA error %d; a limit on locked memory? see ulimit -l): the "
-                           "host tier stays smaller than asked for", code)
+            logger.warning(
+                "host memory for KV blocks could not be pinned (CUDA error %d; a limit on locked memory? "
+                "see ulimit -l): the "
+                "host tier stays smaller than asked for",
+                code,
+            )
             return False
         self._pinned.append(address)
         self._ready.append((start, end))

@@ -13,7 +13,8 @@ from shoal.models.config import ModelConfig
 
 
 def fuse_layers(layers: Iterable, config: ModelConfig, backend: AttentionBackend) -> CpuLayers | None:
-    """None unless every product of every layer is packed for the C library, whole on this rank, and no layer is a mixture of experts."""
+    """None unless every product of every layer is packed for the C library, whole on this rank, and no layer
+    is a mixture of experts."""
     weights = []
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp

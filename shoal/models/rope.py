@@ -1,6 +1,8 @@
-"""Frequencies of rotary position embeddings (Su 2021), plain or scaled: linear, yarn (Peng 2023), llama3, and GGUF's table of factors.
+"""Frequencies of rotary position embeddings (Su 2021), plain or scaled: linear, yarn (Peng 2023), llama3, and
+GGUF's table of factors.
 
-Computed in float32 in the order that `transformers` uses, since models were trained with those roundings. numpy only.
+Computed in float32 in the order that `transformers` uses, since models were trained with those roundings.
+numpy only.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from shoal.models.config import RopeConfig
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """(float32 [head_dim / 2] angles a position, the factor on cosines and sines)."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # in units of 2 pi positions; rounded once: a last bit in which float32 powers of numpy and torch differ grows tenfold in llama3's blend
+    # in units of 2 pi positions; rounded once: a last bit in which float32 powers of numpy and torch differ
+    # grows tenfold in llama3's blend
     wavelengths = (np.float64(rope.theta) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / wavelengths
     if rope.kind == "linear":
@@ -35,7 +38,11 @@ def _yarn(rope: RopeConfig, wavelengths: np.ndarray) -> np.ndarray:
 
     def dimension_of(rotations: float) -> float:
         """The (fractional) dimension that turns `rotations` times within the original context."""
-        return half * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi)) / math.log(rope.theta)
+        return (
+            half
+            * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi))
+            / math.log(rope.theta)
+        )
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
@@ -45,7 +52,10 @@ def _yarn(rope: RopeConfig, wavelengths: np.ndarray) -> np.ndarray:
         high += 0.001
     ramp = np.clip((np.arange(half, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
     kept = np.float32(1.0) - ramp
-    return np.float32(1.0) / (np.float32(rope.factor) * wavelengths) * (np.float32(1.0) - kept) + np.float32(1.0) / wavelengths * kept
+    return (
+        np.float32(1.0) / (np.float32(rope.factor) * wavelengths) * (np.float32(1.0) - kept)
+        + np.float32(1.0) / wavelengths * kept
+    )
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
@@ -55,4 +65,6 @@ def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
     stretched = plain / np.float32(rope.factor)
     smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
     blended = (np.float32(1.0) - smooth) * plain / np.float32(rope.factor) + smooth * plain
-    return np.where(wavelengths > original / low, stretched, np.where(wavelengths < original / high, plain, blended)).astype(np.float32)
+    return np.where(
+        wavelengths > original / low, stretched, np.where(wavelengths < original / high, plain, blended)
+    ).astype(np.float32)

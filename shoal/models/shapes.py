@@ -21,8 +21,12 @@ def checkpoint_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
     queries, keys, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
     for i in range(c.num_layers):
         at = f"model.layers.{i}."
-        for name, out, bias in (("q", queries, c.qkv_bias), ("k", keys, c.qkv_bias), ("v", keys, c.qkv_bias),
-                                ("o", wide, c.o_bias)):
+        for name, out, bias in (
+            ("q", queries, c.qkv_bias),
+            ("k", keys, c.qkv_bias),
+            ("v", keys, c.qkv_bias),
+            ("o", wide, c.o_bias),
+        ):
             yield f"{at}self_attn.{name}_proj.weight", (out, queries if name == "o" else wide)
             if bias:
                 yield f"{at}self_attn.{name}_proj.bias", (out,)

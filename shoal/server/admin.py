@@ -1,4 +1,5 @@
-"""The admin port: putting a model to sleep and waking it, weights, pause. Every path takes ?model=NAME; without it, the first model."""
+"""The admin port: putting a model to sleep and waking it, weights, pause. Every path takes ?model=NAME;
+without it, the first model."""
 
 from __future__ import annotations
 
@@ -56,19 +57,27 @@ async def is_paused(exchange: Exchange) -> None:
 
 
 async def reset_prefix_cache(exchange: Exchange) -> None:
-    await exchange.json({"reset": await _model(exchange, _query(exchange, ("model",))).engine.reset_prefix_cache()})
+    await exchange.json(
+        {"reset": await _model(exchange, _query(exchange, ("model",))).engine.reset_prefix_cache()}
+    )
 
 
 async def update_weights(exchange: Exchange) -> None:
     model = _model(exchange, _query(exchange, ("model",)))
     request = exchange.decode(UpdateWeightsRequest)
     if (request.path is None) == (request.model is None):
-        raise ApiError(400, "path and model: give exactly one of them, a checkpoint's folder or file, or a model's name", param="path")
+        raise ApiError(
+            400,
+            "path and model: give exactly one of them, a checkpoint's folder or file, or a model's name",
+            param="path",
+        )
     await exchange.json({"version": await model.engine.update_weights(request.path or request.model or "")})
 
 
 async def check_weights(exchange: Exchange) -> None:
-    await exchange.json({"checksums": await _model(exchange, _query(exchange, ("model",))).engine.check_weights()})
+    await exchange.json(
+        {"checksums": await _model(exchange, _query(exchange, ("model",))).engine.check_weights()}
+    )
 
 
 async def memory_usage(exchange: Exchange) -> None:
@@ -90,9 +99,18 @@ async def stop_profile(exchange: Exchange) -> None:
 def _below(profile_dir: str, name: str) -> str:
     """The folder of traces that a request may name."""
     parts = PurePosixPath(name).parts
-    if not name.isprintable() or len(name) > MOST_FOLDER_CHARACTERS or name.startswith(("/", "~")) or ".." in parts:
-        raise ApiError(400, f"folder {name!r:.100} is no folder below the server's --profile-dir ({profile_dir}); give a "
-                            f"relative path of at most {MOST_FOLDER_CHARACTERS} printable characters", param="folder")
+    if (
+        not name.isprintable()
+        or len(name) > MOST_FOLDER_CHARACTERS
+        or name.startswith(("/", "~"))
+        or ".." in parts
+    ):
+        raise ApiError(
+            400,
+            f"folder {name!r:.100} is no folder below the server's --profile-dir ({profile_dir}); give a "
+            f"relative path of at most {MOST_FOLDER_CHARACTERS} printable characters",
+            param="folder",
+        )
     return str(Path(profile_dir, *parts))
 
 
@@ -100,7 +118,11 @@ def _query(exchange: Exchange, known: tuple[str, ...]) -> dict[str, list[str]]:
     """The URL's parameters. An unknown one is refused: a misspelt `tag=` would put everything to sleep."""
     query = exchange.query()
     if unknown := [name for name in query if name not in known]:
-        raise ApiError(400, f"unknown parameter {unknown[0]!r:.40}; {exchange.path} takes {', '.join(known)}", param=unknown[0][:40])
+        raise ApiError(
+            400,
+            f"unknown parameter {unknown[0]!r:.40}; {exchange.path} takes {', '.join(known)}",
+            param=unknown[0][:40],
+        )
     return query
 
 

@@ -13,7 +13,7 @@ class Admission:
     def __init__(self, max_running: int, max_queued: int) -> None:
         self.limit = max_running + max_queued
         self.active = 0
-        self.refused = 0             # for want of room, ever
+        self.refused = 0  # for want of room, ever
         self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -23,11 +23,17 @@ class Admission:
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
         if count > self.limit:
-            raise ApiError(400, f"the request asks for {count} answers, and the queue takes {self.limit}; lower n or send fewer prompts",
-                           param="n")
+            raise ApiError(
+                400,
+                f"the request asks for {count} answers, and the queue takes {self.limit}; lower n or send "
+                "fewer prompts",
+                param="n",
+            )
         if self.active + count > self.limit:
             self.refused += count
-            raise ApiError(429, f"the queue is full: {self.active} of {self.limit} requests run or wait; try again later")
+            raise ApiError(
+                429, f"the queue is full: {self.active} of {self.limit} requests run or wait; try again later"
+            )
         self.active += count
         self._idle.clear()
 

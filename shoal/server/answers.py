@@ -1,4 +1,5 @@
-"""Pieces of answers that chat and completions share: usage, log-probabilities, and the constant parts of stream chunks."""
+"""Pieces of answers that chat and completions share: usage, log-probabilities, and the constant parts of
+stream chunks."""
 
 from __future__ import annotations
 
@@ -13,16 +14,21 @@ from shoal.server.generation import Usage
 from shoal.server.model import ServedModel
 
 encode = msgspec.json.Encoder().encode
-LOWEST = -9999.0    # stands for minus infinity, which JSON has not; vLLM's figure
+LOWEST = -9999.0  # stands for minus infinity, which JSON has not; vLLM's figure
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.total_tokens, "completion_tokens": usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.total_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
 
 
 class LogprobShapes:
-    """Log-probabilities as chat and as completions show them, `count` of the most likely beside each token."""
+    """Log-probabilities as chat and as completions show them, `count` of the most likely beside each
+    token."""
 
     def __init__(self, model: ServedModel, count: int, as_ids: bool) -> None:
         self.model, self.count, self.as_ids = model, count, as_ids
@@ -33,12 +39,24 @@ class LogprobShapes:
     def chat(self, token_ids: Sequence[int], steps: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = []
         for token_id, step in zip(token_ids, steps):
-            content.append({**self._entry(token_id, step[token_id]), "top_logprobs": [self._entry(i, e) for i, e in self._best(step)]})
+            content.append(
+                {
+                    **self._entry(token_id, step[token_id]),
+                    "top_logprobs": [self._entry(i, e) for i, e in self._best(step)],
+                }
+            )
         return {"content": content}
 
-    def completion(self, token_ids: Sequence[int], steps: Sequence[TokenLogprobs | None], offset: int) -> dict[str, Any]:
+    def completion(
+        self, token_ids: Sequence[int], steps: Sequence[TokenLogprobs | None], offset: int
+    ) -> dict[str, Any]:
         """offset: characters of the text before these tokens."""
-        shown: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        shown: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
         for token_id, step in zip(token_ids, steps):
             own = step[token_id] if step else Logprob(0.0, decoded_token=self._text(token_id))
             name = self.name(token_id, own)
@@ -46,7 +64,9 @@ class LogprobShapes:
             shown["tokens"].append(name)
             shown["token_logprobs"].append(max(own.logprob, LOWEST) if step else None)
             top = {token_id: own, **dict(self._best(step))} if step else None
-            shown["top_logprobs"].append({self.name(i, e): max(e.logprob, LOWEST) for i, e in top.items()} if top else None)
+            shown["top_logprobs"].append(
+                {self.name(i, e): max(e.logprob, LOWEST) for i, e in top.items()} if top else None
+            )
             offset += len(own.decoded_token or "")
         return shown
 
@@ -57,8 +77,11 @@ class LogprobShapes:
 
     def _entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
         tokenizer = self.model.tokenizer
-        return {"token": self.name(token_id, entry), "logprob": max(entry.logprob, LOWEST),
-                "bytes": list(tokenizer.token_bytes[token_id]) if tokenizer is not None else None}
+        return {
+            "token": self.name(token_id, entry),
+            "logprob": max(entry.logprob, LOWEST),
+            "bytes": list(tokenizer.token_bytes[token_id]) if tokenizer is not None else None,
+        }
 
     def _text(self, token_id: int) -> str | None:
         return self.model.tokenizer.token_text(token_id) if self.model.tokenizer is not None else None
@@ -68,16 +91,38 @@ def prompt_logprobs_list(steps: Sequence[TokenLogprobs | None] | None) -> list[A
     """vLLM's shape: for each token of the prompt a map from id to its Logprob, None for the first."""
     if steps is None:
         return None
-    return [None if step is None else {i: {"logprob": max(e.logprob, LOWEST), "rank": e.rank, "decoded_token": e.decoded_token}
-                                       for i, e in step.items()} for step in steps]
+    return [
+        None
+        if step is None
+        else {
+            i: {"logprob": max(e.logprob, LOWEST), "rank": e.rank, "decoded_token": e.decoded_token}
+            for i, e in step.items()
+        }
+        for step in steps
+    ]
 
 
 class Chunks:
-    """The chunks of one stream: what never changes is serialized once, and only what varies is put between."""
+    """The chunks of one stream: what never changes is serialized once, and only what varies is put
+    between."""
 
-    def __init__(self, answer_id: str, kind: str, created: int, model: str, *, usage: Usage | None, ends_with_usage: bool) -> None:
-        """usage: shown in every chunk (continuous_usage_stats). ends_with_usage: a null stands in all but the last."""
-        self.head = b"data: " + encode({"id": answer_id, "object": kind, "created": created, "model": model})[:-1] + b',"choices":['
+    def __init__(
+        self,
+        answer_id: str,
+        kind: str,
+        created: int,
+        model: str,
+        *,
+        usage: Usage | None,
+        ends_with_usage: bool,
+    ) -> None:
+        """usage: shown in every chunk (continuous_usage_stats). ends_with_usage: a null stands in all but the
+        last."""
+        self.head = (
+            b"data: "
+            + encode({"id": answer_id, "object": kind, "created": created, "model": model})[:-1]
+            + b',"choices":['
+        )
         self.usage = usage
         self.tail = b'],"usage":null}\n\n' if ends_with_usage else b"]}\n\n"
 

@@ -27,21 +27,46 @@ async def create_chat_completion(exchange: Exchange) -> None:
     _check(request, model)
     as_tools(request)
     plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser)
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    params = text_params(model, request, max_tokens=max_tokens, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    max_tokens = (
+        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    )
+    params = text_params(
+        model,
+        request,
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
     plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(model, request, plan, params)
     request_id = request.request_id or exchange.request_id
-    generation = Generation(model, [prompt], params, request_id=f"chatcmpl-{request_id}", priority=request.priority,
-                            cache_salt=request.cache_salt, timeout=request.timeout, cuts_max_tokens=True)
+    generation = Generation(
+        model,
+        [prompt],
+        params,
+        request_id=f"chatcmpl-{request_id}",
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout=request.timeout,
+        cuts_max_tokens=True,
+    )
     is_plain = plan.mode == "none" and model.reasoning_parser == "none"
-    form = None if is_plain else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
+    form = (
+        None
+        if is_plain
+        else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
+    )
     answer = _Answer(model, request, generation, form)
     exchange.generation = generation
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
-        chunks = Chunks(answer.id, "chat.completion.chunk", answer.created, model.name, usage=usage,
-                        ends_with_usage=bool(options.include_usage))
+        chunks = Chunks(
+            answer.id,
+            "chat.completion.chunk",
+            answer.created,
+            model.name,
+            usage=usage,
+            ends_with_usage=bool(options.include_usage),
+        )
         async with generation:
             async for deltas in generation:
                 if events := b"".join([chunk for delta in deltas for chunk in answer.chunks(delta, chunks)]):
@@ -50,8 +75,14 @@ async def create_chat_completion(exchange: Exchange) -> None:
         return
     async with generation:
         wholes = await generation.collect()
-    body = {"id": answer.id, "object": "chat.completion", "created": answer.created, "model": model.name,
-            "choices": [answer.choice(w) for w in wholes], "usage": usage_dict(generation.usage)}
+    body = {
+        "id": answer.id,
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": model.name,
+        "choices": [answer.choice(w) for w in wholes],
+        "usage": usage_dict(generation.usage),
+    }
     if request.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs_list(generation.prompt_logprobs[0])
     if request.return_token_ids:
@@ -63,45 +94,74 @@ def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
     """Raises ApiError for what would be answered wrong."""
     for i, message in enumerate(request.messages):
         if message.get("role") not in ROLES:
-            raise ApiError(400, f"messages[{i}].role {message.get('role')!r:.60} is none of "
-                                f"{', '.join(ROLES)}", param=f"messages[{i}].role")
+            raise ApiError(
+                400,
+                f"messages[{i}].role {message.get('role')!r:.60} is none of {', '.join(ROLES)}",
+                param=f"messages[{i}].role",
+            )
     if request.audio is not None or any(kind != "text" for kind in request.modalities or ()):
-        raise ApiError(400, "modalities: answers here are text alone; leave modalities and audio out",
-                       param="modalities")
+        raise ApiError(
+            400, "modalities: answers here are text alone; leave modalities and audio out", param="modalities"
+        )
     most, asked = model.max_logprobs, request.top_logprobs
     if asked and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
     if asked is not None and most >= 0 and not 0 <= asked <= most:
-        raise ApiError(400, f"top_logprobs {asked} is not from 0 to {most}; ask for fewer, or start the "
-                            f"server with a larger --max-logprobs",
-                       param="top_logprobs")
+        raise ApiError(
+            400,
+            f"top_logprobs {asked} is not from 0 to {most}; ask for fewer, or start the "
+            f"server with a larger --max-logprobs",
+            param="top_logprobs",
+        )
 
 
-async def _prompt(model: ServedModel, request: ChatCompletionRequest, plan: ToolPlan, params: SamplingParams) -> Prompt:
-    variables = template_variables(request.chat_template_kwargs, request.reasoning_effort, params, model.reasoning_parser)
+async def _prompt(
+    model: ServedModel, request: ChatCompletionRequest, plan: ToolPlan, params: SamplingParams
+) -> Prompt:
+    variables = template_variables(
+        request.chat_template_kwargs, request.reasoning_effort, params, model.reasoning_parser
+    )
     # Thoughts come back under either name; templates know the older one.
-    messages = [{**m, "reasoning_content": m["reasoning"]} if "reasoning" in m else m for m in request.messages]
-    prompt = await model.chat_prompt(messages, tools=plan.tools, chat_template=request.chat_template,
-                                     add_generation_prompt=request.add_generation_prompt,
-                                     continue_final_message=request.continue_final_message,
-                                     add_special_tokens=request.add_special_tokens, documents=request.documents, variables=variables,
-                                     must_fit=request.truncate_prompt_tokens is None, needs_tools=not plan.is_enforced)
+    messages = [
+        {**m, "reasoning_content": m["reasoning"]} if "reasoning" in m else m for m in request.messages
+    ]
+    prompt = await model.chat_prompt(
+        messages,
+        tools=plan.tools,
+        chat_template=request.chat_template,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        documents=request.documents,
+        variables=variables,
+        must_fit=request.truncate_prompt_tokens is None,
+        needs_tools=not plan.is_enforced,
+    )
     wanted = request.max_completion_tokens or request.max_tokens
     if wanted is not None and wanted >= model.max_model_len:
-        wanted = None    # it is cut to what the prompt leaves, so the prompt is not cut for it
+        wanted = None  # it is cut to what the prompt leaves, so the prompt is not cut for it
     return shortened(prompt, num_kept(model, request.truncate_prompt_tokens, wanted))
 
 
 class _Answer:
-    """How one request's choices look. The text is read by `form`, if there may be reasoning or calls in it."""
+    """How one request's choices look. The text is read by `form`, if there may be reasoning or calls in
+    it."""
 
-    def __init__(self, model: ServedModel, request: ChatCompletionRequest, generation: Generation, form: AnswerFormat | None) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        request: ChatCompletionRequest,
+        generation: Generation,
+        form: AnswerFormat | None,
+    ) -> None:
         self.request, self.generation, self.form = request, generation, form
         self.id, self.created = generation.request_id, int(time.time())
-        self.shapes = LogprobShapes(model, request.top_logprobs or 0, bool(request.return_tokens_as_token_ids))
+        self.shapes = LogprobShapes(
+            model, request.top_logprobs or 0, bool(request.return_tokens_as_token_ids)
+        )
         self._parsers: dict[int, AnswerParser] = {}
         self._begun: set[int] = set()
-        self._is_legacy = request.functions is not None    # calls have the older shape
+        self._is_legacy = request.functions is not None  # calls have the older shape
         self._is_plain = form is None and not request.logprobs and not request.return_token_ids
 
     def choice(self, answer: CompletionOutput) -> dict[str, Any]:
@@ -112,19 +172,29 @@ class _Answer:
             read = whole(parser.push(answer.text, last=True))
             message["content"] = read.content if read.content or not (read.calls or read.reasoning) else None
             if read.reasoning and request.include_reasoning is not False:
-                message["reasoning"] = message["reasoning_content"] = read.reasoning    # vLLM's name, and its older one
+                # vLLM's name, and its older one
+                message["reasoning"] = message["reasoning_content"] = read.reasoning
             if read.calls and self._is_legacy:
                 message["function_call"] = {"name": read.calls[0].name, "arguments": read.calls[0].arguments}
             elif read.calls:
-                message["tool_calls"] = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                                         for c in read.calls]
+                message["tool_calls"] = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                    for c in read.calls
+                ]
             reason = self._finish_reason(parser, reason)
         logprobs = None if answer.logprobs is None else self.shapes.chat(answer.token_ids, answer.logprobs)
-        return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason, "stop_reason": answer.stop_reason,
-                **({"token_ids": answer.token_ids} if request.return_token_ids else {})}
+        return {
+            "index": answer.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "stop_reason": answer.stop_reason,
+            **({"token_ids": answer.token_ids} if request.return_token_ids else {}),
+        }
 
     def chunks(self, delta: Delta, chunks: Chunks) -> list[bytes]:
-        """The chunks of a delta: the role if the choice begins, then one, or one for each part that tools and reasoning make of it."""
+        """The chunks of a delta: the role if the choice begins, then one, or one for each part that tools and
+        reasoning make of it."""
         found = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
@@ -133,11 +203,17 @@ class _Answer:
                 more = b',"prompt_token_ids":' + encode(self.generation.prompts[0].token_ids)
             if delta.prompt_logprobs is not None:
                 more += b',"prompt_logprobs":' + encode(prompt_logprobs_list(delta.prompt_logprobs))
-            role = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % delta.index
+            role = (
+                b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+                % delta.index
+            )
             found.append(chunks.chunk(role, more))
         if self._is_plain and delta.finish_reason is None:
-            if delta.text:    # half a character or the start of a stop string shows nothing yet
-                content = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (delta.index, encode(delta.text))
+            if delta.text:  # half a character or the start of a stop string shows nothing yet
+                content = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
+                    delta.index,
+                    encode(delta.text),
+                )
                 found.append(chunks.chunk(content))
             return found
         reason, parts = delta.finish_reason, [{"content": delta.text}] if delta.text else []
@@ -145,14 +221,21 @@ class _Answer:
             parser = self._parsers.get(delta.index)
             if parser is None:
                 parser = self._parsers[delta.index] = self.form.parser()
-            parts = [p for part in parser.push(delta.text, last=reason is not None) if (p := self._part(part))]
+            parts = [
+                p for part in parser.push(delta.text, last=reason is not None) if (p := self._part(part))
+            ]
             reason = None if reason is None else self._finish_reason(parser, reason)
         if not parts and reason is None and delta.logprobs is None and not self.request.return_token_ids:
             return found
         parts = parts or [{}]
         for i, part in enumerate(parts):
-            is_last = i == len(parts) - 1    # it carries what belongs to the delta as a whole
-            choice = {"index": delta.index, "delta": part, "logprobs": None, "finish_reason": reason if is_last else None}
+            is_last = i == len(parts) - 1  # it carries what belongs to the delta as a whole
+            choice = {
+                "index": delta.index,
+                "delta": part,
+                "logprobs": None,
+                "finish_reason": reason if is_last else None,
+            }
             if is_last and delta.logprobs is not None:
                 choice["logprobs"] = self.shapes.chat(delta.token_ids, delta.logprobs)
             if is_last and self.request.return_token_ids:
@@ -169,9 +252,17 @@ class _Answer:
     def _part(self, part: Part) -> dict[str, Any] | None:
         if isinstance(part, TextDelta):
             if part.reasoning:
-                return {"reasoning": part.text, "reasoning_content": part.text} if self.request.include_reasoning is not False else None
+                return (
+                    {"reasoning": part.text, "reasoning_content": part.text}
+                    if self.request.include_reasoning is not False
+                    else None
+                )
             return {"content": part.text}
-        function = {"arguments": part.arguments} if part.name is None else {"name": part.name, "arguments": part.arguments}
+        function = (
+            {"arguments": part.arguments}
+            if part.name is None
+            else {"name": part.name, "arguments": part.arguments}
+        )
         if self._is_legacy:
             return {"function_call": function}
         begin = {} if part.id is None else {"id": part.id, "type": "function"}

@@ -1,4 +1,5 @@
-"""The chat page: chat.html with its style and scripts put into it, under a policy that keeps all else out of it.
+"""The chat page: chat.html with its style and scripts put into it, under a policy that keeps all else out of
+it.
 
 What is served is one page without outside assets. Its policy names the hashes of its own scripts and style,
 computed here from the text that is served, so that nothing injected could run and the page may talk to this
@@ -13,17 +14,33 @@ import re
 from importlib import resources
 
 ASSET = re.compile(r'<script src="([\w.]+)"></script>|<link rel="stylesheet" href="([\w.]+)">')
-INLINE = {"script-src": re.compile(r"<script>(.*?)</script>", re.DOTALL), "style-src": re.compile(r"<style>(.*?)</style>", re.DOTALL)}
+INLINE = {
+    "script-src": re.compile(r"<script>(.*?)</script>", re.DOTALL),
+    "style-src": re.compile(r"<style>(.*?)</style>", re.DOTALL),
+}
 
 
 def chat_page() -> tuple[bytes, dict[str, str]]:
     """(the page, the headers to send beside its content type). Read it once, at start."""
     page = ASSET.sub(_inlined, _read("chat.html"))
-    policy = ["default-src 'none'", "connect-src 'self'", "img-src data:", "form-action 'none'", "base-uri 'none'",
-              "frame-ancestors 'none'"]
-    policy += [f"{directive} {' '.join(_source(text) for text in pattern.findall(page))}" for directive, pattern in INLINE.items()]
-    return page.encode(), {"content-security-policy": "; ".join(policy), "x-content-type-options": "nosniff",
-                           "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+    policy = [
+        "default-src 'none'",
+        "connect-src 'self'",
+        "img-src data:",
+        "form-action 'none'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    ]
+    policy += [
+        f"{directive} {' '.join(_source(text) for text in pattern.findall(page))}"
+        for directive, pattern in INLINE.items()
+    ]
+    return page.encode(), {
+        "content-security-policy": "; ".join(policy),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
 
 
 def _read(name: str) -> str:

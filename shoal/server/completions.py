@@ -22,28 +22,58 @@ async def create_completion(exchange: Exchange) -> None:
     model = exchange.server.find(request.model)
     options = check_stream_options(request.stream, request.stream_options)
     if request.suffix:
-        raise ApiError(400, "suffix is given, and no model here fills in the middle; leave it out", param="suffix")
+        raise ApiError(
+            400, "suffix is given, and no model here fills in the middle; leave it out", param="suffix"
+        )
     keep = num_kept(model, request.truncate_prompt_tokens, request.max_tokens or DEFAULT_MAX_TOKENS)
-    prompts = await read_prompts(model, request.prompt, field="prompt", keep=keep,
-                                 add_special_tokens=request.add_special_tokens is not False)
+    prompts = await read_prompts(
+        model,
+        request.prompt,
+        field="prompt",
+        keep=keep,
+        add_special_tokens=request.add_special_tokens is not False,
+    )
     max_tokens = request.max_tokens
     if max_tokens == 0:
         if not request.echo:
-            raise ApiError(400, "max_tokens 0 asks for nothing; set echo for the prompt alone, or raise it", param="max_tokens")
-        max_tokens = 1    # the engine gives one at least, which is not shown
-    if max_tokens is None:    # as many as OpenAI gives, or what is left
+            raise ApiError(
+                400,
+                "max_tokens 0 asks for nothing; set echo for the prompt alone, or raise it",
+                param="max_tokens",
+            )
+        max_tokens = 1  # the engine gives one at least, which is not shown
+    if max_tokens is None:  # as many as OpenAI gives, or what is left
         longest = max(len(p.token_ids) for p in prompts)
         max_tokens = max(1, min(DEFAULT_MAX_TOKENS, model.max_model_len - longest))
-    params = text_params(model, request, max_tokens=max_tokens, logprobs=request.logprobs,
-                         prompt_logprobs=request.logprobs if request.echo and request.prompt_logprobs is None else None)
+    params = text_params(
+        model,
+        request,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo and request.prompt_logprobs is None else None,
+    )
     request_id = request.request_id or exchange.request_id
-    generation = Generation(model, prompts, params, request_id=f"cmpl-{request_id}", priority=request.priority,
-                            cache_salt=request.cache_salt, timeout=request.timeout)
+    generation = Generation(
+        model,
+        prompts,
+        params,
+        request_id=f"cmpl-{request_id}",
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout=request.timeout,
+    )
     answer = _Answer(model, request, generation)
     exchange.generation = generation
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
-        chunks = Chunks(answer.id, "text_completion", answer.created, model.name, usage=usage, ends_with_usage=bool(options.include_usage))
+        chunks = Chunks(
+            answer.id,
+            "text_completion",
+            answer.created,
+            model.name,
+            usage=usage,
+            ends_with_usage=bool(options.include_usage),
+        )
         async with generation:
             async for deltas in generation:
                 await exchange.send(b"".join([chunks.chunk(answer.chunk(delta)) for delta in deltas]))
@@ -51,8 +81,16 @@ async def create_completion(exchange: Exchange) -> None:
         return
     async with generation:
         wholes = await generation.collect()
-    await exchange.json({"id": answer.id, "object": "text_completion", "created": answer.created, "model": model.name,
-                         "choices": [answer.choice(whole) for whole in wholes], "usage": usage_dict(generation.usage)})
+    await exchange.json(
+        {
+            "id": answer.id,
+            "object": "text_completion",
+            "created": answer.created,
+            "model": model.name,
+            "choices": [answer.choice(whole) for whole in wholes],
+            "usage": usage_dict(generation.usage),
+        }
+    )
 
 
 class _Answer:
@@ -62,32 +100,54 @@ class _Answer:
         self.model, self.request, self.generation = model, request, generation
         self.id, self.created = generation.request_id, int(time.time())
         self.shapes = LogprobShapes(model, request.logprobs or 0, bool(request.return_tokens_as_token_ids))
-        self._offsets: dict[int, int] = {}    # characters so far, of each choice that began
+        self._offsets: dict[int, int] = {}  # characters so far, of each choice that began
         self._is_echo_alone = request.max_tokens == 0
-        self._is_plain = not (request.echo or request.return_token_ids) and request.prompt_logprobs is None and request.logprobs is None
+        self._is_plain = (
+            not (request.echo or request.return_token_ids)
+            and request.prompt_logprobs is None
+            and request.logprobs is None
+        )
 
     def choice(self, whole: CompletionOutput) -> dict[str, Any]:
         request, index = self.request, whole.index
         if self._is_echo_alone:
             whole = CompletionOutput(index, "", [], logprobs=[], finish_reason="length")
-        shown = self._shown(index, whole.text, whole.token_ids, whole.logprobs, self.generation.prompt_logprobs[index], True)
-        return {**shown, "finish_reason": whole.finish_reason, "stop_reason": whole.stop_reason,
-                **({"token_ids": whole.token_ids} if request.return_token_ids else {})}
+        shown = self._shown(
+            index, whole.text, whole.token_ids, whole.logprobs, self.generation.prompt_logprobs[index], True
+        )
+        return {
+            **shown,
+            "finish_reason": whole.finish_reason,
+            "stop_reason": whole.stop_reason,
+            **({"token_ids": whole.token_ids} if request.return_token_ids else {}),
+        }
 
     def chunk(self, delta: Delta) -> bytes:
         """The choice of a stream's chunk, as JSON."""
         if self._is_plain and delta.finish_reason is None:
-            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}' % (delta.index, encode(delta.text))
+            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}' % (
+                delta.index,
+                encode(delta.text),
+            )
         is_first = delta.index not in self._offsets
         if self._is_echo_alone:
             delta = Delta(delta.index, "", [], prompt_logprobs=delta.prompt_logprobs, finish_reason="length")
-        shown = self._shown(delta.index, delta.text, delta.token_ids, delta.logprobs, delta.prompt_logprobs, is_first)
+        shown = self._shown(
+            delta.index, delta.text, delta.token_ids, delta.logprobs, delta.prompt_logprobs, is_first
+        )
         if self.request.return_token_ids:
             shown["token_ids"] = delta.token_ids
         return encode({**shown, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
 
-    def _shown(self, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None,
-               prompt_logprobs: list[TokenLogprobs | None] | None, is_first: bool) -> dict[str, Any]:
+    def _shown(
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        prompt_logprobs: list[TokenLogprobs | None] | None,
+        is_first: bool,
+    ) -> dict[str, Any]:
         request = self.request
         prompt = self.generation.prompts[index // self.generation.params.n]
         offset = self._offsets.get(index, 0)

@@ -1,8 +1,8 @@
 """One client's connection: uvicorn's protocol with the limits that it lacks.
 
-They bound a request's head, its trailers and the framing of its chunks, the number of connections, the time that a
-head may take, and the time that an answer may lie unread. Requests that come ahead of their turn (pipelined ones) do
-not hide that their client has left.
+They bound a request's head, its trailers and the framing of its chunks, the number of connections, the time
+that a head may take, and the time that an answer may lie unread. Requests that come ahead of their turn
+(pipelined ones) do not hide that their client has left.
 """
 
 from __future__ import annotations
@@ -22,25 +22,30 @@ from shoal.config import ServerConfig
 from shoal.server.errors import ApiError
 from shoal.server.request_log import RefusalLog
 
-MAX_HEADER_BYTES = 64 << 10    # of a head with its URL; trailers and extensions of chunks get as much again
-CHUNK_BYTES = 24               # the most framing of one chunk: its size in hex digits and two line ends
-SLICE_BYTES = 16 << 10         # parsed at once: hundreds of small requests, which wait as objects for their turn
+MAX_HEADER_BYTES = 64 << 10  # of a head with its URL; trailers and extensions of chunks get as much again
+CHUNK_BYTES = 24  # the most framing of one chunk: its size in hex digits and two line ends
+SLICE_BYTES = 16 << 10  # parsed at once: hundreds of small requests, which wait as objects for their turn
 NO_HTTP = "what came is no HTTP"
-HANGUP_POLL_S = 0.5            # between looks at a client whose requests wait for their turn
+HANGUP_POLL_S = 0.5  # between looks at a client whose requests wait for their turn
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
-           503: b"Service Unavailable"}
+REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
 
 
 class Connections:
-    """The connections of one port, and which of them are idle: no request has begun, none is being answered."""
+    """The connections of one port, and which of them are idle: no request has begun, none is being
+    answered."""
 
     def __init__(self, most: int, refusals: RefusalLog) -> None:
-        """`most`: beyond so many, the one that has been idle longest is closed, and without an idle one the new one
-        is refused."""
+        """`most`: beyond so many, the one that has been idle longest is closed, and without an idle one the
+        new one is refused."""
         self.most, self.refusals = most, refusals
         self.num_open = 0
-        self.idle: dict[Connection, None] = {}    # the longest idle one first
+        self.idle: dict[Connection, None] = {}  # the longest idle one first
 
     def make_room(self) -> bool:
         """Whether one more connection may stay. An idle one may have been closed for it."""
@@ -81,29 +86,34 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ServerConfig, all_connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._all = limits, all_connections
-        self._kept = b""                # came behind a request that waits for its turn, and is parsed later
+        self._kept = b""  # came behind a request that waits for its turn, and is parsed later
         self._in_head = True
         self._between_messages = True
-        self._is_told_again = False     # what the parser reads is no news
-        self._head_bytes = 0            # of the message's URL, headers and trailers
-        self._known_bytes = 0           # of what was read last: those that a callback of the parser told of
-        self._unknown_bytes = 0         # of this message: those that no callback has told of
-        self._began_message = False     # in this read
-        self._running: Any = None       # the cycle that the application works on; self.cycle is the newest
+        self._is_told_again = False  # what the parser reads is no news
+        self._head_bytes = 0  # of the message's URL, headers and trailers
+        self._known_bytes = 0  # of what was read last: those that a callback of the parser told of
+        self._unknown_bytes = 0  # of this message: those that no callback has told of
+        self._began_message = False  # in this read
+        self._running: Any = None  # the cycle that the application works on; self.cycle is the newest
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._hangup_timer: asyncio.TimerHandle | None = None
 
     # Its beginning and its end
 
-    def connection_made(self, transport: asyncio.Transport) -> None:    # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, self)
         self._all.num_open += 1
         if not self._all.make_room():
-            self._refuse(ApiError(503, f"the server has {self._all.most} connections, the most it takes "
-                                       "(--max-connections), and all of them are busy; try again later",
-                                  headers={"retry-after": "1"}))
+            self._refuse(
+                ApiError(
+                    503,
+                    f"the server has {self._all.most} connections, the most it takes "
+                    "(--max-connections), and all of them are busy; try again later",
+                    headers={"retry-after": "1"},
+                )
+            )
             return
         self._all.idle[self] = None
         self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
@@ -115,7 +125,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         self._kept = b""
         running = self._running
-        if running is not None and not running.response_complete:    # uvicorn tells the newest cycle alone
+        if running is not None and not running.response_complete:  # uvicorn tells the newest cycle alone
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
@@ -128,8 +138,8 @@ class Connection(HttpToolsProtocol):
         return bool(self.pipeline or self._kept)
 
     def data_received(self, data: bytes) -> None:
-        """Hands to the parser what has its turn. A new message ends the keep-alive time, and not what comes of an
-        older one that is answered already, or the client could hold the connection without end."""
+        """Hands to the parser what has its turn. A new message ends the keep-alive time, and not what comes
+        of an older one that is answered already, or the client could hold the connection without end."""
         was_kept = bool(self._kept)
         rest = memoryview(self._kept + data)
         self._kept = b""
@@ -161,24 +171,32 @@ class Connection(HttpToolsProtocol):
         else:
             self._unknown_bytes = max(0, self._unknown_bytes + len(data) - self._known_bytes)
         if self._unknown_bytes > MAX_HEADER_BYTES:
-            self._refuse(ApiError(431, "one field of the request's head, or what its chunks say beside their "
-                                       f"content, has more than {MAX_HEADER_BYTES} bytes"))
+            self._refuse(
+                ApiError(
+                    431,
+                    "one field of the request's head, or what its chunks say beside their "
+                    f"content, has more than {MAX_HEADER_BYTES} bytes",
+                )
+            )
 
     def _parse(self, data: memoryview) -> memoryview:
         """What is left of `data` when the parser stopped."""
         try:
             self.parser.feed_data(data)
-            return data[len(data):]
+            return data[len(data) :]
         except httptools.HttpParserUpgrade as offer:
-            rest = data[offer.args[0]:]
+            rest = data[offer.args[0] :]
         self._decline()
         return rest
 
     def _decline(self) -> None:
-        """The client offers another protocol (HTTP/2, as Java's does each time), and the parser ends the request
-        with its head. Nobody need take the offer: another parser is told of the body that follows."""
-        framing = [b"%b: %b\r\n" % header for header in self.headers
-                   if header[0] in (b"content-length", b"transfer-encoding")]
+        """The client offers another protocol (HTTP/2, as Java's does each time), and the parser ends the
+        request with its head. Nobody need take the offer: another parser is told of the body that follows."""
+        framing = [
+            b"%b: %b\r\n" % header
+            for header in self.headers
+            if header[0] in (b"content-length", b"transfer-encoding")
+        ]
         self.parser = httptools.HttpRequestParser(self)
         self.cycle.more_body = True
         self._is_told_again = True
@@ -210,15 +228,16 @@ class Connection(HttpToolsProtocol):
         if self._is_told_again:
             return
         self._count_head(len(name) + len(value) + len(": \r\n"))
-        if self._in_head:    # trailers are counted and dropped
+        if self._in_head:  # trailers are counted and dropped
             super().on_header(name, value)
 
     def _count_head(self, count: int) -> None:
         self._head_bytes += count
         self._known_bytes += count
         if self._head_bytes > MAX_HEADER_BYTES:
-            raise _Refused(ApiError(431, "the request's head and trailers have more than "
-                                         f"{MAX_HEADER_BYTES} bytes"))
+            raise _Refused(
+                ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes")
+            )
 
     def _check_target(self) -> None:
         """uvicorn fails where a request's target has no path, or one that is not ASCII: `CONNECT host:80`."""
@@ -228,8 +247,13 @@ class Connection(HttpToolsProtocol):
             path = None
         if path is None or not path.isascii():
             target = self.url.decode("latin-1")
-            raise _Refused(ApiError(400, f"the request's target {target!r:.100} has no path of "
-                                         "ASCII characters; this server is no proxy"))
+            raise _Refused(
+                ApiError(
+                    400,
+                    f"the request's target {target!r:.100} has no path of "
+                    "ASCII characters; this server is no proxy",
+                )
+            )
 
     def on_headers_complete(self) -> None:
         if self._is_told_again:
@@ -243,7 +267,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if len(self.pipeline) == num_waiting:
             self._running = self.cycle
-        elif self._hangup_timer is None:    # uvicorn reads no more, so it would not see that the client leaves
+        elif self._hangup_timer is None:  # uvicorn reads no more, so it would not see that the client leaves
             self._hangup_timer = self.loop.call_later(HANGUP_POLL_S, self._look_for_hangup)
 
     def on_chunk_header(self) -> None:
@@ -266,13 +290,13 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self.pipeline:
-            self._running = self.pipeline[-1][0]    # the one that uvicorn begins now
+            self._running = self.pipeline[-1][0]  # the one that uvicorn begins now
         self._note_idle()
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._await_reader()
         super().on_response_complete()
         if self._kept and not self.pipeline:
-            self.loop.call_soon(self.data_received, b"")    # not now: whose answer is complete calls us
+            self.loop.call_soon(self.data_received, b"")  # not now: whose answer is complete calls us
         else:
             self.flow.resume_reading()
 
@@ -309,8 +333,9 @@ class Connection(HttpToolsProtocol):
     def _await_reader(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
-        self._write_timer = self.loop.call_later(self._limits.write_timeout, self._check_reader,
-                                                 self._num_unread())
+        self._write_timer = self.loop.call_later(
+            self._limits.write_timeout, self._check_reader, self._num_unread()
+        )
 
     def _check_reader(self, before: int) -> None:
         """A big answer takes a slow line long: only whoever took nothing at all is given up."""
@@ -320,8 +345,8 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _num_unread(self) -> int:
-        """Bytes that the client's side has not acknowledged: those in our buffer, and those in the kernel's, which
-        may be megabytes."""
+        """Bytes that the client's side has not acknowledged: those in our buffer, and those in the kernel's,
+        which may be megabytes."""
         in_kernel = fcntl.ioctl(self._socket_fd(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
@@ -348,10 +373,14 @@ class Connection(HttpToolsProtocol):
         is_running = running is self.cycle and not self._in_head
         if running is None or running.response_complete or (is_running and not running.response_started):
             body = error.body()
-            more = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in error.headers.items())
-            self.transport.write(b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-                                 b"%bconnection: close\r\n\r\n%b"
-                                 % (error.status, REASONS[error.status], len(body), more, body))
+            more = b"".join(
+                b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in error.headers.items()
+            )
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"%bconnection: close\r\n\r\n%b"
+                % (error.status, REASONS[error.status], len(body), more, body)
+            )
         self._close()
 
     def _stop_timers(self) -> None:

@@ -18,16 +18,29 @@ from shoal.server.openapi import document
 if TYPE_CHECKING:
     from shoal.server.app import Route
 
-HOST = re.compile(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", re.ASCII)    # what may stand in an example
+HOST = re.compile(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", re.ASCII)  # what may stand in an example
 REF = "#/components/schemas/"
 # Values of fields in examples, beside the model; a schema says no more than their types.
 EXAMPLES: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "Hello!"}], "prompt": "Once upon a time", "input": "Hello!",
-    "max_tokens": 32, "max_output_tokens": 32, "tokens": [1, 2, 3], "token_ids": [1, 2, 3]}
-TEXTS = ("messages", "input", "prompt")    # of a request that has several, the first
-LIMITS = {"minimum": "from", "maximum": "to", "exclusiveMinimum": "above", "exclusiveMaximum": "below",
-          "minLength": "length from", "maxLength": "length to", "minItems": "items from",
-          "maxItems": "items to"}
+    "messages": [{"role": "user", "content": "Hello!"}],
+    "prompt": "Once upon a time",
+    "input": "Hello!",
+    "max_tokens": 32,
+    "max_output_tokens": 32,
+    "tokens": [1, 2, 3],
+    "token_ids": [1, 2, 3],
+}
+TEXTS = ("messages", "input", "prompt")  # of a request that has several, the first
+LIMITS = {
+    "minimum": "from",
+    "maximum": "to",
+    "exclusiveMinimum": "above",
+    "exclusiveMaximum": "below",
+    "minLength": "length from",
+    "maxLength": "length to",
+    "minItems": "items from",
+    "maxItems": "items to",
+}
 WIDE = 2**31 - 1
 
 STYLE = """
@@ -65,10 +78,21 @@ small { color: var(--soft) }
 em { color: var(--accent); font-style: normal; font-size: 12.5px }
 """
 STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-POLICY = "; ".join(["default-src 'none'", f"style-src 'sha256-{STYLE_HASH}'", "form-action 'none'",
-                    "base-uri 'none'", "frame-ancestors 'none'"])
-HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff",
-           "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        f"style-src 'sha256-{STYLE_HASH}'",
+        "form-action 'none'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 async def docs(exchange: Exchange) -> None:
@@ -87,26 +111,30 @@ def docs_page(routes: tuple[Route, ...], address: str, model: str, asks_for_key:
     groups: dict[str, list[str]] = {}
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
-            shown = _operation(method.upper(), path, operation, schemas,
-                               _Example(address, model, asks_for_key))
+            shown = _operation(
+                method.upper(), path, operation, schemas, _Example(address, model, asks_for_key)
+            )
             groups.setdefault(operation["tags"][0], []).append(shown)
     endpoints = "".join(f"<h2>{escape(name)}</h2>{''.join(shown)}" for name, shown in groups.items())
-    types = "".join(f'<details id="{escape(name)}"><summary><code>{escape(name)}</code></summary>'
-                    f"{_fields(schema)}</details>"
-                    for name, schema in sorted(schemas.items()) if "properties" in schema)
+    types = "".join(
+        f'<details id="{escape(name)}"><summary><code>{escape(name)}</code></summary>'
+        f"{_fields(schema)}</details>"
+        for name, schema in sorted(schemas.items())
+        if "properties" in schema
+    )
     info = described["info"]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(info['title'])} API</title>
+<title>{escape(info["title"])} API</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <main>
-<h1>{escape(info['title'])} {escape(info['version'])}</h1>
-<p>{escape(info['description'])} <a href="/openapi.json">openapi.json</a> has the same for programs.
+<h1>{escape(info["title"])} {escape(info["version"])}</h1>
+<p>{escape(info["description"])} <a href="/openapi.json">openapi.json</a> has the same for programs.
 <a href="/">The chat page</a> is for talking.</p>
 {endpoints}
 <h2>Types</h2>
@@ -130,8 +158,10 @@ class _Example:
         if self._asks_for_key and asks_for_key:
             parts.append('-H "Authorization: Bearer $SHOAL_API_KEY"')
         if schema is not None:
-            parts += ["-H 'Content-Type: application/json'",
-                      "-d " + shlex.quote(json.dumps(self._body(schema)))]
+            parts += [
+                "-H 'Content-Type: application/json'",
+                "-d " + shlex.quote(json.dumps(self._body(schema))),
+            ]
         return " \\\n  ".join(parts)
 
     def _body(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -143,19 +173,24 @@ class _Example:
         return {"model": self._model} | {name: EXAMPLES[name] for name in names if name in known}
 
 
-def _operation(method: str, path: str, operation: dict[str, Any], schemas: dict[str, Any],
-               example: _Example) -> str:
+def _operation(
+    method: str, path: str, operation: dict[str, Any], schemas: dict[str, Any], example: _Example
+) -> str:
     schema = None
     if (body := operation.get("requestBody")) is not None:
         schema = schemas[body["content"]["application/json"]["schema"]["$ref"].removeprefix(REF)]
     line = example.line(method, path, schema, "security" in operation)
     request = "" if schema is None else f"<h3>Request</h3>{_fields(schema)}"
     answers = operation["responses"]["200"]["content"]
-    answer = ", ".join(f"{escape(kind)}{' ' + _type(found['schema']) if '$ref' in found['schema'] else ''}"
-                       for kind, found in answers.items())
-    return (f"<details><summary><b>{method}</b> <code>{escape(path)}</code> "
-            f"<span>{escape(operation['summary'])}</span></summary>"
-            f"<h3>Example</h3><pre>{escape(line)}</pre>{request}<h3>Answer</h3><p>{answer}</p></details>")
+    answer = ", ".join(
+        f"{escape(kind)}{' ' + _type(found['schema']) if '$ref' in found['schema'] else ''}"
+        for kind, found in answers.items()
+    )
+    return (
+        f"<details><summary><b>{method}</b> <code>{escape(path)}</code> "
+        f"<span>{escape(operation['summary'])}</span></summary>"
+        f"<h3>Example</h3><pre>{escape(line)}</pre>{request}<h3>Answer</h3><p>{answer}</p></details>"
+    )
 
 
 def _fields(schema: dict[str, Any]) -> str:
@@ -165,7 +200,7 @@ def _fields(schema: dict[str, Any]) -> str:
         note = " <em>required</em>" if name in required else ""
         if field.get("default") not in (None, [], {}, ""):
             note = f" <small>default {escape(json.dumps(field['default']))}</small>"
-        shown = escape(name).replace("_", "_<wbr>")    # where a narrow column may break it
+        shown = escape(name).replace("_", "_<wbr>")  # where a narrow column may break it
         rows.append(f"<tr><td><code>{shown}</code>{note}</td><td>{_type(field)}</td></tr>")
     return f"<table>{''.join(rows)}</table>" if rows else "<p>no fields</p>"
 
@@ -178,8 +213,9 @@ def _type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
     if "enum" in schema:
-        return " | ".join(f"<code>{escape(json.dumps(value))}</code>" for value in schema["enum"]
-                          if value is not None)
+        return " | ".join(
+            f"<code>{escape(json.dumps(value))}</code>" for value in schema["enum"] if value is not None
+        )
     if "const" in schema:
         return f"<code>{escape(json.dumps(schema['const']))}</code>"
     kind = schema.get("type", "anything")

@@ -14,17 +14,34 @@ logger = logging.getLogger(__name__)
 
 FIELD = re.compile(r"[a-z_]+([.\[][\w.\[\]]*)?")
 
-RETRY_SECONDS = 1    # of Retry-After: queues here move on within that
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-         405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
-         503: "service_unavailable_error", 504: "timeout_error"}
+RETRY_SECONDS = 1  # of Retry-After: queues here move on within that
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(ShoalError):
-    """An answer that is an error. `param` names the field of the request, `code` is OpenAI's where it has one."""
+    """An answer that is an error. `param` names the field of the request, `code` is OpenAI's where it has
+    one."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-                 headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
@@ -36,7 +53,9 @@ class ApiError(ShoalError):
         return TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> bytes:
-        return msgspec.json.encode({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -45,7 +64,8 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        field = str(error).split(" ", 1)[0].rstrip(":,")    # messages begin with the field's name where there is one
+        # messages begin with the field's name where there is one
+        field = str(error).split(" ", 1)[0].rstrip(":,")
         is_field = FIELD.fullmatch(field) is not None and (not field.isalpha() or field in PLAIN_FIELDS)
         return ApiError(400, str(error), param=field if is_field else None)
     if isinstance(error, RecursionError):
@@ -58,5 +78,20 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "an internal error; the server's log has the details")
 
 
-PLAIN_FIELDS = frozenset({"n", "seed", "stop", "temperature", "logprobs", "prompt", "messages", "tools", "input", "model", "level", "mode",
-                          "tags"})
+PLAIN_FIELDS = frozenset(
+    {
+        "n",
+        "seed",
+        "stop",
+        "temperature",
+        "logprobs",
+        "prompt",
+        "messages",
+        "tools",
+        "input",
+        "model",
+        "level",
+        "mode",
+        "tags",
+    }
+)

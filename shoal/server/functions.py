@@ -14,8 +14,10 @@ def as_tools(request: ChatCompletionRequest) -> None:
     RequestError."""
     if request.functions is not None or request.function_call is not None:
         if request.tools is not None or request.tool_choice is not None:
-            raise RequestError("functions and function_call are the older names of tools and tool_choice; "
-                               "send one or the other")
+            raise RequestError(
+                "functions and function_call are the older names of tools and tool_choice; "
+                "send one or the other"
+            )
         choice = request.function_call
         request.tools = [{"type": "function", "function": function} for function in request.functions or ()]
         request.tool_choice = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
@@ -25,13 +27,18 @@ def as_tools(request: ChatCompletionRequest) -> None:
 
 def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") == "function":
-        return {"role": "tool", "tool_call_id": message.get("name"), "name": message.get("name"),
-                "content": message.get("content")}
+        return {
+            "role": "tool",
+            "tool_call_id": message.get("name"),
+            "name": message.get("name"),
+            "content": message.get("content"),
+        }
     call = message.get("function_call")
     if call is None:
         return message
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise RequestError(f"messages[{i}].function_call {call!r:.80} is no call; give it a name and "
-                           f"arguments")
+        raise RequestError(
+            f"messages[{i}].function_call {call!r:.80} is no call; give it a name and arguments"
+        )
     rest = {key: value for key, value in message.items() if key != "function_call"}
     return {**rest, "tool_calls": [{"id": call["name"], "type": "function", "function": call}]}

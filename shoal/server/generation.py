@@ -4,8 +4,8 @@
         async for deltas in answers:        # all that is ready
             ...
 
-Admission, the deadline, stop strings, detokenization and metrics are in here. Leaving the block, however it happens, aborts what still
-runs.
+Admission, the deadline, stop strings, detokenization and metrics are in here. Leaving the block, however it
+happens, aborts what still runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, StructuredOutputsParams, TokenLogprobs
+from shoal.api import (
+    CompletionOutput,
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenLogprobs,
+)
 from shoal.detokenizer import Detokenizer, add_texts
 from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
 from shoal.metrics import RequestTimes
@@ -29,12 +37,12 @@ from shoal.server.model import Prompt, ServedModel
 class Delta:
     """What is new of one answer. The last delta of an answer has a finish_reason."""
 
-    index: int                                # prompt number * n + answer number
-    text: str                                 # "" without a tokenizer or with detokenize=False
+    index: int  # prompt number * n + answer number
+    text: str  # "" without a tokenizer or with detokenize=False
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None                  # one entry a token, with texts
-    prompt_logprobs: list[TokenLogprobs | None] | None = None    # once, with the first token
-    finish_reason: str | None = None          # "stop" | "length" | "abort"
+    logprobs: list[TokenLogprobs] | None = None  # one entry a token, with texts
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
+    finish_reason: str | None = None  # "stop" | "length" | "abort"
     stop_reason: int | str | None = None
     embedding: list[float] | None = None
 
@@ -45,7 +53,7 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0                    # of the prompt tokens
+    cached_tokens: int = 0  # of the prompt tokens
 
     @property
     def total_tokens(self) -> int:
@@ -53,12 +61,23 @@ class Usage:
 
 
 class Generation:
-    """The n answers to each of some prompts. Entering raises ApiError and UserError for what is impossible or does not fit now; iterating,
-    what the engine raises. Past the deadline the block ends with ApiError (504)."""
+    """The n answers to each of some prompts. Entering raises ApiError and UserError for what is impossible or
+    does not fit now; iterating, what the engine raises. Past the deadline the block ends with ApiError
+    (504)."""
 
-    def __init__(self, model: ServedModel, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
-                 cache_salt: str | None = None, timeout: float | None = None, embed: bool = False,
-                 cuts_max_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+        embed: bool = False,
+        cuts_max_tokens: bool = False,
+    ) -> None:
         """params.max_tokens None: as many as fit. timeout: seconds from entering; the model's own limit holds
         too.
 
@@ -79,10 +98,11 @@ class Generation:
         params = self.params
         if params.structured_outputs is not None:
             # in a thread: a short one may take long, too
-            await self.model.in_thread(functools.partial(_check_grammar, params.structured_outputs,
-                                                         self.model.closes_objects))
+            await self.model.in_thread(
+                functools.partial(_check_grammar, params.structured_outputs, self.model.closes_objects)
+            )
         count = len(self.prompts) * params.n
-        self.model.admission.enter(count)    # before anything is built: n may be a million
+        self.model.admission.enter(count)  # before anything is built: n may be a million
         try:
             needs_text = params.detokenize and not self.embed
             self._answers = [_Answer(i, r, self.model, needs_text) for i, r in enumerate(self._requests())]
@@ -93,9 +113,11 @@ class Generation:
         await self._timeout.__aenter__()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
-            await self._timeout.__aexit__(kind, error, trace)    # first: from here on it interrupts nothing
+            await self._timeout.__aexit__(kind, error, trace)  # first: from here on it interrupts nothing
         except TimeoutError:
             raise ApiError(504, f"the request took longer than its {self.seconds:g} s") from None
         finally:
@@ -109,12 +131,12 @@ class Generation:
             if self._pumps:
                 await asyncio.gather(*self._pumps, return_exceptions=True)
             for stream in self._streams:
-                await stream.aclose()             # aborts what still runs
+                await stream.aclose()  # aborts what still runs
         finally:
             for answer in self._answers:
                 answer.close()
             for i in range(0, len(self._answers), self.params.n):
-                self.model.metrics.end(self.times[i:i + self.params.n])
+                self.model.metrics.end(self.times[i : i + self.params.n])
             self.model.admission.leave(len(self._answers))
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
@@ -130,14 +152,15 @@ class Generation:
         failure: BaseException | None = None
 
         async def pump(i: int) -> None:
-            """Moves one answer's deltas over, one for each turn of the reader: what comes meanwhile is merged by the engine."""
+            """Moves one answer's deltas over, one for each turn of the reader: what comes meanwhile is merged
+            by the engine."""
             nonlocal running, failure
             try:
                 async for delta in self._deltas(i):
                     ready.append(delta)
                     arrived.set()
                     await taken.wait()
-            except Exception as error:    # noqa: BLE001 - the reader raises it
+            except Exception as error:  # noqa: BLE001 - the reader raises it
                 failure = failure or error
             running -= 1
             arrived.set()
@@ -158,7 +181,10 @@ class Generation:
         """All answers, whole. Their texts are complete, prompt log-probabilities are in `prompt_logprobs`."""
         texts: list[list[str]] = [[] for _ in self._answers]
         wants_logprobs = self.params.logprobs is not None
-        wholes = [CompletionOutput(i, "", [], logprobs=[] if wants_logprobs else None) for i in range(len(self._answers))]
+        wholes = [
+            CompletionOutput(i, "", [], logprobs=[] if wants_logprobs else None)
+            for i in range(len(self._answers))
+        ]
         async for deltas in self:
             for delta in deltas:
                 whole = wholes[delta.index]
@@ -191,15 +217,17 @@ class Generation:
                 if output.finish_reason == FinishReason.ERROR:
                     answer.times.finish(FinishReason.ERROR)
                     if output.stop_reason == "grammar":
-                        raise ApiError(400, output.error or "the grammar cannot be followed",
-                                       param="structured_outputs")
+                        raise ApiError(
+                            400, output.error or "the grammar cannot be followed", param="structured_outputs"
+                        )
                     raise ApiError(500, output.error or "the engine failed this request", code="engine_error")
                 if output.num_cached_tokens and not answer.num_cached_tokens and i % self.params.n == 0:
                     self.usage.cached_tokens += output.num_cached_tokens
                 delta = answer.push(output)
                 self.usage.completion_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
-                    await self._streams[i].aclose()    # a stop string was found: the engine goes on until it is told, others may run long
+                    # a stop string was found: the engine goes on until it is told, others may run long
+                    await self._streams[i].aclose()
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -216,7 +244,11 @@ class Generation:
         model, params = self.model, self.params
         if (params.stop or params.bad_words) and model.tokenizer is None:
             model.need_tokenizer()
-        bad_words = model.need_tokenizer().bad_word_ids(params.bad_words, model.vocab_size) if params.bad_words else ()
+        bad_words = (
+            model.need_tokenizer().bad_word_ids(params.bad_words, model.vocab_size)
+            if params.bad_words
+            else ()
+        )
         seed = model.seeds.getrandbits(62) if params.seed is None else params.seed
         found = []
         for k, prompt in enumerate(self.prompts):
@@ -224,41 +256,72 @@ class Generation:
             for i in range(params.n):
                 # Clients may send one request id twice: the engine's ids are made unique.
                 own_id = f"{self.request_id}-{k * params.n + i}-{next(model.numbers)}"
-                own = replace(params, n=1, seed=(seed + i) % 2**64, max_tokens=limit, min_tokens=min(params.min_tokens, limit))
-                found.append(Request(own_id, prompt.token_ids, own, priority=self.priority, arrival=time.monotonic(),
-                                     cache_salt=self.cache_salt, embed=self.embed, eos_token_ids=model.eos_token_ids,
-                                     bad_word_ids=bad_words))
+                own = replace(
+                    params,
+                    n=1,
+                    seed=(seed + i) % 2**64,
+                    max_tokens=limit,
+                    min_tokens=min(params.min_tokens, limit),
+                )
+                found.append(
+                    Request(
+                        own_id,
+                        prompt.token_ids,
+                        own,
+                        priority=self.priority,
+                        arrival=time.monotonic(),
+                        cache_salt=self.cache_salt,
+                        embed=self.embed,
+                        eos_token_ids=model.eos_token_ids,
+                        bad_word_ids=bad_words,
+                    )
+                )
         return found
 
     def _max_tokens(self, prompt: Prompt) -> int:
-        """How many tokens may follow the prompt. Raises RequestError for a prompt that is empty, strange or too long."""
+        """How many tokens may follow the prompt. Raises RequestError for a prompt that is empty, strange or
+        too long."""
         model, ids, asked = self.model, prompt.token_ids, self.params.max_tokens
         if not ids:
             raise RequestError("prompt is empty; send at least one token")
         if max(ids) >= model.vocab_size or min(ids) < 0:
-            raise RequestError(f"prompt holds the token id {max(ids)}, outside the vocabulary of {model.vocab_size}; ids are 0 to "
-                               f"{model.vocab_size - 1}")
+            raise RequestError(
+                f"prompt holds the token id {max(ids)}, outside the vocabulary of {model.vocab_size}; ids "
+                "are 0 to "
+                f"{model.vocab_size - 1}"
+            )
         room = model.max_model_len - len(ids)
         if self.embed:
             if room < 0:
-                raise RequestError(f"input has {len(ids)} tokens, more than the model's maximum of {model.max_model_len}; send less, or "
-                                   "set truncate_prompt_tokens")
+                raise RequestError(
+                    f"input has {len(ids)} tokens, more than the model's maximum of {model.max_model_len}; "
+                    "send less, or "
+                    "set truncate_prompt_tokens"
+                )
             return 1
         if room < 1:
-            raise RequestError(f"prompt has {len(ids)} tokens, and the model's maximum context length is {model.max_model_len}, at least "
-                               "one token of output included; send a shorter prompt")
+            raise RequestError(
+                f"prompt has {len(ids)} tokens, and the model's maximum context length is "
+                f"{model.max_model_len}, at least "
+                "one token of output included; send a shorter prompt"
+            )
         if asked is None:
             return min(room, model.default_max_tokens or room)
         if asked > room and self.cuts_max_tokens:
             return room
         if asked > room:
-            raise RequestError(f"max_tokens {asked} is too large: the model's maximum context length is {model.max_model_len} tokens and "
-                               f"the prompt has {len(ids)} ({asked} > {model.max_model_len} - {len(ids)}); ask for at most {room}")
+            raise RequestError(
+                f"max_tokens {asked} is too large: the model's maximum context length is "
+                f"{model.max_model_len} tokens and "
+                f"the prompt has {len(ids)} ({asked} > {model.max_model_len} - {len(ids)}); ask for at most "
+                f"{room}"
+            )
         return asked
 
 
 def _check_grammar(wanted: StructuredOutputsParams, closes_objects: bool) -> None:
-    from shoal.structured import check  # here, as the grammar library takes a while to import and most requests do without
+    # here, as the grammar library takes a while to import and most requests do without
+    from shoal.structured import check
 
     check(wanted, closes_objects)
 
@@ -270,19 +333,26 @@ class _Answer:
         self.index, self.request, self.model = index, request, model
         tokenizer = model.tokenizer if needs_text else None
         self.tokenizer = tokenizer
-        self.detokenizer = Detokenizer(tokenizer, request.params, request.prompt_token_ids) if tokenizer is not None else None
+        self.detokenizer = (
+            Detokenizer(tokenizer, request.params, request.prompt_token_ids)
+            if tokenizer is not None
+            else None
+        )
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.num_cached_tokens = 0
         self.times = model.metrics.begin(request)
 
     def push(self, output: Output) -> Delta:
         finish, reason = output.finish_reason, output.stop_reason
-        text, stop, count = self._text(output) if self.detokenizer is not None else ("", None, len(output.token_ids))
+        text, stop, count = (
+            self._text(output) if self.detokenizer is not None else ("", None, len(output.token_ids))
+        )
         if stop is not None:
             finish, reason = FinishReason.STOP, stop
             output.token_ids = output.token_ids[:count]
             output.logprobs = None if output.logprobs is None else output.logprobs[:count]
-        if output.token_ids or finish != FinishReason.ABORT:    # who was sent away before his first token waited for none
+        # who was sent away before his first token waited for none
+        if output.token_ids or finish != FinishReason.ABORT:
             self.times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
@@ -294,19 +364,33 @@ class _Answer:
             self._add_texts(step)
         if finish is not None:
             self.times.finish(finish)
-        return Delta(self.index, text, output.token_ids, output.logprobs, output.prompt_logprobs, None if finish is None else str(finish),
-                     reason, output.embedding)
+        return Delta(
+            self.index,
+            text,
+            output.token_ids,
+            output.logprobs,
+            output.prompt_logprobs,
+            None if finish is None else str(finish),
+            reason,
+            output.embedding,
+        )
 
     def _text(self, output: Output) -> tuple[str, str | None, int]:
-        """(new text, the stop string found, how many of the tokens belong to the answer): none behind a stop string does, though a slow
-        reader gets several tokens at once."""
+        """(new text, the stop string found, how many of the tokens belong to the answer): none behind a stop
+        string does, though a slow reader gets several tokens at once."""
         assert self.detokenizer is not None
-        ids, last, drop = output.token_ids, output.finish_reason is not None, output.finish_reason == FinishReason.STOP
+        ids, last, drop = (
+            output.token_ids,
+            output.finish_reason is not None,
+            output.finish_reason == FinishReason.STOP,
+        )
         if not self.request.params.stop or len(ids) < 2:
             return *self.detokenizer.push(ids, last=last, drop_last=drop), len(ids)
         texts = []
         for count, token_id in enumerate(ids, 1):
-            text, stop = self.detokenizer.push([token_id], last=last and count == len(ids), drop_last=drop and count == len(ids))
+            text, stop = self.detokenizer.push(
+                [token_id], last=last and count == len(ids), drop_last=drop and count == len(ids)
+            )
             texts.append(text)
             if stop is not None:
                 break

@@ -1,4 +1,5 @@
-"""One HTTP request and its answer, straight on ASGI: reading the body within limits, answering, streaming, and noticing who leaves."""
+"""One HTTP request and its answer, straight on ASGI: reading the body within limits, answering, streaming,
+and noticing who leaves."""
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ Send = Callable[[Message], Awaitable[None]]
 
 JSON = b"application/json"
 DONE = b"data: [DONE]\n\n"
-ALWAYS_SEARCHED = 1 << 16    # bytes of a body: 0.1 ms
-MAX_UNKNOWN = 20         # of one request; who sends more is told of these
-LINGER_SECONDS = 2.0    # a client that is still sending when it is refused gets so long to see why
+ALWAYS_SEARCHED = 1 << 16  # bytes of a body: 0.1 ms
+MAX_UNKNOWN = 20  # of one request; who sends more is told of these
+LINGER_SECONDS = 2.0  # a client that is still sending when it is refused gets so long to see why
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """What the APIs that this server speaks say differently, whatever they are asked: errors and streams."""
 
-    name: str                                     # whose API it is
-    error: type                                   # the Struct of an error, for the OpenAPI document
+    name: str  # whose API it is
+    error: type  # the Struct of an error, for the OpenAPI document
     error_body: Callable[[ApiError], bytes]
-    error_event: Callable[[ApiError], bytes]      # what a stream says when it fails midway
+    error_event: Callable[[ApiError], bytes]  # what a stream says when it fails midway
     stream_type: str = "text/event-stream; charset=utf-8"
 
 
@@ -56,32 +57,36 @@ class ClientGone(Exception):
 
 
 class Exchange:
-    """Handlers get one, read `body` through `decode`, and answer with `json`, `respond`, or `send` as often as they like and `end`."""
+    """Handlers get one, read `body` through `decode`, and answer with `json`, `respond`, or `send` as often
+    as they like and `end`."""
 
     def __init__(self, server: Server, scope: Scope, receive: Receive, send: Send) -> None:
         self.server, self.scope = server, scope
         self._receive, self._send = receive, send
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])    # lower-case names; of repeated ones the last
+        # lower-case names; of repeated ones the last
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.body = b""
-        self.size = 0                 # bytes of the body so far
-        self.more_headers: list[tuple[bytes, bytes]] = []            # CORS and the like, of every answer
+        self.size = 0  # bytes of the body so far
+        self.more_headers: list[tuple[bytes, bytes]] = []  # CORS and the like, of every answer
         self.arrival = time.perf_counter()
-        self.handler = "none"         # the path of its route, where there is one
+        self.handler = "none"  # the path of its route, where there is one
         self.route: Route | None = None
-        self.generation: Generation | None = None    # what a handler answers with, for the log
-        self.status: int | None = None               # None: nothing is out
-        self.error: ApiError | None = None           # what the client was told of, maybe amid a stream
+        self.generation: Generation | None = None  # what a handler answers with, for the log
+        self.status: int | None = None  # None: nothing is out
+        self.error: ApiError | None = None  # what the client was told of, maybe amid a stream
         self.ended = False
-        self.read_all = False         # nothing of the body is left in the socket
+        self.read_all = False  # nothing of the body is left in the socket
         self.is_gone = False
-        self.end_error: ApiError | None = None                       # why the server ended it
-        self.dialect = OPENAI         # the route's, once there is one
-        self.error_event: Callable[[ApiError], bytes] | None = None    # instead of the dialect's
+        self.end_error: ApiError | None = None  # why the server ended it
+        self.dialect = OPENAI  # the route's, once there is one
+        self.error_event: Callable[[ApiError], bytes] | None = None  # instead of the dialect's
         self._task = asyncio.current_task()
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
-        self.request_id = given if 0 < len(given) <= 256 and given.isascii() and given.isprintable() else uuid.uuid4().hex
+        self.request_id = (
+            given if 0 < len(given) <= 256 and given.isascii() and given.isprintable() else uuid.uuid4().hex
+        )
 
     # What the client sent
 
@@ -108,13 +113,19 @@ class Exchange:
                     if self.size > limit:
                         raise too_large(limit)
                     if self.server.body_bytes > config.max_total_body_bytes:
-                        raise ApiError(429, f"the requests under way have more than {config.max_total_body_bytes} bytes together, the most "
-                                            "this server takes (--max-total-body-bytes); try again later")
+                        raise ApiError(
+                            429,
+                            f"the requests under way have more than {config.max_total_body_bytes} bytes "
+                            "together, the most "
+                            "this server takes (--max-total-body-bytes); try again later",
+                        )
                     parts.append(part)
                     if not message.get("more_body"):
                         break
         except TimeoutError:
-            raise ApiError(408, f"the request did not arrive within {seconds:g} s; send its body at once") from None
+            raise ApiError(
+                408, f"the request did not arrive within {seconds:g} s; send its body at once"
+            ) from None
         self.read_all = True
         self.body = b"".join(parts)
 
@@ -144,7 +155,9 @@ class Exchange:
     def query(self) -> dict[str, list[str]]:
         """Parameters of the URL: all values of each name."""
         try:
-            return urllib.parse.parse_qs(self.scope["query_string"].decode("ascii"), keep_blank_values=True, errors="strict")
+            return urllib.parse.parse_qs(
+                self.scope["query_string"].decode("ascii"), keep_blank_values=True, errors="strict"
+            )
         except ValueError:
             raise ApiError(400, "the URL's query is no valid UTF-8, percent-encoded") from None
 
@@ -172,7 +185,13 @@ class Exchange:
     async def json(self, value: Any, status: int = 200) -> None:
         await self.respond(value if isinstance(value, bytes) else msgspec.json.encode(value), status)
 
-    async def respond(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Mapping[str, str] | None = None) -> None:
+    async def respond(
+        self,
+        body: bytes,
+        status: int = 200,
+        content_type: bytes = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         await self._start(status, content_type, [(b"content-length", b"%d" % len(body))], headers)
         self._end()
         await self._send({"type": "http.response.body", "body": body})
@@ -180,8 +199,11 @@ class Exchange:
     async def send(self, events: bytes) -> None:
         """The next piece of a stream, begun by the first. Waits while the client is slow to read."""
         if self.status is None:
-            await self._start(200, self.dialect.stream_type.encode("ascii"),
-                              [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+            await self._start(
+                200,
+                self.dialect.stream_type.encode("ascii"),
+                [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
+            )
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes = DONE) -> None:
@@ -203,7 +225,12 @@ class Exchange:
         if self.read_all:
             await self.respond(body, error.status, headers=error.headers)
             return
-        await self._start(error.status, JSON, [(b"content-length", b"%d" % len(body)), (b"connection", b"close")], error.headers)
+        await self._start(
+            error.status,
+            JSON,
+            [(b"content-length", b"%d" % len(body)), (b"connection", b"close")],
+            error.headers,
+        )
         self._end()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
         await self._linger()
@@ -214,15 +241,26 @@ class Exchange:
         self.ended = True
         self.server.count(self)
 
-    async def _start(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]],
-                     more: Mapping[str, str] | None = None) -> None:
+    async def _start(
+        self,
+        status: int,
+        content_type: bytes,
+        headers: list[tuple[bytes, bytes]],
+        more: Mapping[str, str] | None = None,
+    ) -> None:
         self.status = status
-        headers = [(b"content-type", content_type), *headers, (b"x-request-id", self.request_id.encode("ascii")), *self.more_headers]
+        headers = [
+            (b"content-type", content_type),
+            *headers,
+            (b"x-request-id", self.request_id.encode("ascii")),
+            *self.more_headers,
+        ]
         headers += [(name.encode("ascii"), value.encode("ascii")) for name, value in (more or {}).items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _linger(self) -> None:
-        """A socket closed with data unread is reset, and the client never sees the answer: some of what it still sends is thrown away."""
+        """A socket closed with data unread is reset, and the client never sees the answer: some of what it
+        still sends is thrown away."""
         left = self.server.config.max_body_bytes
         try:
             async with asyncio.timeout(LINGER_SECONDS):
@@ -236,4 +274,6 @@ class Exchange:
 
 
 def too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body has more than {limit} bytes, the most this server takes (--max-body-bytes); send less")
+    return ApiError(
+        413, f"the body has more than {limit} bytes, the most this server takes (--max-body-bytes); send less"
+    )

@@ -16,8 +16,11 @@ def check_admin_port(config: ServerConfig) -> None:
     """Raises ConfigError for an admin port that strangers can reach, and as `read_keys` does."""
     keys = read_keys(config)
     if config.admin_port is not None and not keys and not is_loopback(config.admin_host):
-        raise ConfigError(f"admin_host {config.admin_host!r} lies beyond this machine, where anybody could put the model to sleep or "
-                          "replace its weights; set --api-key or --api-key-file, or leave --admin-host out")
+        raise ConfigError(
+            f"admin_host {config.admin_host!r} lies beyond this machine, where anybody could put the model "
+            "to sleep or "
+            "replace its weights; set --api-key or --api-key-file, or leave --admin-host out"
+        )
 
 
 def is_address(host: str) -> bool:
@@ -33,15 +36,21 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(config: ServerConfig) -> list[str]:
-    """All keys, none if the server is open. Raises ConfigError for an unreadable file, or one without keys: nobody means that."""
+    """All keys, none if the server is open. Raises ConfigError for an unreadable file, or one without keys:
+    nobody means that."""
     keys = [*(config.api_key or ()), *os.environ.get(VARIABLE, "").split(",")]
     if config.api_key_file is not None:
         try:
             lines = Path(config.api_key_file).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file {config.api_key_file!r} cannot be read: {error}; name a text file, one key a line") from None
+            raise ConfigError(
+                f"api_key_file {config.api_key_file!r} cannot be read: {error}; name a text file, one key a "
+                "line"
+            ) from None
         keys += lines
     keys = [key for k in keys if (key := k.strip())]
     if not keys and (config.api_key or config.api_key_file is not None):
-        raise ConfigError("api_key and api_key_file hold no key; write at least one, or leave both out for an open server")
+        raise ConfigError(
+            "api_key and api_key_file hold no key; write at least one, or leave both out for an open server"
+        )
     return keys

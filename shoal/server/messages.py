@@ -27,21 +27,38 @@ from shoal.server.tools import (
     warn_unread,
 )
 
-ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-          408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 # Blocks of answers that only Anthropic's own servers can read, or wrote themselves.
-HOSTED_BLOCKS = frozenset({"redacted_thinking", "server_tool_use", "web_search_tool_result",
-                           "web_fetch_tool_result", "code_execution_tool_result",
-                           "bash_code_execution_tool_result", "text_editor_code_execution_tool_result"})
+HOSTED_BLOCKS = frozenset(
+    {
+        "redacted_thinking",
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+    }
+)
 
 
 class AnthropicTool(Struct, kw_only=True):
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
-    type: str | None = None                       # "custom"; Anthropic's own tools are left out
+    type: str | None = None  # "custom"; Anthropic's own tools are left out
 
 
 class AnthropicToolChoice(Struct, kw_only=True):
@@ -52,7 +69,7 @@ class AnthropicToolChoice(Struct, kw_only=True):
 
 class Thinking(Struct, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None              # not enforced: max_tokens is
+    budget_tokens: int | None = None  # not enforced: max_tokens is
 
 
 class OutputFormat(Struct, kw_only=True):
@@ -70,9 +87,9 @@ class CountTokensRequest(Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None              # left out: no thinking, as Anthropic's API has it
+    thinking: Thinking | None = None  # left out: no thinking, as Anthropic's API has it
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None     # its older name
+    output_format: OutputFormat | None = None  # its older name
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -104,7 +121,7 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(Struct):
-    input_tokens: int                             # without the cached ones
+    input_tokens: int  # without the cached ones
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
@@ -131,10 +148,13 @@ async def create_message(exchange: Exchange) -> None:
     plan, params = _plan(exchange, request, model), _params(request, model)
     plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(exchange, request, model, plan, params)
-    parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
+    parser = AnswerFormat(
+        plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
+    ).parser()
     writer = _Writer(request.model or model.name, len(prompt.token_ids))
-    async with Generation(model, [prompt], params, request_id=exchange.request_id,
-                          cuts_max_tokens=True) as answers:
+    async with Generation(
+        model, [prompt], params, request_id=exchange.request_id, cuts_max_tokens=True
+    ) as answers:
         exchange.generation = answers
         if not request.stream:
             [answer] = await answers.collect()
@@ -180,9 +200,11 @@ class _Writer:
     """The message as it grows, and the events that tell of it."""
 
     def __init__(self, model: str, prompt_tokens: int) -> None:
-        self.message = Message(id=f"msg_{uuid.uuid4().hex}", model=model, content=[], usage=MessageUsage(prompt_tokens, 0))
-        self._text: list[str] = []                # of the block that is open
-        self._delta = b""                         # the constant beginning of its delta events
+        self.message = Message(
+            id=f"msg_{uuid.uuid4().hex}", model=model, content=[], usage=MessageUsage(prompt_tokens, 0)
+        )
+        self._text: list[str] = []  # of the block that is open
+        self._delta = b""  # the constant beginning of its delta events
 
     def begin(self) -> bytes:
         return _event("message_start", message=self.message)
@@ -201,13 +223,17 @@ class _Writer:
     def finish(self, reason: str, stop: int | str | None, usage: Usage) -> bytes:
         message = self.message
         events = self._close()
-        message.usage = MessageUsage(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens, usage.cached_tokens)
+        message.usage = MessageUsage(
+            usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens, usage.cached_tokens
+        )
         if reason == "length":
             message.stop_reason = "max_tokens"
         elif isinstance(stop, str):
             message.stop_reason, message.stop_sequence = "stop_sequence", stop
         else:
-            message.stop_reason = "tool_use" if any(isinstance(b, ToolUseBlock) for b in message.content) else "end_turn"
+            message.stop_reason = (
+                "tool_use" if any(isinstance(b, ToolUseBlock) for b in message.content) else "end_turn"
+            )
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         return events + _event("message_delta", delta=delta, usage=message.usage) + _event("message_stop")
 
@@ -224,10 +250,18 @@ class _Writer:
         content = self.message.content
         content.append(block)
         self._text = []
-        kind, field = (("text_delta", "text") if isinstance(block, TextBlock) else ("thinking_delta", "thinking")
-                       if isinstance(block, ThinkingBlock) else ("input_json_delta", "partial_json"))
-        self._delta = (b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
-                       % (len(content) - 1, kind.encode(), field.encode()))
+        kind, field = (
+            ("text_delta", "text")
+            if isinstance(block, TextBlock)
+            else ("thinking_delta", "thinking")
+            if isinstance(block, ThinkingBlock)
+            else ("input_json_delta", "partial_json")
+        )
+        self._delta = (
+            b"event: content_block_delta\n"
+            b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+            % (len(content) - 1, kind.encode(), field.encode())
+        )
         return _event("content_block_start", index=len(content) - 1, content_block=block)
 
     def _close(self) -> bytes:
@@ -240,8 +274,11 @@ class _Writer:
             block.text = text
         elif isinstance(block, ThinkingBlock):
             block.thinking = text
-            events = _event("content_block_delta", index=index, delta={"type": "signature_delta", "signature": ""})
-        elif _is_json(text):                      # arguments that were cut short stay an empty input: the block has to hold an object
+            events = _event(
+                "content_block_delta", index=index, delta={"type": "signature_delta", "signature": ""}
+            )
+        # arguments that were cut short stay an empty input: the block has to hold an object
+        elif _is_json(text):
             block.input = msgspec.Raw(text.encode())
         return events + _event("content_block_stop", index=index)
 
@@ -262,9 +299,14 @@ def _plan(exchange: Exchange, request: CountTokensRequest, model: ServedModel) -
     functions, left_out = [], []
     for tool in request.tools or ():
         if tool.type in (None, "custom"):
-            functions.append({"name": tool.name, "description": tool.description or "",
-                              "parameters": tool.input_schema or {"type": "object", "properties": {}}})
-        else:    # one of Anthropic's own, such as web search: its clients send them with everything
+            functions.append(
+                {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema or {"type": "object", "properties": {}},
+                }
+            )
+        else:  # one of Anthropic's own, such as web search: its clients send them with everything
             left_out.append(tool.name)
             warn_left_out(exchange, tool.type)
     choice, parallel = request.tool_choice, None
@@ -274,8 +316,13 @@ def _plan(exchange: Exchange, request: CountTokensRequest, model: ServedModel) -
         wanted = "required" if choice.type == "any" else choice.type
         if choice.type == "tool":
             wanted = {"type": "function", "function": {"name": choice.name}}
-    return plan_tools([{"type": "function", "function": f} for f in functions], wanted, parallel,
-                      model.tool_call_parser, left_out)
+    return plan_tools(
+        [{"type": "function", "function": f} for f in functions],
+        wanted,
+        parallel,
+        model.tool_call_parser,
+        left_out,
+    )
 
 
 def _structured(request: CountTokensRequest) -> StructuredOutputsParams | None:
@@ -285,20 +332,42 @@ def _structured(request: CountTokensRequest) -> StructuredOutputsParams | None:
 
 
 def _params(request: MessagesRequest, model: ServedModel) -> SamplingParams:
-    given = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k, "stop": request.stop_sequences}
-    return SamplingParams(**{**model.default_params, **{k: v for k, v in given.items() if v is not None}}, max_tokens=request.max_tokens,
-                          structured_outputs=_structured(request))
+    given = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop": request.stop_sequences,
+    }
+    return SamplingParams(
+        **{**model.default_params, **{k: v for k, v in given.items() if v is not None}},
+        max_tokens=request.max_tokens,
+        structured_outputs=_structured(request),
+    )
 
 
-async def _prompt(exchange: Exchange, request: CountTokensRequest, model: ServedModel, plan: ToolPlan,
-                  params: SamplingParams) -> Prompt:
+async def _prompt(
+    exchange: Exchange,
+    request: CountTokensRequest,
+    model: ServedModel,
+    plan: ToolPlan,
+    params: SamplingParams,
+) -> Prompt:
     messages = _messages(exchange, request)
-    thinks = request.thinking is not None and request.thinking.type != "disabled" and params.structured_outputs is None
+    thinks = (
+        request.thinking is not None
+        and request.thinking.type != "disabled"
+        and params.structured_outputs is None
+    )
     variables = {} if model.reasoning_parser == "none" else {"enable_thinking": thinks}
     # An answer that the caller began is gone on with.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    return await model.chat_prompt(messages, tools=plan.tools, continue_final_message=begun, variables=variables,
-                                   needs_tools=not plan.is_enforced)
+    return await model.chat_prompt(
+        messages,
+        tools=plan.tools,
+        continue_final_message=begun,
+        variables=variables,
+        needs_tools=not plan.is_enforced,
+    )
 
 
 def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str, Any]]:
@@ -329,7 +398,9 @@ def _said(where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str,
     for block in blocks:
         if block.get("type") == "tool_result":
             if not isinstance(call := block.get("tool_use_id"), str):
-                raise RequestError(f"{where} has a tool_result without tool_use_id; name the call that it answers")
+                raise RequestError(
+                    f"{where} has a tool_result without tool_use_id; name the call that it answers"
+                )
             content = _text(where, name_unseen(block.get("content") or ""))
             found.append({"role": "tool", "tool_call_id": call, "content": content})
         else:
@@ -344,10 +415,16 @@ def _answer(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use":
-            if not isinstance(block.get("id"), str) or not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
+            if (
+                not isinstance(block.get("id"), str)
+                or not isinstance(block.get("name"), str)
+                or not isinstance(block.get("input"), dict)
+            ):
                 raise RequestError(f"{where} has a tool_use {block!r:.100} without id, name or input")
             function = {"name": block["name"], "arguments": block["input"]}
-            message.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
+            message.setdefault("tool_calls", []).append(
+                {"id": block["id"], "type": "function", "function": function}
+            )
         elif kind == "thinking":
             if not isinstance(block.get("thinking"), str):
                 raise RequestError(f"{where} has a thinking block without its text")
@@ -362,7 +439,14 @@ def _text(where: str, content: Any) -> str:
         return content
     texts = []
     for block in content if isinstance(content, list) else [content]:
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise RequestError(f"{where} has the content {block!r:.100}; this server reads text: {{'type': 'text', 'text': ...}}")
+        if (
+            not isinstance(block, dict)
+            or block.get("type") != "text"
+            or not isinstance(block.get("text"), str)
+        ):
+            raise RequestError(
+                f"{where} has the content {block!r:.100}; this server reads text: {{'type': 'text', 'text': "
+                f"...}}"
+            )
         texts.append(block["text"])
     return "\n".join(texts)

@@ -21,12 +21,24 @@ from shoal.tokenizer import LONG_TEXT, Tokenizer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-HUGE_TEXT = 1 << 20        # characters: such texts are tokenized one at a time, as each may take 200 bytes of memory a character
-HEAD_CHARACTERS = 8        # for each token that fits: so much of a long text is tokenized first, to see whether the rest is worth it
-HEAD_SLACK = 64            # tokens that the cut through a word may add
-TEMPLATE_SECONDS = 10.0    # that a chat template may take
-TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt",
-                            "continue_final_message", "tokenize", "tool_call_parser"})
+# characters: such texts are tokenized one at a time, as each may take 200 bytes of memory a character
+HUGE_TEXT = 1 << 20
+# for each token that fits: so much of a long text is tokenized first, to see whether the rest is worth it
+HEAD_CHARACTERS = 8
+HEAD_SLACK = 64  # tokens that the cut through a word may add
+TEMPLATE_SECONDS = 10.0  # that a chat template may take
+TEMPLATE_NAMES = frozenset(
+    {
+        "self",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "tool_call_parser",
+    }
+)
 
 
 class ServedEngine(Engine, Control, Protocol):
@@ -43,25 +55,26 @@ class Prompt:
 class ServedModel:
     """Built before the server, in the running loop; `admission` and `metrics` are the server's view of it."""
 
-    names: list[str]                         # clients may use any; the first is the one answered with
+    names: list[str]  # clients may use any; the first is the one answered with
     engine: ServedEngine
-    tokenizer: Tokenizer | None              # None: token ids only
+    tokenizer: Tokenizer | None  # None: token ids only
     max_model_len: int
-    vocab_size: int                          # ids of a prompt lie below
+    vocab_size: int  # ids of a prompt lie below
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
-    generation_config: dict[str, Any] = field(default_factory=dict)    # the model's defaults of sampling parameters
-    seed: int = 0                            # of requests that bring none
+    # the model's defaults of sampling parameters
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of requests that bring none
     max_queued_requests: int = 1024
-    request_timeout: float | None = None     # seconds
-    tool_call_parser: str = "none"           # "hermes" | "llama3_json" | "none"
-    reasoning_parser: str = "none"           # "qwen3" | "none"
+    request_timeout: float | None = None  # seconds
+    tool_call_parser: str = "none"  # "hermes" | "llama3_json" | "none"
+    reasoning_parser: str = "none"  # "qwen3" | "none"
     trust_request_chat_template: bool = False
-    cache_config: dict[str, str] = field(default_factory=dict)         # for vllm:cache_config_info
+    cache_config: dict[str, str] = field(default_factory=dict)  # for vllm:cache_config_info
     on_gpu: bool = False
     summary: ModelSummary = field(default_factory=ModelSummary)
-    max_logprobs: int = 20                   # most that a request may ask for; -1: no limit
-    closes_objects: bool = True              # of a JSON schema, where nothing says otherwise
+    max_logprobs: int = 20  # most that a request may ask for; -1: no limit
+    closes_objects: bool = True  # of a JSON schema, where nothing says otherwise
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
@@ -78,15 +91,21 @@ class ServedModel:
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"the model {self.name} is served without a tokenizer (skip_tokenizer_init): send token ids")
+            raise RequestError(
+                f"the model {self.name} is served without a tokenizer (skip_tokenizer_init): send token ids"
+            )
         return self.tokenizer
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True, *, must_fit: bool = True) -> list[list[int]]:
-        """The token ids of each text. must_fit: a text that the model's context cannot hold is refused, before it is tokenized as a whole
-        where that shows itself. Raises RequestError."""
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True, *, must_fit: bool = True
+    ) -> list[list[int]]:
+        """The token ids of each text. must_fit: a text that the model's context cannot hold is refused,
+        before it is tokenized as a whole where that shows itself. Raises RequestError."""
         self.need_tokenizer()
         size = text_size(texts, enough=HUGE_TEXT)
-        return await self.for_text(size, lambda: [self._encode(text, add_special_tokens, must_fit) for text in texts])
+        return await self.for_text(
+            size, lambda: [self._encode(text, add_special_tokens, must_fit) for text in texts]
+        )
 
     def _encode(self, text: str, add_special_tokens: bool, must_fit: bool) -> list[int]:
         """In a thread, if the text is long."""
@@ -94,60 +113,101 @@ class ServedModel:
         if must_fit and len(text) > most:
             length = f"the model's maximum context length is {most} tokens, at least one of output included"
             if len(text) > most * tokenizer.longest_token:
-                raise RequestError(f"the prompt has {len(text)} characters, and none of the model's tokens stands for more "
-                                   f"than {tokenizer.longest_token}; {length}; send a shorter prompt")
-            head = text[:HEAD_CHARACTERS * most]
+                raise RequestError(
+                    f"the prompt has {len(text)} characters, and none of the model's tokens stands for more "
+                    f"than {tokenizer.longest_token}; {length}; send a shorter prompt"
+                )
+            head = text[: HEAD_CHARACTERS * most]
             if len(head) < len(text) and len(tokenizer.encode(head, add_special_tokens)) > most + HEAD_SLACK:
-                raise RequestError(f"the prompt has more than {most} tokens in its first {len(head)} characters of "
-                                   f"{len(text)}; {length}; send a shorter prompt")
+                raise RequestError(
+                    f"the prompt has more than {most} tokens in its first {len(head)} characters of "
+                    f"{len(text)}; {length}; send a shorter prompt"
+                )
         return tokenizer.encode(text, add_special_tokens)
 
-    async def chat_prompt(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
-                          chat_template: str | None = None, add_generation_prompt: bool | None = None,
-                          continue_final_message: bool | None = None,
-                          add_special_tokens: bool | None = None, documents: list[dict[str, Any]] | None = None,
-                          variables: dict[str, Any] | None = None, must_fit: bool = True,
-                          needs_tools: bool = True) -> Prompt:
-        """A conversation through the model's chat template. Raises RequestError with the template's own words where
-        it refuses.
+    async def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        add_special_tokens: bool | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+        must_fit: bool = True,
+        needs_tools: bool = True,
+    ) -> Prompt:
+        """A conversation through the model's chat template. Raises RequestError with the template's own words
+        where it refuses.
 
-        must_fit: as in `encode`. needs_tools: False where a grammar enforces the call; then the description of tools
-        is left out, with a warning, if the template has no place for it and the context no room.
+        must_fit: as in `encode`. needs_tools: False where a grammar enforces the call; then the description
+        of tools is left out, with a warning, if the template has no place for it and the context no room.
         """
         tokenizer = self.need_tokenizer()
-        if chat_template is not None and not self.trust_request_chat_template and chat_template not in tokenizer.chat_templates:
-            raise ApiError(400, "chat_template: this server takes no templates from requests; start it with --trust-request-chat-template, "
-                                "as a template may run for ever", param="chat_template")
+        if (
+            chat_template is not None
+            and not self.trust_request_chat_template
+            and chat_template not in tokenizer.chat_templates
+        ):
+            raise ApiError(
+                400,
+                "chat_template: this server takes no templates from requests; start it with "
+                "--trust-request-chat-template, "
+                "as a template may run for ever",
+                param="chat_template",
+            )
         if len(messages) > self.max_model_len:
-            raise ApiError(400, f"messages: {len(messages)} are more than the {self.max_model_len} tokens of the model's maximum context "
-                                "length can hold; send fewer", param="messages")
+            raise ApiError(
+                400,
+                f"messages: {len(messages)} are more than the {self.max_model_len} tokens of the model's "
+                "maximum context "
+                "length can hold; send fewer",
+                param="messages",
+            )
         variables = dict(variables or {})
         if taken := TEMPLATE_NAMES & variables.keys():
-            raise ApiError(400, f"chat_template_kwargs: {sorted(taken)} cannot be set here; use the request's own fields",
-                           param="chat_template_kwargs")
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: {sorted(taken)} cannot be set here; use the request's own fields",
+                param="chat_template_kwargs",
+            )
         if documents is not None:
             variables["documents"] = documents
         generates = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
         def render(tools: list[dict[str, Any]] | None) -> str:
-            return tokenizer.apply_chat_template(messages, tools=tools, chat_template=chat_template, add_generation_prompt=generates,
-                                                 continue_final_message=bool(continue_final_message),
-                                                 tokenize=False, tool_call_parser=self.tool_call_parser,
-                                                 **variables)
+            return tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=generates,
+                continue_final_message=bool(continue_final_message),
+                tokenize=False,
+                tool_call_parser=self.tool_call_parser,
+                **variables,
+            )
 
         # Always beside the loop and for a limited time: a template is a program, and may not end.
         async def rendered(tools: list[dict[str, Any]] | None, must_fit: bool) -> Prompt:
-            text = await self._threads.run_bounded(lambda: render(tools), TEMPLATE_SECONDS,
-                                                   "messages: the chat template")
+            text = await self._threads.run_bounded(
+                lambda: render(tools), TEMPLATE_SECONDS, "messages: the chat template"
+            )
             [ids] = await self.encode([text], bool(add_special_tokens), must_fit=must_fit)
             return Prompt(ids, text)
 
         may_drop = bool(tools) and not needs_tools and not tokenizer.has_place_for_tools(chat_template)
         prompt = await rendered(tools, must_fit and not may_drop)
         if may_drop and len(prompt.token_ids) >= self.max_model_len:
-            logger.warning("the description of %d tools makes a prompt of %d tokens, and the model's context has %d: it is "
-                           "left out, and the grammar alone makes the call", len(tools or ()), len(prompt.token_ids),
-                           self.max_model_len)
+            logger.warning(
+                "the description of %d tools makes a prompt of %d tokens, and the model's context has %d: "
+                "it is "
+                "left out, and the grammar alone makes the call",
+                len(tools or ()),
+                len(prompt.token_ids),
+                self.max_model_len,
+            )
             prompt = await rendered(None, must_fit)
         return prompt
 

@@ -6,7 +6,7 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-MAX_TOLD = 1000    # of one server: whoever makes up names fills neither memory nor log
+MAX_TOLD = 1000  # of one server: whoever makes up names fills neither memory nor log
 
 
 class Notices:
@@ -24,6 +24,7 @@ class Notices:
             return False
         self._told.add((client, what))
         if len(self._told) == MAX_TOLD:
-            logger.warning("this is the last of %d warnings of what clients send in vain; more are not shown",
-                           MAX_TOLD)
+            logger.warning(
+                "this is the last of %d warnings of what clients send in vain; more are not shown", MAX_TOLD
+            )
         return True

@@ -30,16 +30,17 @@ from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools,
 API_VERSION = "0.12.6"
 EFFORTS = ("low", "medium", "high")
 NANOSECONDS = 1_000_000_000
-NEVER = "2100-01-01T00:00:00Z"    # models stay
+NEVER = "2100-01-01T00:00:00Z"  # models stay
 
 
 # What clients send
+
 
 class OllamaOptions(Struct, kw_only=True):
     """How tokens are drawn. Those of Ollama's own runner (num_ctx, num_gpu, num_thread and the like) are
     taken and mean nothing here: the server was started with its own."""
 
-    num_predict: int | None = None                # not above 0: as many as fit
+    num_predict: int | None = None  # not above 0: as many as fit
     temperature: float | None = None
     top_k: MinusOneOrMore | None = None
     top_p: float | None = None
@@ -64,12 +65,12 @@ class OllamaOptions(Struct, kw_only=True):
 class OllamaRequest(Struct, kw_only=True):
     """What requests for text have in common."""
 
-    model: str | None = None                      # None: the first model
-    stream: bool | None = None                    # true unless it is said
-    format: str | dict[str, Any] | None = None    # "json", or a JSON schema
+    model: str | None = None  # None: the first model
+    stream: bool | None = None  # true unless it is said
+    format: str | dict[str, Any] | None = None  # "json", or a JSON schema
     options: OllamaOptions | None = None
-    think: bool | str | None = None               # or "low", "medium", "high"
-    keep_alive: float | str | None = None         # taken: models stay
+    think: bool | str | None = None  # or "low", "medium", "high"
+    keep_alive: float | str | None = None  # taken: models stay
 
 
 class OllamaFunction(Struct, kw_only=True):
@@ -86,9 +87,9 @@ class OllamaMessage(Struct, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = None               # refused: models here read text
+    images: list[str] | None = None  # refused: models here read text
     tool_calls: list[OllamaToolCall] | None = None
-    tool_name: str | None = None                  # whose result this is
+    tool_name: str | None = None  # whose result this is
     tool_call_id: str | None = None
 
 
@@ -100,23 +101,23 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = None                       # the prompt as it is, without the chat template
-    context: list[TokenId] | None = None          # that of the answer before
-    images: list[str] | None = None               # refused
-    suffix: str | None = None                     # refused
-    template: str | None = None                   # refused
+    raw: bool | None = None  # the prompt as it is, without the chat template
+    context: list[TokenId] | None = None  # that of the answer before
+    images: list[str] | None = None  # refused
+    suffix: str | None = None  # refused
+    template: str | None = None  # refused
 
 
 class OllamaShowRequest(Struct, kw_only=True):
     model: str | None = None
-    name: str | None = None                       # its older name
+    name: str | None = None  # its older name
     verbose: bool | None = None
 
 
 class OllamaEmbedRequest(Struct, kw_only=True):
     input: str | list[str]
     model: str | None = None
-    truncate: bool | None = None                  # true unless it is said: the first tokens that fit
+    truncate: bool | None = None  # true unless it is said: the first tokens that fit
     dimensions: Positive | None = None
     options: OllamaOptions | None = None
     keep_alive: float | str | None = None
@@ -130,6 +131,7 @@ class OllamaEmbeddingsRequest(Struct, kw_only=True):
 
 
 # What they get
+
 
 class OllamaError(Struct):
     error: str
@@ -183,7 +185,7 @@ class OllamaModel(Struct, kw_only=True, omit_defaults=True):
     digest: str
     details: OllamaDetails
     modified_at: str | None = None
-    expires_at: str | None = None                 # of those that run
+    expires_at: str | None = None  # of those that run
     size_vram: int | None = None
     context_length: int | None = None
 
@@ -227,6 +229,7 @@ OLLAMA = Dialect("Ollama", OllamaError, error_body, error_line, "application/x-n
 
 # Text
 
+
 async def chat(exchange: Exchange) -> None:
     request = exchange.decode(OllamaChatRequest)
     model = exchange.server.find(request.model)
@@ -246,8 +249,10 @@ async def generate(exchange: Exchange) -> None:
     request = exchange.decode(OllamaGenerateRequest)
     model = exchange.server.find(request.model)
     _refuse_images(request.images, "images")
-    for name, why in (("suffix", "no model here fills in the middle"),
-                      ("template", "the model's own is used; send the prompt as the model reads it (raw)")):
+    for name, why in (
+        ("suffix", "no model here fills in the middle"),
+        ("template", "the model's own is used; send the prompt as the model reads it (raw)"),
+    ):
         if getattr(request, name):
             raise ApiError(400, f"{name} is given, and {why}; leave it out", param=name)
     writer = _Writer(exchange, request.model or model.name, is_chat=False)
@@ -267,38 +272,60 @@ async def generate(exchange: Exchange) -> None:
     await _answer(exchange, request, model, prompt, params, plan, writer)
 
 
-async def _chat_prompt(request: OllamaRequest, model: ServedModel, messages: list[dict[str, Any]],
-                       plan: ToolPlan,
-                       params: SamplingParams) -> Prompt:
+async def _chat_prompt(
+    request: OllamaRequest,
+    model: ServedModel,
+    messages: list[dict[str, Any]],
+    plan: ToolPlan,
+    params: SamplingParams,
+) -> Prompt:
     think, effort = request.think, None
     if think and model.reasoning_parser == "none":
-        raise ApiError(400, f"think is given, and the model {model.name} does not think aloud; leave it out",
-                       param="think")
+        raise ApiError(
+            400,
+            f"think is given, and the model {model.name} does not think aloud; leave it out",
+            param="think",
+        )
     if isinstance(think, str):
         if think not in EFFORTS:
-            raise ApiError(400, f"think {think!r:.40} is neither true, false nor one of {', '.join(EFFORTS)}",
-                           param="think")
+            raise ApiError(
+                400,
+                f"think {think!r:.40} is neither true, false nor one of {', '.join(EFFORTS)}",
+                param="think",
+            )
         effort = think
     elif think is False:
         effort = "none"
     variables = template_variables(None, effort, params, model.reasoning_parser)
     # An answer that the caller began is gone on with.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    return await model.chat_prompt(messages, tools=plan.tools, continue_final_message=begun,
-                                   variables=variables)
+    return await model.chat_prompt(
+        messages, tools=plan.tools, continue_final_message=begun, variables=variables
+    )
 
 
-async def _answer(exchange: Exchange, request: OllamaRequest, model: ServedModel, prompt: Prompt,
-                  params: SamplingParams,
-                  plan: ToolPlan, writer: _Writer) -> None:
+async def _answer(
+    exchange: Exchange,
+    request: OllamaRequest,
+    model: ServedModel,
+    prompt: Prompt,
+    params: SamplingParams,
+    plan: ToolPlan,
+    writer: _Writer,
+) -> None:
     wanted = request.options.num_ctx if request.options is not None else None
     if wanted is not None and wanted > model.max_model_len:
-        exchange.warn("num_ctx", f"options.num_ctx {wanted} is more than the {model.max_model_len} tokens that "
-                                 f"{model.name} was started with (--max-model-len)")
-    parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "",
-                          params).parser()
-    async with Generation(model, [prompt], params, request_id=exchange.request_id,
-                          cuts_max_tokens=True) as generation:
+        exchange.warn(
+            "num_ctx",
+            f"options.num_ctx {wanted} is more than the {model.max_model_len} tokens that "
+            f"{model.name} was started with (--max-model-len)",
+        )
+    parser = AnswerFormat(
+        plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
+    ).parser()
+    async with Generation(
+        model, [prompt], params, request_id=exchange.request_id, cuts_max_tokens=True
+    ) as generation:
         exchange.generation = generation
         if request.stream is False:
             [answer] = await generation.collect()
@@ -325,8 +352,8 @@ class _Writer:
         self._arrival = exchange.arrival
         self._content: list[str] = []
         self._thinking: list[str] = []
-        self._calls: list[CallDelta] = []         # the last one may still grow
-        self._token_ids: list[int] = []           # of the whole answer
+        self._calls: list[CallDelta] = []  # the last one may still grow
+        self._token_ids: list[int] = []  # of the whole answer
 
     def add(self, parts: Sequence[Part], token_ids: Sequence[int]) -> None:
         if self.gives_context:
@@ -354,12 +381,17 @@ class _Writer:
         found = {**self._head(True), **self._take(len(self._calls)), "done_reason": reason}
         if self.gives_context:
             found["context"] = [*prompt.token_ids, *self._token_ids]
-        return encode({**found, "total_duration": _nanoseconds(time.perf_counter() - self._arrival),
-                       "load_duration": _nanoseconds(started - self._arrival),
-                       "prompt_eval_count": generation.usage.prompt_tokens,
-                       "prompt_eval_duration": _nanoseconds(times.first - started),
-                       "eval_count": generation.usage.completion_tokens,
-                       "eval_duration": _nanoseconds(times.last - times.first)})
+        return encode(
+            {
+                **found,
+                "total_duration": _nanoseconds(time.perf_counter() - self._arrival),
+                "load_duration": _nanoseconds(started - self._arrival),
+                "prompt_eval_count": generation.usage.prompt_tokens,
+                "prompt_eval_duration": _nanoseconds(times.first - started),
+                "eval_count": generation.usage.completion_tokens,
+                "eval_duration": _nanoseconds(times.last - times.first),
+            }
+        )
 
     def loaded(self) -> bytes:
         """The answer to a request that asks for nothing: Ollama's clients have a model loaded by it."""
@@ -384,23 +416,36 @@ def _tool_call(call: CallDelta) -> dict[str, Any]:
         arguments = msgspec.json.decode(call.arguments)
     except msgspec.DecodeError:
         arguments = {}
-    return {"id": call.id, "function": {"index": call.index, "name": call.name,
-                                        "arguments": arguments if isinstance(arguments, dict) else {}}}
+    return {
+        "id": call.id,
+        "function": {
+            "index": call.index,
+            "name": call.name,
+            "arguments": arguments if isinstance(arguments, dict) else {},
+        },
+    }
 
 
 def _to_chat(i: int, message: OllamaMessage) -> dict[str, Any]:
     """As a message of OpenAI's chat API."""
     _refuse_images(message.images, f"messages[{i}].images")
     found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    for name, value in (("reasoning_content", message.thinking), ("name", message.tool_name),
-                        ("tool_call_id", message.tool_call_id)):
+    for name, value in (
+        ("reasoning_content", message.thinking),
+        ("name", message.tool_name),
+        ("tool_call_id", message.tool_call_id),
+    ):
         if value is not None:
             found[name] = value
     if message.tool_calls:
-        found["tool_calls"] = [{"id": call.id or f"call_{i}_{k}", "type": "function",
-                                "function": {"name": call.function.name,
-                                             "arguments": call.function.arguments}}
-                               for k, call in enumerate(message.tool_calls)]
+        found["tool_calls"] = [
+            {
+                "id": call.id or f"call_{i}_{k}",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for k, call in enumerate(message.tool_calls)
+        ]
     return found
 
 
@@ -411,14 +456,24 @@ def _refuse_images(images: list[str] | None, param: str) -> None:
 
 def _params(request: OllamaRequest, model: ServedModel) -> SamplingParams:
     options = request.options or OllamaOptions()
-    given = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p,
-             "min_p": options.min_p, "seed": options.seed, "stop": options.stop or None,
-             "repetition_penalty": options.repeat_penalty, "presence_penalty": options.presence_penalty,
-             "frequency_penalty": options.frequency_penalty}
+    given = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "stop": options.stop or None,
+        "repetition_penalty": options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     wanted = options.num_predict
-    return SamplingParams(**{**model.default_params, **given}, structured_outputs=_structured(request.format),
-                          max_tokens=wanted if wanted is not None and wanted > 0 else None)
+    return SamplingParams(
+        **{**model.default_params, **given},
+        structured_outputs=_structured(request.format),
+        max_tokens=wanted if wanted is not None and wanted > 0 else None,
+    )
 
 
 def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | None:
@@ -427,11 +482,12 @@ def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | 
     if form == "json":
         return StructuredOutputsParams(json_object=True)
     if isinstance(form, str):
-        raise ApiError(400, f"format {form!r:.40} is neither \"json\" nor a JSON schema", param="format")
+        raise ApiError(400, f'format {form!r:.40} is neither "json" nor a JSON schema', param="format")
     return StructuredOutputsParams(json=form)
 
 
 # Embeddings
+
 
 async def embed_texts(exchange: Exchange) -> None:
     request = exchange.decode(OllamaEmbedRequest)
@@ -465,23 +521,42 @@ async def _prompts(model: ServedModel, texts: list[str], *, truncates: bool) -> 
 
 # Models
 
+
 async def version(exchange: Exchange) -> None:
     await exchange.json({"version": API_VERSION})
 
 
 async def tags(exchange: Exchange) -> None:
     models = exchange.server.models
-    await exchange.json(OllamaModels([_model(model, name, modified_at=_time(model.summary.modified))
-                                      for model in models for name in model.names]))
+    await exchange.json(
+        OllamaModels(
+            [
+                _model(model, name, modified_at=_time(model.summary.modified))
+                for model in models
+                for name in model.names
+            ]
+        )
+    )
 
 
 async def ps(exchange: Exchange) -> None:
     """Those that are awake."""
     states = [(model, await sleep_state_of(model)) for model in exchange.server.models]
-    await exchange.json(OllamaModels([_model(model, model.name, expires_at=NEVER,
-                                             size_vram=model.summary.num_bytes if model.on_gpu else 0,
-                                             context_length=model.max_model_len)
-                                      for model, state in states if "weights" not in state.asleep]))
+    await exchange.json(
+        OllamaModels(
+            [
+                _model(
+                    model,
+                    model.name,
+                    expires_at=NEVER,
+                    size_vram=model.summary.num_bytes if model.on_gpu else 0,
+                    context_length=model.max_model_len,
+                )
+                for model, state in states
+                if "weights" not in state.asleep
+            ]
+        )
+    )
 
 
 async def show(exchange: Exchange) -> None:
@@ -490,30 +565,55 @@ async def show(exchange: Exchange) -> None:
     summary = model.summary
     template = (model.tokenizer.chat_template if model.tokenizer is not None else None) or ""
     sizes = {**summary.sizes, "context_length": model.max_model_len}
-    info: dict[str, Any] = {"general.architecture": summary.architecture,
-                            "general.parameter_count": summary.num_parameters}
+    info: dict[str, Any] = {
+        "general.architecture": summary.architecture,
+        "general.parameter_count": summary.num_parameters,
+    }
     info |= {f"{summary.architecture}.{name}": value for name, value in sizes.items()}
     capabilities = ["completion"]
     if template and model.tool_call_parser != "none":
         capabilities.append("tools")
     if model.reasoning_parser != "none":
         capabilities.append("thinking")
-    parameters = "\n".join(f"{'repeat_penalty' if name == 'repetition_penalty' else name} {value}"
-                           for name, value in model.default_params.items())
-    await exchange.json(OllamaShown(f"FROM {model.name}\n", parameters, template, _details(model), info,
-                                    capabilities, _time(summary.modified)))
+    parameters = "\n".join(
+        f"{'repeat_penalty' if name == 'repetition_penalty' else name} {value}"
+        for name, value in model.default_params.items()
+    )
+    await exchange.json(
+        OllamaShown(
+            f"FROM {model.name}\n",
+            parameters,
+            template,
+            _details(model),
+            info,
+            capabilities,
+            _time(summary.modified),
+        )
+    )
 
 
 def _model(model: ServedModel, name: str, **more: Any) -> OllamaModel:
     tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
-    return OllamaModel(name=tagged, model=tagged, size=model.summary.num_bytes, digest=model.summary.digest,
-                       details=_details(model), **more)
+    return OllamaModel(
+        name=tagged,
+        model=tagged,
+        size=model.summary.num_bytes,
+        digest=model.summary.digest,
+        details=_details(model),
+        **more,
+    )
 
 
 def _details(model: ServedModel) -> OllamaDetails:
     summary = model.summary
-    return OllamaDetails("", summary.format, summary.architecture, [summary.architecture],
-                         _size(summary.num_parameters), summary.quantization)
+    return OllamaDetails(
+        "",
+        summary.format,
+        summary.architecture,
+        [summary.architecture],
+        _size(summary.num_parameters),
+        summary.quantization,
+    )
 
 
 def _size(count: int) -> str:

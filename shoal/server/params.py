@@ -10,22 +10,40 @@ from shoal.server.model import Prompt, ServedModel
 from shoal.server.protocol import Prompts, ResponseFormat, StreamOptions, TextFields
 
 
-def text_params(model: ServedModel, request: TextFields, *, max_tokens: int | None, logprobs: int | None,
-                prompt_logprobs: int | None = None) -> SamplingParams:
-    """Raises ApiError and RequestError. max_tokens None: as many as fit. prompt_logprobs: instead of the request's own."""
+def text_params(
+    model: ServedModel,
+    request: TextFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Raises ApiError and RequestError. max_tokens None: as many as fit. prompt_logprobs: instead of the
+    request's own."""
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise ApiError(400, f"best_of {request.best_of} is not n = {request.n or 1}; answers are not ranked here, leave best_of out",
-                       param="best_of")
-    more: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs, "detokenize": model.tokenizer is not None}
+        raise ApiError(
+            400,
+            f"best_of {request.best_of} is not n = {request.n or 1}; answers are not ranked here, leave "
+            "best_of out",
+            param="best_of",
+        )
+    more: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "detokenize": model.tokenizer is not None,
+    }
     if prompt_logprobs is not None:
         more["prompt_logprobs"] = prompt_logprobs
-    formats = {"response_format": from_response_format(request.response_format,
-                                                       request.guided_whitespace_pattern),
-               "structured_outputs": request.structured_outputs, **_from_guided(request)}
+    formats = {
+        "response_format": from_response_format(request.response_format, request.guided_whitespace_pattern),
+        "structured_outputs": request.structured_outputs,
+        **_from_guided(request),
+    }
     names = [name for name, wanted in formats.items() if wanted is not None]
     if len(names) > 1:
-        raise ApiError(400, f"{' and '.join(names)} each say what the text must be; give one of them",
-                       param=names[0])
+        raise ApiError(
+            400, f"{' and '.join(names)} each say what the text must be; give one of them", param=names[0]
+        )
     if names:
         more["structured_outputs"] = formats[names[0]]
     return request.sampling_params(model.default_params, model.vocab_size, **more)
@@ -46,28 +64,42 @@ def _from_guided(request: TextFields) -> dict[str, StructuredOutputsParams]:
     return found
 
 
-def from_response_format(wanted: ResponseFormat | None,
-                         whitespace_pattern: str | None) -> StructuredOutputsParams | None:
+def from_response_format(
+    wanted: ResponseFormat | None, whitespace_pattern: str | None
+) -> StructuredOutputsParams | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
         return StructuredOutputsParams(json_object=True, whitespace_pattern=whitespace_pattern)
     if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise ApiError(400, "response_format.json_schema.schema is missing; give the schema, or the type json_object for any object",
-                       param="response_format.json_schema")
+        raise ApiError(
+            400,
+            "response_format.json_schema.schema is missing; give the schema, or the type json_object for "
+            "any object",
+            param="response_format.json_schema",
+        )
     return StructuredOutputsParams(json=wanted.json_schema.schema, whitespace_pattern=whitespace_pattern)
 
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:
     """Raises ApiError for options without a stream, as OpenAI and vLLM do."""
     if options is not None and not stream:
-        raise ApiError(400, "stream_options is for streams; set stream to true or leave it out", param="stream_options")
+        raise ApiError(
+            400, "stream_options is for streams; set stream to true or leave it out", param="stream_options"
+        )
     return options or StreamOptions()
 
 
-async def read_prompts(model: ServedModel, given: Prompts, *, field: str, add_special_tokens: bool = True,
-                       keep: int | None = None) -> list[Prompt]:
-    """The prompts of a completion or embedding request. `keep`: so many last tokens of each. Raises ApiError for a mixture."""
+async def read_prompts(
+    model: ServedModel,
+    given: Prompts,
+    *,
+    field: str,
+    add_special_tokens: bool = True,
+    keep: int | None = None,
+) -> list[Prompt]:
+    """The prompts of a completion or embedding request. `keep`: so many last tokens of each. Raises ApiError
+    for a mixture."""
     if isinstance(given, str):
         texts: list[Any] = [given]
     elif not given:
@@ -77,9 +109,17 @@ async def read_prompts(model: ServedModel, given: Prompts, *, field: str, add_sp
     elif all(isinstance(p, str) for p in given) or all(isinstance(p, list) for p in given):
         texts = list(given)
     else:
-        raise ApiError(400, f"{field} mixes texts and token ids; give a text, a list of texts, ids, or a list of lists of ids", param=field)
+        raise ApiError(
+            400,
+            f"{field} mixes texts and token ids; give a text, a list of texts, ids, or a list of lists of "
+            "ids",
+            param=field,
+        )
     if isinstance(texts[0], str):
-        prompts = [Prompt(ids, text) for ids, text in zip(await model.encode(texts, add_special_tokens, must_fit=keep is None), texts)]
+        prompts = [
+            Prompt(ids, text)
+            for ids, text in zip(await model.encode(texts, add_special_tokens, must_fit=keep is None), texts)
+        ]
     else:
         prompts = [Prompt(ids) for ids in texts]
     return [shortened(prompt, keep) for prompt in prompts]
@@ -89,7 +129,7 @@ def shortened(prompt: Prompt, keep: int | None) -> Prompt:
     """With its last `keep` tokens only, and then without its text."""
     if keep is None or len(prompt.token_ids) <= keep:
         return prompt
-    return Prompt(prompt.token_ids[len(prompt.token_ids) - keep:])
+    return Prompt(prompt.token_ids[len(prompt.token_ids) - keep :])
 
 
 def num_kept(model: ServedModel, asked: int | None, max_tokens: int | None) -> int | None:

@@ -1,8 +1,8 @@
 """What clients send: one Struct a request body, with OpenAI's and vLLM's field names. Unknown fields are
 ignored, as theirs are, but `unknown_fields` finds them.
 
-Types are checked here, and ranges of integers (they must fit the wire); what a value means is checked where it is used (SamplingParams,
-the engine). The OpenAPI document is made from these Structs.
+Types are checked here, and ranges of integers (they must fit the wire); what a value means is checked where
+it is used (SamplingParams, the engine). The OpenAPI document is made from these Structs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,29 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
 
 T = TypeVar("T")
-SMALL_BODY = 1 << 16          # bytes: whatever they hold, they are read in some milliseconds
-MOST_VALUES = 1_000_000       # of JSON in a body: 0.15 s
-MOST_CONTAINERS = 100_000     # lists and objects among them: 0.1 s
+SMALL_BODY = 1 << 16  # bytes: whatever they hold, they are read in some milliseconds
+MOST_VALUES = 1_000_000  # of JSON in a body: 0.15 s
+MOST_CONTAINERS = 100_000  # lists and objects among them: 0.1 s
 MISSING = "Object missing required field "
 
 # Fields of OpenAI's and Anthropic's APIs that are no part of a Struct, and whose sender misses nothing here:
 # what they order is another company's storage, price or filter, or a hint to its cache. `verbosity` is a hint
 # to models that were trained on it.
-HARMLESS = frozenset({"store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention",
-                      "safety_identifier", "verbosity", "client_metadata",
-                      "cache_control", "inference_geo", "container"})
+HARMLESS = frozenset(
+    {
+        "store",
+        "metadata",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "verbosity",
+        "client_metadata",
+        "cache_control",
+        "inference_geo",
+        "container",
+    }
+)
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -41,8 +53,8 @@ MinusOneOrMore = Annotated[int, Meta(ge=-1, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Text = Annotated[str, Meta(min_length=1)]
 Word = Annotated[str, Meta(max_length=1000)]
-Words = Annotated[list[Word], Meta(max_length=256)]    # each is looked for at every token
-Prompts = str | list[str | TokenId | list[TokenId]]    # a text, texts, ids, or lists of ids
+Words = Annotated[list[Word], Meta(max_length=256)]  # each is looked for at every token
+Prompts = str | list[str | TokenId | list[TokenId]]  # a text, texts, ids, or lists of ids
 
 
 class JsonSchemaFormat(Struct, kw_only=True):
@@ -58,14 +70,15 @@ class ResponseFormat(Struct, kw_only=True):
 
 
 class StreamOptions(Struct, kw_only=True):
-    include_usage: bool | None = None             # a last chunk with the usage of the whole answer
-    continuous_usage_stats: bool | None = None    # the usage so far in every chunk
+    include_usage: bool | None = None  # a last chunk with the usage of the whole answer
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
     # OpenAI pads events against listeners unless told not to; nothing is padded here
     include_obfuscation: bool | None = None
 
 
 class SamplingFields(Struct, kw_only=True):
-    """How tokens are drawn: vLLM's names. None means the model's own default (generation_config.json), else SamplingParams' default."""
+    """How tokens are drawn: vLLM's names. None means the model's own default (generation_config.json), else
+    SamplingParams' default."""
 
     n: Positive | None = None
     presence_penalty: float | None = None
@@ -92,12 +105,16 @@ class SamplingFields(Struct, kw_only=True):
     skip_reading_prefix_cache: bool | None = None
 
     def sampling_params(self, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
-        """`defaults`: the model's own, by field. `more` wins over everything. Raises RequestError, and ApiError for lists of tokens that
-        are longer than the vocabulary."""
+        """`defaults`: the model's own, by field. `more` wins over everything. Raises RequestError, and
+        ApiError for lists of tokens that are longer than the vocabulary."""
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             if (value := getattr(self, name)) is not None and len(value) > vocab_size:
-                raise ApiError(400, f"{name} has {len(value)} entries, and the model's vocabulary has {vocab_size} tokens; name each once",
-                               param=name)
+                raise ApiError(
+                    400,
+                    f"{name} has {len(value)} entries, and the model's vocabulary has {vocab_size} tokens; "
+                    "name each once",
+                    param=name,
+                )
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         return SamplingParams(**{**defaults, **given, **more})
 
@@ -108,32 +125,32 @@ SAMPLING_NAMES = SamplingFields.__struct_fields__
 class GenerationFields(SamplingFields, kw_only=True):
     """What every request for tokens may say beside how they are drawn."""
 
-    model: str | None = None                      # None: the first model
+    model: str | None = None  # None: the first model
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Text | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None    # seconds
+    timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds
     user: str | None = None
 
 
 class TextFields(GenerationFields, kw_only=True):
     """Requests whose answer is text."""
 
-    best_of: Positive | None = None               # only n itself is possible
+    best_of: Positive | None = None  # only n itself is possible
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: MinusOneOrMore | None = None    # keep the last so many; -1: as many as fit
+    truncate_prompt_tokens: MinusOneOrMore | None = None  # keep the last so many; -1: as many as fit
     # vLLM's older names of structured_outputs' fields.
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    guided_decoding_backend: str | None = None    # there is one
+    guided_decoding_backend: str | None = None  # there is one
 
 
 class ChatCompletionRequest(TextFields, kw_only=True):
@@ -144,9 +161,9 @@ class ChatCompletionRequest(TextFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None           # OpenAI's older names: functions.py
+    functions: list[dict[str, Any]] | None = None  # OpenAI's older names: functions.py
     function_call: str | dict[str, Any] | None = None
-    modalities: list[str] | None = None           # text alone
+    modalities: list[str] | None = None  # text alone
     audio: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
@@ -159,17 +176,17 @@ class ChatCompletionRequest(TextFields, kw_only=True):
 
 class CompletionRequest(TextFields, kw_only=True):
     prompt: Prompts
-    max_tokens: Count | None = None               # 0, with echo: the prompt alone, for its log-probabilities
-    echo: bool | None = None                      # the prompt before its continuation
+    max_tokens: Count | None = None  # 0, with echo: the prompt alone, for its log-probabilities
+    echo: bool | None = None  # the prompt before its continuation
     logprobs: MinusOneOrMore | None = None
-    suffix: str | None = None                     # refused: no model here fills in the middle
+    suffix: str | None = None  # refused: no model here fills in the middle
 
 
 class EmbeddingRequest(Struct, kw_only=True):
     input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Positive | None = None            # keep the first so many, scaled to unit length again
+    dimensions: Positive | None = None  # keep the first so many, scaled to unit length again
     user: str | None = None
     truncate_prompt_tokens: MinusOneOrMore | None = None
     add_special_tokens: bool | None = None
@@ -209,7 +226,7 @@ class TokenRequest(Struct, kw_only=True):
     """Token ids in, token ids out: what a router sends to a worker."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
-    version: Literal[1] = 1                       # of this endpoint; another one is refused
+    version: Literal[1] = 1  # of this endpoint; another one is refused
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     model: str | None = None
     sampling_params: TokenSampling | None = None
@@ -227,15 +244,23 @@ class UpdateWeightsRequest(Struct, kw_only=True):
 
 
 def check_size(body: bytes, num_tokens: int) -> None:
-    """Refuses JSON that would take long to read although its bytes are few: parsed, `[]` is forty times as large, and nothing else runs
-    meanwhile. num_tokens: that fit into the model, as many values more are taken. Raises ApiError."""
+    """Refuses JSON that would take long to read although its bytes are few: parsed, `[]` is forty times as
+    large, and nothing else runs meanwhile. num_tokens: that fit into the model, as many values more are
+    taken. Raises ApiError."""
     if len(body) <= SMALL_BODY:
         return
-    for marks, most, what in ((b"[{", MOST_CONTAINERS + num_tokens, "lists and objects"), (b",", MOST_VALUES + 2 * num_tokens, "values")):
+    for marks, most, what in (
+        (b"[{", MOST_CONTAINERS + num_tokens, "lists and objects"),
+        (b",", MOST_VALUES + 2 * num_tokens, "values"),
+    ):
         count = sum(map(body.count, marks))
         if count > most:
-            raise ApiError(413, f"the body has {count} {what} (commas and brackets within texts included), more than {most}, the most that "
-                                "is read at once; send several requests")
+            raise ApiError(
+                413,
+                f"the body has {count} {what} (commas and brackets within texts included), more than "
+                f"{most}, the most that "
+                "is read at once; send several requests",
+            )
 
 
 def decode(kind: type[T], body: bytes) -> T:
@@ -263,7 +288,8 @@ def decode(kind: type[T], body: bytes) -> T:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Python's garbage collector would look at a large body's values again and again while they come: three times the time."""
+    """Python's garbage collector would look at a large body's values again and again while they come: three
+    times the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,8 +16,8 @@ class ThinkParser:
     def __init__(self, thinking: bool = False) -> None:
         self._held = ""
         self._thinking = thinking
-        self._begun = False                  # some reasoning was given
-        self._stage = "start"                # then "reasoning", "gap" (the white space behind it), "content"
+        self._begun = False  # some reasoning was given
+        self._stage = "start"  # then "reasoning", "gap" (the white space behind it), "content"
 
     def push(self, text: str) -> list[Part]:
         if self._stage == "content":
@@ -55,14 +55,14 @@ class ThinkParser:
         if not self._begun:
             text = text.lstrip(SPACE)
         thought, tag, rest = text.partition(CLOSE)
-        solid = (thought if tag else thought[:len(thought) - length_of_start(thought, CLOSE)]).rstrip(SPACE)
+        solid = (thought if tag else thought[: len(thought) - length_of_start(thought, CLOSE)]).rstrip(SPACE)
         if solid:
             self._begun = True
             parts.append(TextDelta(solid, reasoning=True))
         if tag:
             self._stage = "gap"
             return rest
-        self._held = text[len(solid):]
+        self._held = text[len(solid) :]
         return ""
 
 

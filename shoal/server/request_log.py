@@ -1,7 +1,7 @@
 """The server's log of requests: one line when a request ends, with what it cost and never with what was said.
 
 `in` and `out` are tokens, `cached` is the part of `in` that the prefix cache held, `speed` is tokens a second
-after the first one. A client that left before its answer was whole is a 499, as in nginx. """
+after the first one. A client that left before its answer was whole is a 499, as in nginx."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
-MAX_PATH = 200                # characters
+MAX_PATH = 200  # characters
 REFUSAL_SECONDS = 1.0
 # A field, its name in a line of text, and its unit.
-LABELS = (("model", "model", ""), ("prompt_tokens", "in", ""), ("cached_tokens", "cached", ""),
-          ("completion_tokens", "out", ""), ("ttft_seconds", "ttft", "s"),
-          ("tokens_per_second", "speed", "/s"), ("finish_reason", "finish", ""), ("request_id", "id", ""),
-          ("error", "error", ""))
-PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)    # what needs no quotes in a line
+LABELS = (
+    ("model", "model", ""),
+    ("prompt_tokens", "in", ""),
+    ("cached_tokens", "cached", ""),
+    ("completion_tokens", "out", ""),
+    ("ttft_seconds", "ttft", "s"),
+    ("tokens_per_second", "speed", "/s"),
+    ("finish_reason", "finish", ""),
+    ("request_id", "id", ""),
+    ("error", "error", ""),
+)
+PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)  # what needs no quotes in a line
 # Errors show the value that was wrong, and in a prompt's place that is the prompt: what is quoted stays out
 # of the log. Values are cut where they are long, so a quotation may have no end.
 QUOTED = re.compile(r"""(?<!\w)(['"])(?:(?!\1)[^\\]|\\.)*(?:\1|\\?$)""", re.DOTALL)
@@ -57,9 +64,12 @@ def status_of(exchange: Exchange) -> int:
 def event_of(exchange: Exchange) -> Event:
     client = exchange.scope.get("client")
     fields: dict[str, Any] = {
-        "client": client[0] if client else "-", "method": exchange.method[:20],
-        "path": urllib.parse.quote(exchange.path)[:MAX_PATH], "status": status_of(exchange),
-        "seconds": round(time.perf_counter() - exchange.arrival, 4)}
+        "client": client[0] if client else "-",
+        "method": exchange.method[:20],
+        "path": urllib.parse.quote(exchange.path)[:MAX_PATH],
+        "status": status_of(exchange),
+        "seconds": round(time.perf_counter() - exchange.arrival, 4),
+    }
     if exchange.generation is not None:
         fields |= _tokens(exchange.generation, exchange.arrival)
     fields["request_id"] = exchange.request_id
@@ -83,8 +93,14 @@ class RefusalLog:
         if now - self._told_at < REFUSAL_SECONDS:
             self._num_untold += 1
             return
-        fields = {"client": client, "method": "-", "path": "-", "status": error.status,
-                  "error": error.message, "untold": self._num_untold}
+        fields = {
+            "client": client,
+            "method": "-",
+            "path": "-",
+            "status": error.status,
+            "error": error.message,
+            "untold": self._num_untold,
+        }
         more = f" (and {self._num_untold} others before)" if self._num_untold else ""
         logger.warning(Event(f"{client} - - {error.status} error={_value(error.message)}{more}", fields))
         self._told_at, self._num_untold = now, 0
@@ -92,8 +108,12 @@ class RefusalLog:
 
 def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
     usage, times = generation.usage, generation.times
-    fields = {"model": generation.model.name, "prompt_tokens": usage.prompt_tokens,
-              "cached_tokens": usage.cached_tokens, "completion_tokens": usage.completion_tokens}
+    fields = {
+        "model": generation.model.name,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
     begun = [one for one in times if one.first]
     if usage.completion_tokens:
         first = min(one.first for one in begun)
@@ -124,7 +144,7 @@ def _value(text: str) -> str:
 
 
 def _message(error: ApiError) -> str:
-    if error.code == "model_not_found":    # quotes a name, no text
+    if error.code == "model_not_found":  # quotes a name, no text
         return error.message
     return QUOTED.sub("'…'", error.message)
 

@@ -1,4 +1,5 @@
-"""/v1/responses: OpenAI's newer API, its text core. Nothing is stored: a conversation is sent whole each time."""
+"""/v1/responses: OpenAI's newer API, its text core. Nothing is stored: a conversation is sent whole each
+time."""
 
 from __future__ import annotations
 
@@ -29,8 +30,16 @@ from shoal.server.tools import (
 )
 
 # Items that tell of what OpenAI's own servers did amid an answer. Codex sends them back with everything.
-HOSTED_ITEMS = frozenset({"web_search_call", "file_search_call", "code_interpreter_call",
-                          "image_generation_call", "mcp_call", "mcp_list_tools"})
+HOSTED_ITEMS = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "mcp_call",
+        "mcp_list_tools",
+    }
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -49,7 +58,7 @@ class TextOptions(Struct, kw_only=True):
 
 
 class ReasoningOptions(Struct, kw_only=True):
-    effort: str | None = None                     # "none" switches it off; the template sees the others as reasoning_effort
+    effort: str | None = None  # "none" switches it off; the template sees the others as reasoning_effort
     summary: str | None = None
 
 
@@ -117,7 +126,7 @@ class InputDetails(Struct):
 
 
 class OutputDetails(Struct):
-    reasoning_tokens: int = 0                     # not counted apart
+    reasoning_tokens: int = 0  # not counted apart
 
 
 class ResponseUsage(Struct):
@@ -173,14 +182,24 @@ async def create_response(exchange: Exchange) -> None:
     plan.constrain(params, model.tool_call_parser)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = template_variables(None, effort, params, model.reasoning_parser)
-    prompt = await model.chat_prompt(_messages(exchange, request), tools=plan.tools, variables=variables,
-                                     needs_tools=not plan.is_enforced)
-    parser = AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params).parser()
+    prompt = await model.chat_prompt(
+        _messages(exchange, request), tools=plan.tools, variables=variables, needs_tools=not plan.is_enforced
+    )
+    parser = AnswerFormat(
+        plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
+    ).parser()
     writer = _Writer(_response(request, model, params, plan))
     exchange.error_event = writer.failed
-    async with Generation(model, [prompt], params, request_id=request.request_id or exchange.request_id, priority=request.priority,
-                          cache_salt=request.cache_salt, timeout=request.timeout,
-                          cuts_max_tokens=True) as answers:
+    async with Generation(
+        model,
+        [prompt],
+        params,
+        request_id=request.request_id or exchange.request_id,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout=request.timeout,
+        cuts_max_tokens=True,
+    ) as answers:
         exchange.generation = answers
         if not request.stream:
             [answer] = await answers.collect()
@@ -205,9 +224,9 @@ class _Writer:
 
     def __init__(self, response: Response) -> None:
         self.response = response
-        self._number = 0                          # of the next event
-        self._text: list[str] = []                # of the item that is open
-        self._delta = b""                         # the constant beginning of its delta events
+        self._number = 0  # of the next event
+        self._text: list[str] = []  # of the item that is open
+        self._delta = b""  # the constant beginning of its delta events
 
     def begin(self) -> bytes:
         return self._whole("response.created") + self._whole("response.in_progress")
@@ -220,33 +239,52 @@ class _Writer:
                 events += [self._close("completed"), self._open(opened)]
             if text:
                 self._text.append(text)
-                events.append(b"%b%b,\"sequence_number\":%d}\n\n" % (self._delta, msgspec.json.encode(text), self._number))
+                events.append(
+                    b'%b%b,"sequence_number":%d}\n\n' % (self._delta, msgspec.json.encode(text), self._number)
+                )
                 self._number += 1
         return b"".join(events)
 
     def finish(self, reason: str, usage: Usage) -> bytes:
         response, status = self.response, "incomplete" if reason == "length" else "completed"
-        events = self._close(status)    # type: ignore[arg-type]
-        response.status = status    # type: ignore[assignment]
+        events = self._close(status)  # type: ignore[arg-type]
+        response.status = status  # type: ignore[assignment]
         if reason == "length":
             response.incomplete_details = IncompleteDetails("max_output_tokens")
-        response.usage = ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, InputDetails(usage.cached_tokens),
-                                       OutputDetails())
+        response.usage = ResponseUsage(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.total_tokens,
+            InputDetails(usage.cached_tokens),
+            OutputDetails(),
+        )
         return events + self._whole(f"response.{status}")
 
     def failed(self, error: ApiError) -> bytes:
         self.response.status = "failed"
-        self.response.error = ResponseError("rate_limit_exceeded" if error.status == 429 else "server_error", error.message)
+        self.response.error = ResponseError(
+            "rate_limit_exceeded" if error.status == 429 else "server_error", error.message
+        )
         return self._whole("response.failed")
 
     def _opened_by(self, part: Part) -> Item | None:
         """The new item that `part` begins, None if it goes on with the open one."""
         open_item = self.response.output[-1] if self.response.output else None
         if isinstance(part, CallDelta):
-            return None if part.name is None else FunctionCall(_new_id("fc"), part.id or "", part.name, "", "in_progress")
+            return (
+                None
+                if part.name is None
+                else FunctionCall(_new_id("fc"), part.id or "", part.name, "", "in_progress")
+            )
         if part.reasoning:
-            return None if isinstance(open_item, ReasoningItem) else ReasoningItem(_new_id("rs"), [], "in_progress")
-        return None if isinstance(open_item, OutputMessage) else OutputMessage(_new_id("msg"), [], "in_progress")
+            return (
+                None
+                if isinstance(open_item, ReasoningItem)
+                else ReasoningItem(_new_id("rs"), [], "in_progress")
+            )
+        return (
+            None if isinstance(open_item, OutputMessage) else OutputMessage(_new_id("msg"), [], "in_progress")
+        )
 
     def _open(self, item: Item) -> bytes:
         output = self.response.output
@@ -256,13 +294,21 @@ class _Writer:
         kind, where = "function_call_arguments", {"item_id": item.id, "output_index": len(output) - 1}
         if isinstance(item, OutputMessage):
             kind, where = "output_text", {**where, "content_index": 0, "logprobs": []}
-            events += self._event("response.content_part.added", item_id=item.id, output_index=len(output) - 1, content_index=0,
-                                  part=OutputText(""))
+            events += self._event(
+                "response.content_part.added",
+                item_id=item.id,
+                output_index=len(output) - 1,
+                content_index=0,
+                part=OutputText(""),
+            )
         elif isinstance(item, ReasoningItem):
             kind, where = "reasoning_text", {**where, "content_index": 0}
             events += self._event("response.content_part.added", **where, part=ReasoningText(""))
         name = f"response.{kind}.delta"
-        self._delta = b"event: %b\ndata: %b,\"delta\":" % (name.encode(), msgspec.json.encode({"type": name, **where})[:-1])
+        self._delta = b'event: %b\ndata: %b,"delta":' % (
+            name.encode(),
+            msgspec.json.encode({"type": name, **where})[:-1],
+        )
         return events
 
     def _close(self, status: Status) -> bytes:
@@ -274,7 +320,9 @@ class _Writer:
         item.status = status
         if isinstance(item, FunctionCall):
             item.arguments = text
-            events = self._event("response.function_call_arguments.done", **where, name=item.name, arguments=text)
+            events = self._event(
+                "response.function_call_arguments.done", **where, name=item.name, arguments=text
+            )
         else:
             where["content_index"] = 0
             if isinstance(item, OutputMessage):
@@ -297,7 +345,9 @@ class _Writer:
 
 def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, Any]]:
     """The request's items as messages of the chat API: what the model said in a row becomes one message."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": request.instructions}] if request.instructions else []
+    )
     items = request.input if isinstance(request.input, list) else [{"role": "user", "content": request.input}]
     if not items:
         raise RequestError("input is empty; give a text or a list of items")
@@ -306,11 +356,17 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
         if str(kind) in HOSTED_ITEMS:
             warn_unread(exchange, str(kind))
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            messages.append({"role": "tool", "tool_call_id": _text(i, item, "call_id"),
-                             "content": _content(i, name_unseen(item.get("output")))})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": _text(i, item, "call_id"),
+                    "content": _content(i, name_unseen(item.get("output"))),
+                }
+            )
         elif kind == "message" and item.get("role") in ("system", "developer"):
             text = _content(i, item.get("content"))
-            if messages and all(m["role"] == "system" for m in messages):    # templates know one system message, at the start
+            # templates know one system message, at the start
+            if messages and all(m["role"] == "system" for m in messages):
                 messages[-1]["content"] += "\n\n" + text
             else:
                 messages.append({"role": "system", "content": text})
@@ -333,7 +389,7 @@ def _add_to_answer(message: dict[str, Any], i: int, item: dict[str, Any], kind: 
     elif kind == "function_call":
         function = {"name": _text(i, item, "name"), "arguments": _text(i, item, "arguments")}
         _add_call(message, i, item, function)
-    elif kind == "custom_tool_call":              # of a tool whose input is text
+    elif kind == "custom_tool_call":  # of a tool whose input is text
         function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
         _add_call(message, i, item, function)
     elif kind == "local_shell_call":
@@ -342,10 +398,15 @@ def _add_to_answer(message: dict[str, Any], i: int, item: dict[str, Any], kind: 
             raise RequestError(f"input[{i}].action {action!r:.100} is no object")
         _add_call(message, i, item, {"name": "local_shell", "arguments": action})
     elif kind == "message":
-        raise RequestError(f"input[{i}] has the role {item.get('role')!r:.100}; there are user, assistant, system and developer")
+        raise RequestError(
+            f"input[{i}] has the role {item.get('role')!r:.100}; there are user, assistant, system and "
+            "developer"
+        )
     else:
-        raise RequestError(f"input[{i}] is of the type {kind!r:.100}; this server takes message, "
-                           "reasoning, function_call, custom_tool_call, local_shell_call and the outputs of these")
+        raise RequestError(
+            f"input[{i}] is of the type {kind!r:.100}; this server takes message, "
+            "reasoning, function_call, custom_tool_call, local_shell_call and the outputs of these"
+        )
 
 
 def _add_call(message: dict[str, Any], i: int, item: dict[str, Any], function: dict[str, Any]) -> None:
@@ -366,7 +427,10 @@ def _content(i: int, content: Any) -> str:
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if not isinstance(text, str):
-            raise RequestError(f"input[{i}] has the content {part!r:.100}; this server reads text: {{'type': 'input_text', 'text': ...}}")
+            raise RequestError(
+                f"input[{i}] has the content {part!r:.100}; this server reads text: {{'type': 'input_text', "
+                f"'text': ...}}"
+            )
         texts.append(text)
     return "\n".join(texts)
 
@@ -382,8 +446,13 @@ def _plan(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> 
         else:
             left_out.append(_name_of(tool))
             warn_left_out(exchange, tool.get("type"))
-    return plan_tools(functions, _chat_choice(request.tool_choice), request.parallel_tool_calls,
-                      model.tool_call_parser, left_out)
+    return plan_tools(
+        functions,
+        _chat_choice(request.tool_choice),
+        request.parallel_tool_calls,
+        model.tool_call_parser,
+        left_out,
+    )
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -411,14 +480,24 @@ def _refuse(request: ResponsesRequest) -> None:
     """Raises ApiError for what cannot be had here."""
     for name in ("previous_response_id", "conversation", "prompt"):
         if getattr(request, name) is not None:
-            raise ApiError(400, f"{name}: this server stores nothing; send the whole conversation as `input`", param=name)
+            raise ApiError(
+                400, f"{name}: this server stores nothing; send the whole conversation as `input`", param=name
+            )
     for name in ("store", "background"):
         if getattr(request, name):
             raise ApiError(400, f"{name}: this server stores no responses; set it to false", param=name)
     if request.truncation == "auto":
-        raise ApiError(400, "truncation 'auto' is not supported; send an input that fits, with 'disabled'", param="truncation")
+        raise ApiError(
+            400,
+            "truncation 'auto' is not supported; send an input that fits, with 'disabled'",
+            param="truncation",
+        )
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
-        raise ApiError(400, "top_logprobs: this endpoint gives no logprobs; /v1/chat/completions does", param="top_logprobs")
+        raise ApiError(
+            400,
+            "top_logprobs: this endpoint gives no logprobs; /v1/chat/completions does",
+            param="top_logprobs",
+        )
     if request.max_tokens is not None:
         raise ApiError(400, "max_tokens is called max_output_tokens here", param="max_tokens")
     if request.n not in (None, 1):
@@ -430,24 +509,44 @@ def _params(request: ResponsesRequest, model: ServedModel) -> SamplingParams:
     more: dict[str, Any] = {}
     if given is not None and given.type != "text":
         if request.structured_outputs is not None:
-            raise RequestError("structured_outputs and text.format both say what the answer must be; drop one of them")
+            raise RequestError(
+                "structured_outputs and text.format both say what the answer must be; drop one of them"
+            )
         if given.type == "json_schema" and given.schema is None:
             raise RequestError("text.format has no schema; give the JSON schema of the answer")
-        more["structured_outputs"] = (StructuredOutputsParams(json_object=True) if given.type == "json_object"
-                                      else StructuredOutputsParams(json=given.schema))
-    return request.sampling_params(model.default_params, model.vocab_size, max_tokens=request.max_output_tokens, **more)
+        more["structured_outputs"] = (
+            StructuredOutputsParams(json_object=True)
+            if given.type == "json_object"
+            else StructuredOutputsParams(json=given.schema)
+        )
+    return request.sampling_params(
+        model.default_params, model.vocab_size, max_tokens=request.max_output_tokens, **more
+    )
 
 
-def _response(request: ResponsesRequest, model: ServedModel, params: SamplingParams, plan: ToolPlan) -> Response:
+def _response(
+    request: ResponsesRequest, model: ServedModel, params: SamplingParams, plan: ToolPlan
+) -> Response:
     choice: str | dict[str, Any] = request.tool_choice or ("auto" if request.tools else "none")
-    return Response(id=_new_id("resp"), created_at=int(time.time()), model=request.model or model.name, status="in_progress", output=[],
-                    instructions=request.instructions, max_output_tokens=request.max_output_tokens, temperature=params.temperature,
-                    top_p=params.top_p, parallel_tool_calls=plan.parallel, tool_choice=choice, tools=request.tools or [],
-                    text=request.text if request.text and request.text.format else TextOptions(format=TextFormat()),
-                    reasoning=request.reasoning, metadata=request.metadata or {}, user=request.user)
+    return Response(
+        id=_new_id("resp"),
+        created_at=int(time.time()),
+        model=request.model or model.name,
+        status="in_progress",
+        output=[],
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        parallel_tool_calls=plan.parallel,
+        tool_choice=choice,
+        tools=request.tools or [],
+        text=request.text if request.text and request.text.format else TextOptions(format=TextFormat()),
+        reasoning=request.reasoning,
+        metadata=request.metadata or {},
+        user=request.user,
+    )
 
 
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
-
-

@@ -27,21 +27,30 @@ from shoal.server.throughput import report_throughput
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75    # longer than clients and proxies keep theirs, so that they close and never meet a closing socket
-LAST_WORDS_SECONDS = 5     # for answers that are whole and not yet read when the server ends
+# longer than clients and proxies keep theirs, so that they close and never meet a closing socket
+KEEP_ALIVE_SECONDS = 75
+LAST_WORDS_SECONDS = 5  # for answers that are whole and not yet read when the server ends
 Ready = Callable[[int, int | None], None]
-FORCED_SECONDS = 0.5       # to tell so those who are cut off
-BACKLOG = 2048             # connections that wait to be accepted
-ACCEPTED_AT_ONCE = 64      # connections that asyncio accepts before it looks at anything else, their number included
-MAX_FILES = 65536          # connections are files, and the usual limit of 1024 is soon reached
-RESERVED_FILES = 256       # those that are no connections: engines, libraries, logs, and connections just accepted
+FORCED_SECONDS = 0.5  # to tell so those who are cut off
+BACKLOG = 2048  # connections that wait to be accepted
+# connections that asyncio accepts before it looks at anything else, their number included
+ACCEPTED_AT_ONCE = 64
+MAX_FILES = 65536  # connections are files, and the usual limit of 1024 is soon reached
+RESERVED_FILES = 256  # those that are no connections: engines, libraries, logs, and connections just accepted
 ACCEPT_LOG_SECONDS = 10.0  # between two lines that say that files have run out
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-async def serve(app: Server, admin: Server | None, config: ServerConfig, ports: Sequence[socket.socket], *,
-                ready: Ready | None = None) -> bool:
-    """Serves until SIGTERM or SIGINT, then drains. A second signal ends at once: False, True otherwise. Else as serve_until."""
+async def serve(
+    app: Server,
+    admin: Server | None,
+    config: ServerConfig,
+    ports: Sequence[socket.socket],
+    *,
+    ready: Ready | None = None,
+) -> bool:
+    """Serves until SIGTERM or SIGINT, then drains. A second signal ends at once: False, True otherwise. Else
+    as serve_until."""
     loop = asyncio.get_running_loop()
     drain, force = asyncio.Event(), asyncio.Event()
 
@@ -58,9 +67,18 @@ async def serve(app: Server, admin: Server | None, config: ServerConfig, ports: 
     return not force.is_set()
 
 
-async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, admin: Server | None, config: ServerConfig,
-                      ports: Sequence[socket.socket], *, ready: Ready | None = None) -> None:
-    """Serves until `drain` is set, then lets running requests finish within shutdown_timeout; until `force` is set, at once.
+async def serve_until(
+    drain: asyncio.Event,
+    force: asyncio.Event,
+    app: Server,
+    admin: Server | None,
+    config: ServerConfig,
+    ports: Sequence[socket.socket],
+    *,
+    ready: Ready | None = None,
+) -> None:
+    """Serves until `drain` is set, then lets running requests finish within shutdown_timeout; until `force`
+    is set, at once.
 
     ports: open_ports' sockets, closed at the end. ready: called with the numbers of both once they listen; a
     Unix socket's is 0.
@@ -70,12 +88,19 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
     for port in ports:
         try:
             port.listen(BACKLOG)
-        except OSError as error:    # two may bind one address; the second to listen has lost
-            raise ConfigError(f"port {port.getsockname()[1]} was taken by another server meanwhile: {error}; choose another") from None
+        except OSError as error:  # two may bind one address; the second to listen has lost
+            raise ConfigError(
+                f"port {port.getsockname()[1]} was taken by another server meanwhile: {error}; choose another"
+            ) from None
     asyncio.get_running_loop().set_exception_handler(_LoopErrors())
-    servers = [_Uvicorn(_settings(one, config, Connections(most, RefusalLog(config.log_requests))))
-               for one, _ in listeners]
-    tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, (_, listener) in zip(servers, listeners)]
+    servers = [
+        _Uvicorn(_settings(one, config, Connections(most, RefusalLog(config.log_requests))))
+        for one, _ in listeners
+    ]
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[listener]))
+        for server, (_, listener) in zip(servers, listeners)
+    ]
     reports: asyncio.Task[None] | None = None
     try:
         while not all(server.started for server in servers):
@@ -84,13 +109,15 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
                 raise ConfigError("the HTTP server ended before it began; the log says why")
             await asyncio.sleep(0.01)
         for port in ports:
-            port.listen(BACKLOG)    # again: asyncio takes one number for what may wait and what is accepted at once
+            # again: asyncio takes one number for what may wait and what is accepted at once
+            port.listen(BACKLOG)
         reports = asyncio.create_task(report_throughput(app.models))
         if ready is not None:
             numbers = [0 if port.family == socket.AF_UNIX else port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
         await _first(drain.wait(), force.wait(), *tasks)
-        # The ports stay open meanwhile: who still comes is told 503 and when to try again, where a closed one tells nothing.
+        # The ports stay open meanwhile: who still comes is told 503 and when to try again, where a closed one
+        # tells nothing.
         await _first(app.drain(config.shutdown_timeout), force.wait())
         for server in servers:
             server.should_exit = True
@@ -110,7 +137,8 @@ async def serve_until(drain: asyncio.Event, force: asyncio.Event, app: Server, a
 
 
 def open_ports(config: ServerConfig) -> list[socket.socket]:
-    """The public port and, where there is one, the admin port. They are ours from now on, and refuse connections until they are served.
+    """The public port and, where there is one, the admin port. They are ours from now on, and refuse
+    connections until they are served.
 
     Raises ConfigError for an address that cannot be had.
     """
@@ -125,16 +153,19 @@ def open_ports(config: ServerConfig) -> list[socket.socket]:
 
 
 def _bound(host: str, port: int, option: str) -> socket.socket:
-    # Where the protocol is named, asyncio sets TCP_NODELAY on what it accepts; without that an answer waits 40 ms
-    # for the acknowledgement of its head.
+    # Where the protocol is named, asyncio sets TCP_NODELAY on what it accepts; without that an answer waits
+    # 40 ms for the acknowledgement of its head.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)    # a server that ended just now leaves connections behind
+        # a server that ended just now leaves connections behind
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
     except (OSError, OverflowError) as error:
         found.close()
-        raise ConfigError(f"{option} {port} on host {host!r} cannot be opened: {error}; choose another") from None
+        raise ConfigError(
+            f"{option} {port} on host {host!r} cannot be opened: {error}; choose another"
+        ) from None
     return found
 
 
@@ -142,7 +173,7 @@ class _UnixPort(socket.socket):
     """Its file goes when it is closed."""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):    # it was closed before
+        with contextlib.suppress(OSError):  # it was closed before
             os.unlink(self.getsockname())
         super().close()
 
@@ -152,7 +183,7 @@ def _bound_file(path: str) -> socket.socket:
     try:
         _remove_stale(path)
         found.bind(path)
-        os.chmod(path, 0o600)    # nobody can connect before it listens
+        os.chmod(path, 0o600)  # nobody can connect before it listens
     except (OSError, ValueError) as error:
         found.close()
         raise ConfigError(f"uds {path!r} cannot be opened: {error}; choose another path") from None
@@ -160,8 +191,8 @@ def _bound_file(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """A server that was killed leaves its socket's file behind. Raises OSError if the path is anything else, or in
-    use."""
+    """A server that was killed leaves its socket's file behind. Raises OSError if the path is anything else,
+    or in use."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -181,8 +212,11 @@ def check_tls(config: ServerConfig) -> None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         except OSError as error:
-            raise ConfigError(f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} cannot be used: {error}; give "
-                              "a PEM certificate and its key") from None
+            raise ConfigError(
+                f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} cannot be "
+                f"used: {error}; give "
+                "a PEM certificate and its key"
+            ) from None
 
 
 def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
@@ -196,7 +230,8 @@ def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
 
 def max_connections(config: ServerConfig) -> int:
     """How many connections a port takes: what is configured, else what the limit of open files leaves beside
-    RESERVED_FILES. The limit is raised as far as it goes. Raises ConfigError for more connections than files."""
+    RESERVED_FILES. The limit is raised as far as it goes. Raises ConfigError for more connections than
+    files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -204,16 +239,32 @@ def max_connections(config: ServerConfig) -> int:
     files = wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)
     room = max(files - RESERVED_FILES, files // 2)
     if config.max_connections is not None and config.max_connections > room:
-        raise ConfigError(f"max_connections {config.max_connections} is more than {room}, which this process's limit of {files} open files "
-                          "leaves; raise that limit (ulimit -n, LimitNOFILE in a systemd unit) or choose fewer")
+        raise ConfigError(
+            f"max_connections {config.max_connections} is more than {room}, which this process's limit of "
+            f"{files} open files "
+            "leaves; raise that limit (ulimit -n, LimitNOFILE in a systemd unit) or choose fewer"
+        )
     return config.max_connections or room
 
 
 def _settings(app: Server, config: ServerConfig, all_connections: Connections) -> uvicorn.Config:
     connection = functools.partial(Connection, limits=config, all_connections=all_connections)
-    return uvicorn.Config(app, http=connection, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,    # type: ignore[arg-type]
-                          proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=ACCEPTED_AT_ONCE,
-                          timeout_graceful_shutdown=LAST_WORDS_SECONDS, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
+    return uvicorn.Config(
+        app,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,  # type: ignore[arg-type]
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        backlog=ACCEPTED_AT_ONCE,
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+    )
 
 
 async def _first(*awaitables: Any) -> None:
@@ -238,8 +289,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _LoopErrors:
-    """What asyncio says of callbacks that failed. Where files have run out it would say so for every connection that
-    waits, thousands of times a second; once in a while is enough."""
+    """What asyncio says of callbacks that failed. Where files have run out it would say so for every
+    connection that waits, thousands of times a second; once in a while is enough."""
 
     def __init__(self) -> None:
         self._said = -ACCEPT_LOG_SECONDS
@@ -249,5 +300,8 @@ class _LoopErrors:
             loop.default_exception_handler(context)
         elif (now := time.monotonic()) - self._said >= ACCEPT_LOG_SECONDS:
             self._said = now
-            logger.error("a connection cannot be accepted: %s; raise the limit of open files, or lower --max-connections",
-                         context.get("exception"))
+            logger.error(
+                "a connection cannot be accepted: %s; raise the limit of open files, or lower "
+                "--max-connections",
+                context.get("exception"),
+            )

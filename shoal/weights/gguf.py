@@ -1,7 +1,8 @@
-"""The tensors of a GGUF file under their Hugging Face names, as views of the memory-mapped file. The header is gguf_header.py's.
+"""The tensors of a GGUF file under their Hugging Face names, as views of the memory-mapped file. The header
+is gguf_header.py's.
 
-Experts, stacked in the file, come one by one. Llama-architecture files hold the rows of q and k permuted for interleaved rotary pairs;
-here they are put back.
+Experts, stacked in the file, come one by one. Llama-architecture files hold the rows of q and k permuted for
+interleaved rotary pairs; here they are put back.
 """
 
 from __future__ import annotations
@@ -19,21 +20,33 @@ from shoal.weights.quantized import QuantizedTensor
 
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}    # numpy has no bfloat16: its bits
+PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
 
 
-def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+def gguf_tensors(
+    header: GGUFHeader, config: ModelConfig
+) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Raises CheckpointError for a tensor this engine has no place for."""
-    data = np.memmap(header.path, dtype=np.uint8, mode="c")    # copy on write: torch wants writable memory
+    data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
     permuted = header.metadata["general.architecture"] == "llama"
     for info in header.tensors.values():
-        if info.name == ROPE_FACTORS:    # part of the config
+        if info.name == ROPE_FACTORS:  # part of the config
             continue
         name = _hugging_face_name(info.name, header)
         if "{}" in name:
@@ -48,7 +61,8 @@ def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str,
 
 
 def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of every tensor, from the header alone. Raises CheckpointError for a tensor this engine has no place for."""
+    """Of every tensor, from the header alone. Raises CheckpointError for a tensor this engine has no place
+    for."""
     shapes: dict[str, tuple[int, ...]] = {}
     for info in header.tensors.values():
         if info.name == ROPE_FACTORS:
@@ -56,12 +70,16 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
         name, shape = _hugging_face_name(info.name, header), info.shape
         if "{}" in name:
             if len(shape) != 3 or shape[0] != config.num_experts:
-                raise CheckpointError(f"{header.path}: the tensor {info.name} has shape {list(shape)} "
-                                      f"instead of [experts, out, in] for {config.num_experts} experts")
+                raise CheckpointError(
+                    f"{header.path}: the tensor {info.name} has shape {list(shape)} "
+                    f"instead of [experts, out, in] for {config.num_experts} experts"
+                )
             shape = shape[1:]
         if info.kind not in PLAIN and len(shape) != 2:
-            raise CheckpointError(f"{header.path}: the {info.kind} tensor {info.name} has shape "
-                                  f"{list(info.shape)} instead of [out, in]")
+            raise CheckpointError(
+                f"{header.path}: the {info.kind} tensor {info.name} has shape "
+                f"{list(info.shape)} instead of [out, in]"
+            )
         shapes |= {name.format(expert): shape for expert in range(config.num_experts if "{}" in name else 1)}
     return shapes
 
@@ -73,36 +91,54 @@ def _hugging_face_name(name: str, header: GGUFHeader) -> str:
         return f"{NAMES[stem]}.weight"
     layer = re.fullmatch(r"blk\.([0-9]{1,9})\.(\w+)", stem)
     if layer is None or layer[2] not in LAYER_NAMES or parameter not in ("weight", "bias"):
-        raise CheckpointError(f"{header.path} holds the tensor {name}, which the architecture {header.metadata['general.architecture']} "
-                              "does not have here")
+        raise CheckpointError(
+            f"{header.path} holds the tensor {name}, which the architecture "
+            f"{header.metadata['general.architecture']} "
+            "does not have here"
+        )
     return f"model.layers.{layer[1]}.{LAYER_NAMES[layer[2]]}.{parameter}"
 
 
 def _experts(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Iterator[TensorInfo]:
     """The matrices of a stack [E, out, in]."""
     if len(info.shape) != 3:
-        raise CheckpointError(f"{header.path}: the tensor {info.name} has shape {list(info.shape)} instead of [experts, out, in]")
+        raise CheckpointError(
+            f"{header.path}: the tensor {info.name} has shape {list(info.shape)} instead of [experts, out, "
+            "in]"
+        )
     size = info.num_bytes // info.shape[0]
     for expert in range(info.shape[0]):
         yield TensorInfo(info.name, info.kind, info.shape[1:], info.offset + expert * size, size)
 
 
 def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> torch.Tensor | QuantizedTensor:
-    raw = data[info.offset:info.offset + info.num_bytes]
+    raw = data[info.offset : info.offset + info.num_bytes]
     if info.kind in PLAIN:
         tensor = torch.from_numpy(raw.view(PLAIN[info.kind])).view(info.shape)
         return tensor.view(torch.bfloat16) if info.kind == "BF16" else tensor
     if len(info.shape) != 2:
-        raise CheckpointError(f"{header.path}: the {info.kind} tensor {info.name} has shape {list(info.shape)} instead of [out, in]")
+        raise CheckpointError(
+            f"{header.path}: the {info.kind} tensor {info.name} has shape {list(info.shape)} instead of "
+            "[out, in]"
+        )
     rows, columns = info.shape
     return QuantizedTensor(info.kind, (rows, columns), raw.reshape(rows, -1))
 
 
-def _restore_rows(tensor: torch.Tensor | QuantizedTensor, num_heads: int, head_dim: int, info: TensorInfo,
-                  header: GGUFHeader) -> torch.Tensor | QuantizedTensor:
-    """The converter interleaves the two halves of each head's rows: 0, N/2, 1, N/2 + 1, ... A row moves whole, so packed rows do too."""
+def _restore_rows(
+    tensor: torch.Tensor | QuantizedTensor,
+    num_heads: int,
+    head_dim: int,
+    info: TensorInfo,
+    header: GGUFHeader,
+) -> torch.Tensor | QuantizedTensor:
+    """The converter interleaves the two halves of each head's rows: 0, N/2, 1, N/2 + 1, ... A row moves
+    whole, so packed rows do too."""
     if info.shape[0] != num_heads * head_dim:
-        raise CheckpointError(f"{header.path}: the tensor {info.name} has shape {list(info.shape)}, but {num_heads} heads of {head_dim} "
-                              f"ask for {num_heads * head_dim} rows")
+        raise CheckpointError(
+            f"{header.path}: the tensor {info.name} has shape {list(info.shape)}, but {num_heads} heads of "
+            f"{head_dim} "
+            f"ask for {num_heads * head_dim} rows"
+        )
     order = np.arange(info.shape[0]).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
     return tensor.take_rows(order) if isinstance(tensor, QuantizedTensor) else tensor[torch.from_numpy(order)]

@@ -1,7 +1,9 @@
-"""The head of a GGUF file: its metadata, and where each tensor lies. No torch, so that the tokenizer may start from it.
+"""The head of a GGUF file: its metadata, and where each tensor lies. No torch, so that the tokenizer may
+start from it.
 
-A reader of our own: the `gguf` package's makes a numpy array of each of a vocabulary's tokens, seconds where this takes milliseconds.
-Everything is checked against the file's size, so a damaged file is an error here and not a crash later.
+A reader of our own: the `gguf` package's makes a numpy array of each of a vocabulary's tokens, seconds where
+this takes milliseconds. Everything is checked against the file's size, so a damaged file is an error here and
+not a crash later.
 """
 
 from __future__ import annotations
@@ -17,17 +19,26 @@ from shoal.errors import CheckpointError
 
 MAGIC = b"GGUF"
 # ggml's number of a tensor type -> (name, weights and bytes of a group)
-TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34),
-         12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210)}
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+}
 # GGUF's number of a value type -> struct code
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-ROPE_FACTORS = "rope_freqs.weight"    # Llama 3's scaling: what each rotary frequency is divided by
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: what each rotary frequency is divided by
 # These bound what lies before the tensors' data. The largest published vocabularies take 10 MiB and a million
 # values.
 MAX_HEADER_BYTES, MAX_VALUES = 256 << 20, 4 << 20
-MAX_DIMS = 4                # GGML_MAX_DIMS
-MAX_NESTING = 4             # of arrays in arrays
+MAX_DIMS = 4  # GGML_MAX_DIMS
+MAX_NESTING = 4  # of arrays in arrays
 MAX_ALIGNMENT = 1 << 20
 MAX_ROPE_FACTORS = 1 << 12
 
@@ -35,9 +46,9 @@ MAX_ROPE_FACTORS = 1 << 12
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     name: str
-    kind: str                 # a name in TYPES
-    shape: tuple[int, ...]    # the slowest dimension first, as torch has it (the file has it last)
-    offset: int               # of its first byte in the file
+    kind: str  # a name in TYPES
+    shape: tuple[int, ...]  # the slowest dimension first, as torch has it (the file has it last)
+    offset: int  # of its first byte in the file
     num_bytes: int
 
 
@@ -55,11 +66,11 @@ class GGUFHeader:
 def read_header(path: Path) -> GGUFHeader:
     """Raises CheckpointError naming the file, and the tensor where there is one."""
     try:
-        if not path.is_file():    # a pipe would never answer
+        if not path.is_file():  # a pipe would never answer
             raise FileNotFoundError("no such file")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data)
-    except (OSError, ValueError) as error:    # ValueError: mmap of an empty file
+    except (OSError, ValueError) as error:  # ValueError: mmap of an empty file
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"cannot read the GGUF file {path}: {error}") from None
@@ -71,8 +82,10 @@ def read_rope_factors(header: GGUFHeader) -> tuple[float, ...]:
     if info is None:
         return ()
     if info.kind != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_ROPE_FACTORS:
-        raise CheckpointError(f"{header.path}: the tensor {info.name} is {info.kind} of shape "
-                              f"{list(info.shape)} instead of a row of F32")
+        raise CheckpointError(
+            f"{header.path}: the tensor {info.name} is {info.kind} of shape "
+            f"{list(info.shape)} instead of a row of F32"
+        )
     with header.path.open("rb") as file:
         file.seek(info.offset)
         factors = struct.unpack(f"<{info.shape[0]}f", file.read(info.num_bytes))
@@ -91,7 +104,9 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     try:
         version = cursor.scalar("I")
         if version not in (2, 3):
-            raise CheckpointError(f"{path}: GGUF version {version} is not supported (little-endian 2 and 3 are)")
+            raise CheckpointError(
+                f"{path}: GGUF version {version} is not supported (little-endian 2 and 3 are)"
+            )
         num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
         # a name's length, dimensions, one of them, a type, an offset
         cursor.announce(num_tensors, 32, "tensors")
@@ -111,39 +126,63 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
                 raise EOFError("it is there twice")
             infos[name] = info
     except (struct.error, UnicodeDecodeError, EOFError) as error:
-        raise CheckpointError(f"{path}: the GGUF header is damaged or truncated near byte "
-                              f"{cursor.position}, {part} ({error}); fetch the file again") from None
+        raise CheckpointError(
+            f"{path}: the GGUF header is damaged or truncated near byte "
+            f"{cursor.position}, {part} ({error}); fetch the file again"
+        ) from None
     parts = metadata.get("split.count", 1)
     if not isinstance(parts, int) or parts > 1:
-        raise CheckpointError(f"{path} is one of {parts!r} parts (split.count); join them with "
-                              "llama-gguf-split --merge")
+        raise CheckpointError(
+            f"{path} is one of {parts!r} parts (split.count); join them with llama-gguf-split --merge"
+        )
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
-        raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a multiple of 8 up to "
-                              f"{MAX_ALIGNMENT}")
+        raise CheckpointError(
+            f"{path}: general.alignment {alignment!r} is not a multiple of 8 up to {MAX_ALIGNMENT}"
+        )
     start = -(-cursor.position // alignment) * alignment
-    tensors = {name: _locate(path, len(data), name, shape, number, start, offset, alignment)
-               for name, (shape, number, offset) in infos.items()}
+    tensors = {
+        name: _locate(path, len(data), name, shape, number, start, offset, alignment)
+        for name, (shape, number, offset) in infos.items()
+    }
     _refuse_overlaps(path, tensors)
     return GGUFHeader(path, metadata, tensors)
 
 
-def _locate(path: Path, file_size: int, name: str, shape: tuple[int, ...], number: int, start: int,
-            offset: int, alignment: int) -> TensorInfo:
+def _locate(
+    path: Path,
+    file_size: int,
+    name: str,
+    shape: tuple[int, ...],
+    number: int,
+    start: int,
+    offset: int,
+    alignment: int,
+) -> TensorInfo:
     """`offset` counts from `start`, the first byte behind the header."""
     if number not in TYPES:
         supported = ", ".join(kind for kind, *_ in TYPES.values())
-        raise CheckpointError(f"{path}: the tensor {name} has type {type_name(number)}, which is not supported; these are: {supported}")
+        raise CheckpointError(
+            f"{path}: the tensor {name} has type {type_name(number)}, which is not supported; these are: "
+            f"{supported}"
+        )
     kind, group_size, group_bytes = TYPES[number]
     if not all(shape) or shape[-1] % group_size:
-        raise CheckpointError(f"{path}: the tensor {name} of shape {list(shape)} does not divide into {kind} groups of {group_size}")
+        raise CheckpointError(
+            f"{path}: the tensor {name} of shape {list(shape)} does not divide into {kind} groups of "
+            f"{group_size}"
+        )
     if offset % alignment:
-        raise CheckpointError(f"{path}: the tensor {name} begins at byte {offset} of the data, which is not "
-                              f"a multiple of {alignment}")
+        raise CheckpointError(
+            f"{path}: the tensor {name} begins at byte {offset} of the data, which is not "
+            f"a multiple of {alignment}"
+        )
     first, num_bytes = start + offset, math.prod(shape) // group_size * group_bytes
     if first + num_bytes > file_size:
-        raise CheckpointError(f"{path} is truncated: the tensor {name} of shape {list(shape)} ends at byte "
-                              f"{first + num_bytes}, the file at {file_size}; fetch it again")
+        raise CheckpointError(
+            f"{path} is truncated: the tensor {name} of shape {list(shape)} ends at byte "
+            f"{first + num_bytes}, the file at {file_size}; fetch it again"
+        )
     return TensorInfo(name, kind, shape, first, num_bytes)
 
 
@@ -151,14 +190,17 @@ def _refuse_overlaps(path: Path, tensors: dict[str, TensorInfo]) -> None:
     previous: TensorInfo | None = None
     for info in sorted(tensors.values(), key=lambda info: info.offset):
         if previous is not None and previous.offset + previous.num_bytes > info.offset:
-            raise CheckpointError(f"{path}: the tensors {previous.name} and {info.name} overlap at byte "
-                                  f"{info.offset}; fetch it again")
+            raise CheckpointError(
+                f"{path}: the tensors {previous.name} and {info.name} overlap at byte "
+                f"{info.offset}; fetch it again"
+            )
         previous = info
 
 
 def type_name(number: int) -> str:
     # Imported here, for an error's text alone: it takes 50 ms.
     from gguf import GGMLQuantizationType
+
     return GGMLQuantizationType(number).name if number in list(GGMLQuantizationType) else str(number)
 
 
@@ -230,8 +272,10 @@ class _Cursor:
         """Before anything is made for `count` things of at least so many bytes each: a damaged count can be
         astronomic."""
         if count > self.values_left or count * least_bytes > self.end - self.position:
-            raise EOFError(f"{count} {what} are announced, but {self.end - self.position} bytes and "
-                           f"{self.values_left} values are left")
+            raise EOFError(
+                f"{count} {what} are announced, but {self.end - self.position} bytes and "
+                f"{self.values_left} values are left"
+            )
         self.values_left -= count
 
     def _code(self, number: int) -> str:

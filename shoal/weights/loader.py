@@ -1,4 +1,5 @@
-"""Streams a checkpoint into a model, tensor by tensor. Each layer shards and converts what it gets; nothing here holds more than one."""
+"""Streams a checkpoint into a model, tensor by tensor. Each layer shards and converts what it gets; nothing
+here holds more than one."""
 
 from __future__ import annotations
 
@@ -26,13 +27,20 @@ class Loadable(Protocol):
     def load_dummy_weights(self, seed: int = 0) -> None: ...
 
 
-def load_weights(model: Loadable, files: CheckpointFiles, *, dummy: bool = False, show_progress: bool = True) -> None:
+def load_weights(
+    model: Loadable, files: CheckpointFiles, *, dummy: bool = False, show_progress: bool = True
+) -> None:
     """Raises CheckpointError naming the checkpoint and the tensor."""
     if dummy:
         model.load_dummy_weights()
         return
-    bar = tqdm(checkpoint_tensors(files), desc="Loading weights", unit=" tensors", leave=False,
-               disable=None if show_progress else True)
+    bar = tqdm(
+        checkpoint_tensors(files),
+        desc="Loading weights",
+        unit=" tensors",
+        leave=False,
+        disable=None if show_progress else True,
+    )
     try:
         model.begin_loading()
         for name, tensor in bar:
@@ -55,15 +63,20 @@ def check_shapes(files: CheckpointFiles) -> None:
         found = {name: shape for name, shape in shapes.items() if not is_derived(name, files.config)}
         for name, shape in checkpoint_shapes(files.config):
             if name not in found:
-                raise CheckpointError(f"the checkpoint lacks the tensor {name}, for which its config asks; "
-                                      "is a shard missing?")
+                raise CheckpointError(
+                    f"the checkpoint lacks the tensor {name}, for which its config asks; is a shard missing?"
+                )
             if found[name] != shape:
-                raise CheckpointError(f"{name} has shape {list(found[name])}, but the config asks for "
-                                      f"{list(shape)}; is it another model's file?")
+                raise CheckpointError(
+                    f"{name} has shape {list(found[name])}, but the config asks for "
+                    f"{list(shape)}; is it another model's file?"
+                )
             del found[name]
         if found:
-            raise CheckpointError(f"the checkpoint holds {min(found)}, which this "
-                                  f"{files.config.architecture} model does not have")
+            raise CheckpointError(
+                f"the checkpoint holds {min(found)}, which this "
+                f"{files.config.architecture} model does not have"
+            )
     except (CheckpointError, OSError) as error:
         raise _named(error, files) from None
 
@@ -76,7 +89,9 @@ def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
 
 def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Under their Hugging Face names. Raises CheckpointError."""
-    return safetensors_tensors(files.folder) if files.file is None else gguf_tensors(files.header, files.config)
+    return (
+        safetensors_tensors(files.folder) if files.file is None else gguf_tensors(files.header, files.config)
+    )
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:

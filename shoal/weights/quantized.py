@@ -1,6 +1,7 @@
 """QuantizedTensor: a GGUF matrix as its file holds it, rows of packed groups; and what those groups mean.
 
-The formulas are ggml's, as tensor code that runs on any device, in the order of operations of the `gguf` package (equal to the bit).
+The formulas are ggml's, as tensor code that runs on any device, in the order of operations of the `gguf`
+package (equal to the bit).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 
 from shoal.errors import CheckpointError
 
-# Weights unpacked at a time: on the CPU what stays in its caches (4 times as fast as whole tensors), elsewhere what fills the device.
+# Weights unpacked at a time: on the CPU what stays in its caches (4 times as fast as whole tensors),
+# elsewhere what fills the device.
 CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
 
 
@@ -30,15 +32,17 @@ class QuantizedTensor:
         """Weights of a row that share a scale; columns are cut at multiples of it."""
         return GROUPS[self.kind][0]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+    def dequantize(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         """The packed rows travel to `device` and are unpacked there."""
         group_bytes = GROUPS[self.kind][1]
         out = torch.empty(self.shape, dtype=dtype, device=device)
         packed, (rows, columns) = torch.from_numpy(self.data), self.shape
         step = max(1, (CPU_CHUNK if out.device.type == "cpu" else DEVICE_CHUNK) // columns)
         for start in range(0, rows, step):
-            groups = packed[start:start + step].to(device).reshape(-1, group_bytes)
-            out[start:start + step] = UNPACK[self.kind](groups).view(-1, columns)
+            groups = packed[start : start + step].to(device).reshape(-1, group_bytes)
+            out[start : start + step] = UNPACK[self.kind](groups).view(-1, columns)
         return out
 
     def rows(self, start: int, stop: int) -> QuantizedTensor:
@@ -48,9 +52,12 @@ class QuantizedTensor:
         """Raises CheckpointError if the cut goes through a group."""
         group_size, group_bytes = GROUPS[self.kind]
         if start % group_size or stop % group_size:
-            raise CheckpointError(f"columns {start} to {stop} of a {self.kind} tensor of shape {list(self.shape)} cut through its groups "
-                                  f"of {group_size}; choose a smaller tensor_parallel_size")
-        data = self.data[:, start // group_size * group_bytes:stop // group_size * group_bytes]
+            raise CheckpointError(
+                f"columns {start} to {stop} of a {self.kind} tensor of shape {list(self.shape)} cut through "
+                "its groups "
+                f"of {group_size}; choose a smaller tensor_parallel_size"
+            )
+        data = self.data[:, start // group_size * group_bytes : stop // group_size * group_bytes]
         return replace(self, shape=(self.shape[0], stop - start), data=data)
 
     def take_rows(self, index: np.ndarray) -> QuantizedTensor:
@@ -60,13 +67,16 @@ class QuantizedTensor:
 
 def _half(groups: torch.Tensor, start: int) -> torch.Tensor:
     """The float16 at byte `start` of each group, as float32 [n, 1]."""
-    return groups[:, start:start + 2].contiguous().view(torch.float16).float()
+    return groups[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _bits(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
-    """[n, k] bytes to [n, ...] fields of `width` bits: of each `run` bytes first all lowest fields, then the next higher ones."""
+    """[n, k] bytes to [n, ...] fields of `width` bits: of each `run` bytes first all lowest fields, then the
+    next higher ones."""
     runs = packed.reshape(len(packed), -1, run)
-    return torch.stack([(runs >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)], dim=2).flatten(1)
+    return torch.stack([(runs >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)], dim=2).flatten(
+        1
+    )
 
 
 def _q4_0(groups: torch.Tensor) -> torch.Tensor:
@@ -82,7 +92,8 @@ def _q8_0(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _k_scales(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima [n, 8, 1] of Q4_K and Q5_K: 6 bits each in 12 bytes; the last four have their upper 2 bits in the first eight."""
+    """Scales and minima [n, 8, 1] of Q4_K and Q5_K: 6 bits each in 12 bytes; the last four have their upper 2
+    bits in the first eight."""
     low, middle, high = groups[:, 4:8], groups[:, 8:12], groups[:, 12:16]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=1)
@@ -107,6 +118,19 @@ def _q6_k(groups: torch.Tensor) -> torch.Tensor:
 
 
 # kind -> (weights, bytes) of a group
-GROUPS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
+GROUPS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
 UNPACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

@@ -33,7 +33,7 @@ DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 class TensorHeader(NamedTuple):
     """What a file's header says of a tensor."""
 
-    dtype: str    # a name in DTYPES
+    dtype: str  # a name in DTYPES
     shape: tuple[int, ...]
 
 
@@ -62,17 +62,22 @@ def shards(folder: Path) -> dict[Path, list[str]]:
         return {path: [] for path in files}
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
-        raise CheckpointError(f"{index} is no index of tensors: its weight_map is {file_of!r:.80}; fetch it "
-                              "again")
+        raise CheckpointError(
+            f"{index} is no index of tensors: its weight_map is {file_of!r:.80}; fetch it again"
+        )
     result: dict[Path, list[str]] = {}
     for name, file in file_of.items():
         if not isinstance(file, str) or not SHARD.fullmatch(file):
-            raise CheckpointError(f"{index}: the weight_map has {name!r:.80} in {file!r:.80}, which is no "
-                                  "name of a .safetensors file beside it")
+            raise CheckpointError(
+                f"{index}: the weight_map has {name!r:.80} in {file!r:.80}, which is no "
+                "name of a .safetensors file beside it"
+            )
         result.setdefault(folder / file, []).append(name)
     for path, names in result.items():
         if not path.exists():
-            raise CheckpointError(f"the shard {path} is missing ({len(names)} tensors, the first is {names[0]}); fetch it again")
+            raise CheckpointError(
+                f"the shard {path} is missing ({len(names)} tensors, the first is {names[0]}); fetch it again"
+            )
     return result
 
 
@@ -83,11 +88,14 @@ def safetensors_headers(folder: Path) -> Iterator[tuple[Path, dict[str, TensorHe
         held = _read_header(path)
         for name in names or sorted(held):
             if name not in held:
-                raise CheckpointError(f"{path} does not hold the tensor {name}, which {INDEX} says it does; "
-                                      "fetch both again")
+                raise CheckpointError(
+                    f"{path} does not hold the tensor {name}, which {INDEX} says it does; fetch both again"
+                )
             if name in taken:
-                raise CheckpointError(f"{path} holds the tensor {name}, and so does another file of the "
-                                      "folder; remove one of them")
+                raise CheckpointError(
+                    f"{path} holds the tensor {name}, and so does another file of the "
+                    "folder; remove one of them"
+                )
             taken.add(name)
         yield path, {name: held[name] for name in names or sorted(held)}
 
@@ -96,14 +104,16 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
     """What it says of each tensor. Raises CheckpointError unless all lie in the file, one after the other, as
     their shapes say."""
     try:
-        if not path.is_file():    # a pipe would never end
+        if not path.is_file():  # a pipe would never end
             raise FileNotFoundError("no such file")
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, MAX_JSON_BYTES):
-                raise CheckpointError(f"{path}: the header says that it has {length} bytes, of {size} in "
-                                      f"the file and {MAX_JSON_BYTES} that are read; fetch it again")
+                raise CheckpointError(
+                    f"{path}: the header says that it has {length} bytes, of {size} in "
+                    f"the file and {MAX_JSON_BYTES} that are read; fetch it again"
+                )
             header = parse_object(file.read(length), f"{path}: the header")
     except (OSError, struct.error) as error:
         raise CheckpointError(f"cannot read {path}: {error}; fetch it again") from None
@@ -116,11 +126,15 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
     position, before = 0, "the header"
     for start, end, name in sorted(spans):
         if 8 + length + end > size:
-            raise CheckpointError(f"cannot read {path}: it is truncated: the tensor {name} ends at byte "
-                                  f"{8 + length + end}, the file at {size}; fetch it again")
+            raise CheckpointError(
+                f"cannot read {path}: it is truncated: the tensor {name} ends at byte "
+                f"{8 + length + end}, the file at {size}; fetch it again"
+            )
         if start != position:
-            raise CheckpointError(f"{path}: the tensor {name} begins at byte {start} of the data, but "
-                                  f"{before} ends at {position}; fetch it again")
+            raise CheckpointError(
+                f"{path}: the tensor {name} begins at byte {start} of the data, but "
+                f"{before} ends at {position}; fetch it again"
+            )
         position, before = end, name
     return tensors
 
@@ -130,17 +144,21 @@ def _parse_tensor(info: Any, where: str) -> tuple[TensorHeader, int, int]:
     fields = info if isinstance(info, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{where} has dtype {dtype!r:.40}, which is not supported; these are: "
-                              f"{', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"{where} has dtype {dtype!r:.40}, which is not supported; these are: {', '.join(DTYPES)}"
+        )
     if not _are_counts(shape) or not 1 <= len(shape) <= MAX_DIMS:
-        raise CheckpointError(f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive "
-                              "integers")
+        raise CheckpointError(
+            f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive integers"
+        )
     if not _are_counts(offsets, least=0) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}, which are no first byte and end")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
-        raise CheckpointError(f"{where} of dtype {dtype} and shape {shape} takes "
-                              f"{math.prod(shape) * DTYPES[dtype]} bytes, its data_offsets {offsets} are "
-                              f"{offsets[1] - offsets[0]}; fetch it again")
+        raise CheckpointError(
+            f"{where} of dtype {dtype} and shape {shape} takes "
+            f"{math.prod(shape) * DTYPES[dtype]} bytes, its data_offsets {offsets} are "
+            f"{offsets[1] - offsets[0]}; fetch it again"
+        )
     return TensorHeader(dtype, tuple(shape)), offsets[0], offsets[1]
 
 
@@ -160,4 +178,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _other_formats(folder: Path) -> str:
     other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    return f" but {other[0]}: convert to safetensors, or name a .gguf file itself" if other else "; is the download complete?"
+    return (
+        f" but {other[0]}: convert to safetensors, or name a .gguf file itself"
+        if other
+        else "; is the download complete?"
+    )

@@ -1,4 +1,5 @@
-"""Where a model comes from: a folder, a .gguf file, the default model, or the Hugging Face hub; and what lies beside its weights.
+"""Where a model comes from: a folder, a .gguf file, the default model, or the Hugging Face hub; and what lies
+beside its weights.
 
 Decides what a name means and reads configs; tensors are read by safetensors.py and gguf.py. Imports no torch.
 """
@@ -23,15 +24,16 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
 IGNORE = ", or ignore the file with the option generation_config 'vllm'"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-HUB_DUPLICATES = ["*/*", "consolidated*"]    # the same weights in their authors' own layout
+HUB_DUPLICATES = ["*/*", "consolidated*"]  # the same weights in their authors' own layout
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint that exists; its parts are read when asked for. Raises CheckpointError for what is damaged or not supported."""
+    """A checkpoint that exists; its parts are read when asked for. Raises CheckpointError for what is damaged
+    or not supported."""
 
     folder: Path
-    file: Path | None = None    # the GGUF file, if it is one
+    file: Path | None = None  # the GGUF file, if it is one
 
     @property
     def kind(self) -> str:
@@ -47,8 +49,9 @@ class CheckpointFiles:
         if self.file is None and not (self.folder / "config.json").exists():
             gguf = sorted(self.folder.glob("*.gguf"))
             way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
-            raise CheckpointError(f"{self.folder} holds no config.json, so it is no Hugging Face model; "
-                                  f"{way_out}")
+            raise CheckpointError(
+                f"{self.folder} holds no config.json, so it is no Hugging Face model; {way_out}"
+            )
         return self
 
     @cached_property
@@ -61,10 +64,13 @@ class CheckpointFiles:
     def config(self) -> ModelConfig:
         if self.file is None:
             if not (self.folder / "config.json").exists():
-                raise CheckpointError(f"{self.folder} holds no config.json; it is not the folder of a "
-                                      "Hugging Face model")
+                raise CheckpointError(
+                    f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
+                )
             return ModelConfig.from_hf(self._read_json("config.json"), str(self.folder / "config.json"))
-        return ModelConfig.from_gguf(self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header))
+        return ModelConfig.from_gguf(
+            self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header)
+        )
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -100,33 +106,38 @@ class CheckpointFiles:
 
 
 def resolve(model: str, revision: str | None = None, download_dir: str | None = None) -> CheckpointFiles:
-    """Finds the checkpoint, downloading it if it is the default model or a hub id. What exists locally is never looked for elsewhere."""
+    """Finds the checkpoint, downloading it if it is the default model or a hub id. What exists locally is
+    never looked for elsewhere."""
     try:
         path = Path(model).expanduser()
         if path.is_dir():
             return CheckpointFiles(path)
         if path.exists():
             return _gguf_file(path)
-    except (OSError, RuntimeError) as error:    # RuntimeError: a home that there is not
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home that there is not
         raise CheckpointError(f"the model path {model!r:.200} cannot be looked at: {error!s:.200}") from None
     if model == DEFAULT_MODEL:
         return _gguf_file(default_model.fetch_default_model())
     if not HUB_ID.fullmatch(model) or model.startswith((".", "~")) or path.suffix == ".gguf":
-        raise CheckpointError(f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
-                              f"or {DEFAULT_MODEL!r}")
+        raise CheckpointError(
+            f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
+            f"or {DEFAULT_MODEL!r}"
+        )
     return CheckpointFiles(_download(model, revision, download_dir))
 
 
 def _gguf_file(path: Path) -> CheckpointFiles:
     try:
-        if not path.is_file():    # a pipe would never answer
+        if not path.is_file():  # a pipe would never answer
             raise FileNotFoundError("it is no file")
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if magic != MAGIC:
-        raise CheckpointError(f"{path} is not a GGUF file; of a Hugging Face model, name the folder that holds its config.json")
+        raise CheckpointError(
+            f"{path} is not a GGUF file; of a Hugging Face model, name the folder that holds its config.json"
+        )
     return CheckpointFiles(path.parent, path)
 
 
@@ -135,12 +146,20 @@ def _download(model: str, revision: str | None, download_dir: str | None) -> Pat
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        folder = snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=HUB_FILES,
-                                   ignore_patterns=HUB_DUPLICATES)
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=HUB_FILES,
+            ignore_patterns=HUB_DUPLICATES,
+        )
     except (OSError, ValueError, EntryNotFoundError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{model!r} is neither a local path nor to be had from the Hugging Face hub ({reason}); check the name and "
-                              "the network, log in with `hf auth login` if it is gated, or name a local folder") from None
+        raise CheckpointError(
+            f"{model!r} is neither a local path nor to be had from the Hugging Face hub ({reason}); check "
+            "the name and "
+            "the network, log in with `hf auth login` if it is gated, or name a local folder"
+        ) from None
     return Path(folder)
 
 
@@ -163,5 +182,8 @@ def _eos_of_tokenizer(config: dict[str, Any]) -> list[int]:
     added = config.get("added_tokens_decoder")
     if text is None or not isinstance(added, dict):
         return []
-    return [int(i) for i, entry in added.items()
-            if TOKEN_ID.fullmatch(i) and isinstance(entry, dict) and entry.get("content") == text]
+    return [
+        int(i)
+        for i, entry in added.items()
+        if TOKEN_ID.fullmatch(i) and isinstance(entry, dict) and entry.get("content") == text
+    ]

@@ -15,7 +15,7 @@ from shoal.weights.source import CheckpointFiles
 def summarize(files: CheckpointFiles) -> ModelSummary:
     """Raises CheckpointError where a header cannot be read. A folder without weights has no parameters."""
     config = files.config
-    weights = Counter[str]()    # by type
+    weights = Counter[str]()  # by type
     paths: list[Path] = []
     if files.file is not None:
         paths = [files.file]
@@ -29,12 +29,22 @@ def summarize(files: CheckpointFiles) -> ModelSummary:
     stats = [path.stat() for path in paths]
     # The files' content is not read: gigabytes, for a name that only has to change when they do.
     identity = repr([(str(p.resolve()), stat.st_size, stat.st_mtime_ns) for p, stat in zip(paths, stats)])
-    sizes = {"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
-             "block_count": config.num_layers, "feed_forward_length": config.intermediate_size,
-             "attention.head_count": config.num_heads,
-             "attention.head_count_kv": config.num_kv_heads, "vocab_size": config.vocab_size}
-    return ModelSummary(config.architecture, "safetensors" if files.file is None else "gguf", weights.total(),
-                        weights.most_common(1)[0][0] if weights else "", sum(stat.st_size for stat in stats),
-                        max((stat.st_mtime for stat in stats), default=0.0),
-                        hashlib.sha256(identity.encode()).hexdigest(), sizes)
-
+    sizes = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+    }
+    return ModelSummary(
+        config.architecture,
+        "safetensors" if files.file is None else "gguf",
+        weights.total(),
+        weights.most_common(1)[0][0] if weights else "",
+        sum(stat.st_size for stat in stats),
+        max((stat.st_mtime for stat in stats), default=0.0),
+        hashlib.sha256(identity.encode()).hexdigest(),
+        sizes,
+    )

@@ -1,4 +1,5 @@
-"""Tensors from another process: through shared memory or CUDA IPC (`SharedTensors`), or a trainer's process group (`WeightsGroup`).
+"""Tensors from another process: through shared memory or CUDA IPC (`SharedTensors`), or a trainer's process
+group (`WeightsGroup`).
 
 A trainer imports this file too. What describes a shared tensor is plain data, which any message can carry.
 """
@@ -22,14 +23,14 @@ T = TypeVar("T")
 
 ALIGNMENT = 64
 TIMEOUT_S = 600.0
-MEET_GRACE_S = 5.0         # beyond a limit that torch keeps itself, so that its own words come first
-Handle = dict[str, Any]    # one tensor: "name", "dtype", "shape", and where it lies
-Listed = tuple[str, str, Sequence[int]]    # name, dtype, shape
+MEET_GRACE_S = 5.0  # beyond a limit that torch keeps itself, so that its own words come first
+Handle = dict[str, Any]  # one tensor: "name", "dtype", "shape", and where it lies
+Listed = tuple[str, str, Sequence[int]]  # name, dtype, shape
 
 
 def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors under the names that checkpoints have: transformers 5 holds a layer's experts in two tensors, gate_up_proj
-    [E, 2F, D] and down_proj [E, D, F]; here each expert has three, as views."""
+    """The same tensors under the names that checkpoints have: transformers 5 holds a layer's experts in two
+    tensors, gate_up_proj [E, 2F, D] and down_proj [E, D, F]; here each expert has three, as views."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, is_fused, projection = name.rpartition(".experts.")
@@ -44,12 +45,14 @@ def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 class SharedTensors:
-    """The sender's side. CPU tensors are copied into anonymous shared memory, CUDA tensors are shared as they lie (CUDA IPC: the receiver
-    must be another process on the same GPU's host, and a CUDA tensor must come from torch's own allocator). Keep it, unchanged, until the
-    receiver has answered; then close it."""
+    """The sender's side. CPU tensors are copied into anonymous shared memory, CUDA tensors are shared as they
+    lie (CUDA IPC: the receiver must be another process on the same GPU's host, and a CUDA tensor must come
+    from torch's own allocator). Keep it, unchanged, until the receiver has answered; then close it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._kept = {name: tensor.detach().contiguous() for name, tensor in checkpoint_tensors(tensors).items()}
+        self._kept = {
+            name: tensor.detach().contiguous() for name, tensor in checkpoint_tensors(tensors).items()
+        }
         on_host = [(name, tensor) for name, tensor in self._kept.items() if tensor.device.type == "cpu"]
         self._fd = -1
         offsets, size = {}, 0
@@ -62,14 +65,23 @@ class SharedTensors:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             with mmap.mmap(self._fd, size) as memory:
                 for name, tensor in on_host:
-                    memory[offsets[name]:offsets[name] + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy().data
+                    memory[offsets[name] : offsets[name] + tensor.nbytes] = (
+                        tensor.reshape(-1).view(torch.uint8).numpy().data
+                    )
         self.handles: list[Handle] = []
         for name, tensor in self._kept.items():
-            handle: Handle = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            handle: Handle = {
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+            }
             if name in offsets:
                 handle |= {"pid": os.getpid(), "fd": self._fd, "offset": offsets[name]}
             else:
-                handle |= {"cuda": list(tensor.untyped_storage()._share_cuda_()), "offset": tensor.storage_offset()}
+                handle |= {
+                    "cuda": list(tensor.untyped_storage()._share_cuda_()),
+                    "offset": tensor.storage_offset(),
+                }
             self.handles.append(handle)
 
     def close(self) -> None:
@@ -87,7 +99,8 @@ class SharedTensors:
 
 
 def open_tensor(handle: Handle) -> torch.Tensor:
-    """The receiver's side: the sender's tensor, to be read and let go. Raises CheckpointError if it is not to be had."""
+    """The receiver's side: the sender's tensor, to be read and let go. Raises CheckpointError if it is not to
+    be had."""
     try:
         name, dtype, shape = handle["name"], getattr(torch, handle["dtype"]), tuple(handle["shape"])
         if "cuda" in handle:
@@ -95,11 +108,11 @@ def open_tensor(handle: Handle) -> torch.Tensor:
                 raise ValueError("it lies on a GPU, and there is none here")
             torch.cuda.init()
             storage = torch.UntypedStorage._new_shared_cuda(*handle["cuda"])
-            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, handle["offset"], shape)    # type: ignore[call-overload]
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
         count = int(torch.Size(shape).numel())
         pid, number = int(handle["pid"]), int(handle["fd"])
-        # Whatever it is, it is opened without side effects; then it must be memory that its sender cannot take
-        # away, as reading what is gone would end this process.
+        # Whatever it is, it is opened without side effects; then it must be memory that its sender cannot
+        # take away, as reading what is gone would end this process.
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -110,24 +123,39 @@ def open_tensor(handle: Handle) -> torch.Tensor:
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=handle["offset"]).view(shape)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         name = handle.get("name") if isinstance(handle, dict) else handle
-        raise CheckpointError(f"the shared tensor {name!r} cannot be opened ({type(error).__name__}: {error}); its sender must keep it, on "
-                              "this machine and under this user, until the update has ended") from None
+        raise CheckpointError(
+            f"the shared tensor {name!r} cannot be opened ({type(error).__name__}: {error}); its sender "
+            "must keep it, on "
+            "this machine and under this user, until the update has ended"
+        ) from None
 
 
 class WeightsGroup:
-    """A process group of a trainer (rank 0) and an engine's ranks, over which the trainer broadcasts weights. Meets the groups that RL
-    frameworks build for SGLang and vLLM with torch's `_new_process_group_helper`: the keys under which ranks meet are the same."""
+    """A process group of a trainer (rank 0) and an engine's ranks, over which the trainer broadcasts weights.
+    Meets the groups that RL frameworks build for SGLang and vLLM with torch's `_new_process_group_helper`:
+    the keys under which ranks meet are the same."""
 
-    def __init__(self, address: str, port: int, rank: int, world_size: int, group_name: str, backend: str, device: torch.device,
-                 timeout_s: float = TIMEOUT_S) -> None:
-        """Returns when all have come. Raises ConfigError for an unknown backend, RuntimeError or TimeoutError if
-        they don't come in time. All of them are trusted: a message of another size than was said makes Gloo end
-        the process."""
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        device: torch.device,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Returns when all have come. Raises ConfigError for an unknown backend, RuntimeError or TimeoutError
+        if they don't come in time. All of them are trusted: a message of another size than was said makes
+        Gloo end the process."""
         check_group(address, port, rank, world_size, backend, device)
         limit = timedelta(seconds=timeout_s)
         self.device, self.world_size = device, world_size
         is_master = rank == 0
-        store: dist.Store = _within(timeout_s, lambda: dist.TCPStore(address, port, world_size, is_master, limit))
+        store: dist.Store = _within(
+            timeout_s, lambda: dist.TCPStore(address, port, world_size, is_master, limit)
+        )
         for prefix in (group_name, f"{group_name}/", f"{'cuda' if backend == 'nccl' else 'cpu'}/"):
             store = dist.PrefixStore(prefix, store)
         self._group: Any
@@ -146,8 +174,8 @@ class WeightsGroup:
         return tensor
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The trainer's side of `update_weights_from_distributed`, in the order of the names that the engine was given: those of
-        checkpoints (`checkpoint_tensors`)."""
+        """The trainer's side of `update_weights_from_distributed`, in the order of the names that the engine
+        was given: those of checkpoints (`checkpoint_tensors`)."""
         for tensor in tensors.values():
             self.broadcast(tensor.detach().to(self.device).contiguous())
 
@@ -158,15 +186,15 @@ class WeightsGroup:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """`work()`, if it ends in time; a TCPStore waits for ever on a peer that takes the connection and says nothing.
-    Raises TimeoutError; the thread that waits is left to itself then."""
+    """`work()`, if it ends in time; a TCPStore waits for ever on a peer that takes the connection and says
+    nothing. Raises TimeoutError; the thread that waits is left to itself then."""
     results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:    # noqa: BLE001 - the caller raises it
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
             errors.append(error)
 
     thread = threading.Thread(target=run, name="shoal-meet", daemon=True)
@@ -179,22 +207,35 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def check_group(address: str, port: int, rank: int, world_size: int, backend: str, device: torch.device) -> None:
+def check_group(
+    address: str, port: int, rank: int, world_size: int, backend: str, device: torch.device
+) -> None:
     """Raises ConfigError for what no process group can be made of."""
     if backend not in ("nccl", "gloo"):
         raise ConfigError(f"backend {backend!r} is not one of nccl, gloo")
     if backend == "nccl" and device.type != "cuda":
-        raise ConfigError(f"backend 'nccl' moves tensors between GPUs, but this engine runs on the {device.type}; use 'gloo'")
+        raise ConfigError(
+            f"backend 'nccl' moves tensors between GPUs, but this engine runs on the {device.type}; use "
+            "'gloo'"
+        )
     if not isinstance(port, int) or not 0 < port < 65536:
         raise ConfigError(f"master_port {port!r} is not a port from 1 to 65535")
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is outside the group's world_size {world_size}; rank_offset is the first rank of this engine")
+        raise ConfigError(
+            f"rank {rank} is outside the group's world_size {world_size}; rank_offset is the first rank of "
+            "this engine"
+        )
 
 
-def parse_tensors(names: Sequence[str], dtypes: Sequence[str | torch.dtype], shapes: Sequence[Sequence[int]]) -> list[Listed]:
-    """The parallel lists of update_weights_from_distributed as triples of plain data. Raises ConfigError unless they match."""
+def parse_tensors(
+    names: Sequence[str], dtypes: Sequence[str | torch.dtype], shapes: Sequence[Sequence[int]]
+) -> list[Listed]:
+    """The parallel lists of update_weights_from_distributed as triples of plain data. Raises ConfigError
+    unless they match."""
     if not len(names) == len(dtypes) == len(shapes):
-        raise ConfigError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each a tensor")
+        raise ConfigError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each a tensor"
+        )
     kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     for kind in kinds:
         if not isinstance(getattr(torch, kind, None), torch.dtype):

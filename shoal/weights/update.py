@@ -1,4 +1,5 @@
-"""New weights for a model that runs already: which checkpoints fit it, which tensors lie in it, and their checksums."""
+"""New weights for a model that runs already: which checkpoints fit it, which tensors lie in it, and their
+checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles
 
-# Fields that say nothing about what is computed: tensors are converted to the engine's dtype, its length and its stop ids are its own.
+# Fields that say nothing about what is computed: tensors are converted to the engine's dtype, its length and
+# its stop ids are its own.
 FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"}
 
 
@@ -27,35 +29,55 @@ def check_checkpoint(ours: ModelConfig, files: CheckpointFiles) -> None:
     for field in fields(ModelConfig):
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name not in FREE_FIELDS and mine != its:
-            raise CheckpointError(f"{files.path} is of another model: its {field.name} is {its!s:.80}, the engine's {mine!s:.80}; "
-                                  "build a new engine for it")
+            raise CheckpointError(
+                f"{files.path} is of another model: its {field.name} is {its!s:.80}, the engine's "
+                f"{mine!s:.80}; "
+                "build a new engine for it"
+            )
     check_shapes(files)
 
 
 def check_same_packing(ours: CheckpointFiles, files: CheckpointFiles) -> None:
-    """For weights that stay quantized. Raises CheckpointError unless every tensor of the other file has the same kind."""
+    """For weights that stay quantized. Raises CheckpointError unless every tensor of the other file has the
+    same kind."""
     if files.file is None:
-        raise CheckpointError(f"{files.path} holds plain weights, but the engine's are packed as {ours.path} has them; name a GGUF file of "
-                              "the same quantization, or build a new engine")
+        raise CheckpointError(
+            f"{files.path} holds plain weights, but the engine's are packed as {ours.path} has them; name a "
+            "GGUF file of "
+            "the same quantization, or build a new engine"
+        )
     kinds = {name: info.kind for name, info in ours.header.tensors.items()}
     for name, info in files.header.tensors.items():
         if kinds.get(name, info.kind) != info.kind:
-            raise CheckpointError(f"{files.path}: the tensor {name} is {info.kind}, the engine's is packed from {kinds[name]}; name a file "
-                                  "of the same quantization, or build a new engine")
+            raise CheckpointError(
+                f"{files.path}: the tensor {name} is {info.kind}, the engine's is packed from "
+                f"{kinds[name]}; name a file "
+                "of the same quantization, or build a new engine"
+            )
 
 
-def check_tensor(name: str, expected: tuple[int, ...] | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """Raises CheckpointError if the model has no such tensor, or one of another shape, or this one holds no real numbers."""
+def check_tensor(
+    name: str, expected: tuple[int, ...] | None, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> None:
+    """Raises CheckpointError if the model has no such tensor, or one of another shape, or this one holds no
+    real numbers."""
     if expected is None:
-        raise CheckpointError(f"{name} is a tensor that the engine's model does not have; drop it or build a new engine")
+        raise CheckpointError(
+            f"{name} is a tensor that the engine's model does not have; drop it or build a new engine"
+        )
     if tuple(shape) != expected:
-        raise CheckpointError(f"{name} has shape {list(shape)}, the engine's {list(expected)}; is it another model's?")
+        raise CheckpointError(
+            f"{name} has shape {list(shape)}, the engine's {list(expected)}; is it another model's?"
+        )
     if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"{name} is {str(dtype).removeprefix('torch.')}; weights are floating-point numbers")
+        raise CheckpointError(
+            f"{name} is {str(dtype).removeprefix('torch.')}; weights are floating-point numbers"
+        )
 
 
 def fingerprint(files: CheckpointFiles) -> list[tuple[str, int, int]]:
-    """(path, bytes, nanosecond of the last change) of each file that holds weights. Raises CheckpointError if one is gone."""
+    """(path, bytes, nanosecond of the last change) of each file that holds weights. Raises CheckpointError if
+    one is gone."""
     paths = [files.file] if files.file is not None else sorted(shards(files.folder))
     try:
         return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -77,15 +99,16 @@ def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def checksums(model: nn.Module) -> dict[str, str]:
-    """16 hex digits a tensor, of its bytes, computed where it lies. Equal weights have equal ones on devices of one kind; a difference goes
-    unnoticed with a chance of 2^-64, unless somebody looks for it."""
+    """16 hex digits a tensor, of its bytes, computed where it lies. Equal weights have equal ones on devices
+    of one kind; a difference goes unnoticed with a chance of 2^-64, unless somebody looks for it."""
     tensors = dict(weight_tensors(model))
     if next(iter(tensors.values())).device.type == "cpu":
         return {name: f"{xxhash.xxh3_64_intdigest(_bytes(tensor)):016x}" for name, tensor in tensors.items()}
     from shoal.kernels.checksum import checksum
+
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=next(iter(tensors.values())).device)
     for i, tensor in enumerate(tensors.values()):
-        checksum(tensor, sums[i:i + 1])
+        checksum(tensor, sums[i : i + 1])
     return {name: f"{value % 2**64:016x}" for name, value in zip(tensors, sums.tolist())}
 
 

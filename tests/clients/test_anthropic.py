@@ -6,11 +6,7 @@ import pytest
 pytestmark = pytest.mark.slow
 SYSTEM = [{"type": "text", "text": "You are an agent. Be brief.", "cache_control": {"type": "ephemeral"}}]
 ASK = [{"role": "user", "content": [{"type": "text", "text": "What is the weather in Paris?"}]}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
-    "required": ["city"],
-}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
 TOOL = {"name": "get_weather", "description": "The weather in a city", "input_schema": SCHEMA}
 
 

@@ -100,7 +100,11 @@ def test_embeddings(url, model):
 
 def test_the_example_runs(url, model):
     script = Path(__file__).parents[2] / "examples" / "langchain_tools.py"
-    done = subprocess.run([sys.executable, str(script), "--base-url", f"{url}/v1", "--model", model], capture_output=True,
-                          text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, str(script), "--base-url", f"{url}/v1", "--model", model],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     assert "shape: name=" in done.stdout and "call: get_weather" in done.stdout

@@ -8,11 +8,7 @@ from pydantic import BaseModel, Field
 
 pytestmark = pytest.mark.slow
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
-    "required": ["city"],
-}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
 FLAT = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}}

@@ -1,17 +1,19 @@
-"""Kernels run in Triton's interpreter here: there is no GPU. triton_compile.py compiles them for one, in a process of its own."""
+"""Kernels run in Triton's interpreter here: there is no GPU. triton_compile.py compiles them for one, in a
+process of its own."""
 
 import os
 
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"              # read when triton is first imported, so before any test module is
-os.environ.setdefault("OMP_NUM_THREADS", "1")     # tiny tensors: threads would only wait for each other
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, so before any test module is
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would only wait for each other
 
 
 @pytest.fixture(scope="module")
 def served():
     """A server that knows tools and thoughts, over a fake engine; modules that want another override it."""
     from tests.fake_server import tool_server
+
     with tool_server() as served:
         yield served
 
@@ -19,4 +21,5 @@ def served():
 @pytest.fixture(scope="module")
 def client(served):
     import openai
+
     return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)

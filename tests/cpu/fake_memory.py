@@ -14,7 +14,7 @@ from shoal.memory import library
 from shoal.memory.regions import Regions
 
 FOLDER = Path(__file__).parent
-GRAIN = 65536      # the fake's granularity
+GRAIN = 65536  # the fake's granularity
 
 
 def build_fake():
@@ -58,7 +58,7 @@ class Pools:
     def __init__(self, driver_path):
         self.driver_path = driver_path
         self.stack, self.device = [], 0
-        self.others = self.elsewhere = 0    # bytes that others hold, and PyTorch outside of regions
+        self.others = self.elsewhere = 0  # bytes that others hold, and PyTorch outside of regions
         self.opened = []
 
     def current_device(self):
@@ -95,7 +95,7 @@ class Pools:
 
     def empty(self, size):
         """A segment in the region that is entered."""
-        (pool, device), = self.stack      # PyTorch would take the outermost: never two
+        ((pool, device),) = self.stack  # PyTorch would take the outermost: never two
         address = pool["malloc"](size, device, None)
         if not address:
             raise torch.OutOfMemoryError("out of memory")
@@ -116,7 +116,9 @@ class Tensor:
         return self
 
     def holds(self, seed):
-        return np.array_equal(self.bytes, np.random.default_rng(seed).integers(0, 256, self.size, dtype=np.uint8))
+        return np.array_equal(
+            self.bytes, np.random.default_rng(seed).integers(0, 256, self.size, dtype=np.uint8)
+        )
 
     def free(self):
         self.pool["live"].pop(self.address, None)
@@ -128,5 +130,7 @@ def make_regions(path, kind="cuda", **options):
     return Regions(kind, torch_pools=Pools(path), driver_path=path, **defaults | options)
 
 
-needs_compiler = pytest.mark.skipif(__import__("shutil").which("gcc") is None and __import__("shutil").which("cc") is None,
-                                    reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(
+    __import__("shutil").which("gcc") is None and __import__("shutil").which("cc") is None,
+    reason="needs a C compiler",
+)

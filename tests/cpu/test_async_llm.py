@@ -13,12 +13,19 @@ from shoal.errors import EngineDeadError
 def test_a_slow_reader_finds_one_output_with_everything_in_it():
     async def check():
         collector = Collector()
-        collector.put(Output("r", [1], [{1: Logprob(-1.0)}], [None, {5: Logprob(-2.0)}], num_cached_tokens=16))
+        collector.put(
+            Output("r", [1], [{1: Logprob(-1.0)}], [None, {5: Logprob(-2.0)}], num_cached_tokens=16)
+        )
         for i in range(2, 1000):
             collector.put(Output("r", [i], [{i: Logprob(-1.0)}]))
-        collector.put(Output("r", [1000], [{1000: Logprob(-1.0)}], finish_reason=FinishReason.STOP, stop_reason=7))
+        collector.put(
+            Output("r", [1000], [{1000: Logprob(-1.0)}], finish_reason=FinishReason.STOP, stop_reason=7)
+        )
         output = await collector.get()
-        assert output.token_ids == list(range(1, 1001)) and [next(iter(x)) for x in output.logprobs] == output.token_ids
+        assert (
+            output.token_ids == list(range(1, 1001))
+            and [next(iter(x)) for x in output.logprobs] == output.token_ids
+        )
         assert output.prompt_logprobs == [None, {5: Logprob(-2.0)}] and output.num_cached_tokens == 16
         assert output.finish_reason is FinishReason.STOP and output.stop_reason == 7
         assert collector.output is None
@@ -72,6 +79,7 @@ def test_an_error_wakes_the_reader():
 
 def test_an_engine_that_stays_dead_can_be_asked_for_ever():
     """Its error is one object, raised each time: frames must not pile up on it, with all that they hold."""
+
     async def check():
         llm = AsyncLLM(EngineConfig(), restart=False, engine_timeout=0)
         llm.dead = EngineDeadError("gone")

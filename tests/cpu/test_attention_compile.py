@@ -1,4 +1,5 @@
-"""The attention kernels compile for sm_80 and sm_90 as their wrappers launch them, fit in shared memory and keep to their registers."""
+"""The attention kernels compile for sm_80 and sm_90 as their wrappers launch them, fit in shared memory and
+keep to their registers."""
 
 from __future__ import annotations
 
@@ -16,42 +17,100 @@ from shoal.kernels.hopper_attention import hopper_prefill_attention
 from shoal.kernels.state import StateLayout
 
 
-def attend(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16, window: int | None = None,
-           fresh: bool = False) -> None:
+def attend(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    window: int | None = None,
+    fresh: bool = False,
+) -> None:
     """One layer of a step of two decodes and one prefill."""
-    backend = TritonBackend(num_heads, num_kv_heads, head_dim, block_size, 8, 4096, torch.device("cpu"), dtype)
+    backend = TritonBackend(
+        num_heads, num_kv_heads, head_dim, block_size, 8, 4096, torch.device("cpu"), dtype
+    )
     qkv = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    q, k, v = (x.unflatten(1, (-1, head_dim)) for x in qkv.split([n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1))
+    q, k, v = (
+        x.unflatten(1, (-1, head_dim))
+        for x in qkv.split([n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
+    )
     kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
     ints = torch.zeros(64, dtype=torch.int32)
-    step = StepInput(ints[:34], ints[:34], ints[:34], ints[:3], ints[:4], ints[:3], torch.zeros(4, 48, dtype=torch.int32)[:, 16:],
-                     num_decodes=2, max_query_len=32, max_kv_len=4096, fresh_prefills=fresh)
+    step = StepInput(
+        ints[:34],
+        ints[:34],
+        ints[:34],
+        ints[:3],
+        ints[:4],
+        ints[:3],
+        torch.zeros(4, 48, dtype=torch.int32)[:, 16:],
+        num_decodes=2,
+        max_query_len=32,
+        max_kv_len=4096,
+        fresh_prefills=fresh,
+    )
     backend.attend(q, k, v, kv_layer, step, window)
 
 
-def cascade(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_seqs: int, block_size: int = 16,
-            window: int | None = None) -> None:
+def cascade(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    num_seqs: int,
+    block_size: int = 16,
+    window: int | None = None,
+) -> None:
     """One layer of a captured decode step, which looks for shared prefixes, unless it has a window."""
-    backend = TritonBackend(num_heads, num_kv_heads, head_dim, block_size, num_seqs, 4096, torch.device("cpu"), dtype)
-    q = torch.zeros(num_seqs, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[:, :num_heads * head_dim].unflatten(1, (-1, head_dim))
+    backend = TritonBackend(
+        num_heads, num_kv_heads, head_dim, block_size, num_seqs, 4096, torch.device("cpu"), dtype
+    )
+    q = torch.zeros(num_seqs, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[
+        :, : num_heads * head_dim
+    ].unflatten(1, (-1, head_dim))
     kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
     layout = StateLayout(num_seqs, 20)
     state = torch.zeros(layout.size, dtype=torch.int32)
     ints = state[:num_seqs]
-    step = StepInput(ints, ints, ints, ints, state[:num_seqs + 1], ints, layout.block_tables(state), num_decodes=num_seqs,
-                     max_query_len=1, max_kv_len=4096, prefixes=SharedPrefixes(*layout.prefixes(state)))
+    step = StepInput(
+        ints,
+        ints,
+        ints,
+        ints,
+        state[: num_seqs + 1],
+        ints,
+        layout.block_tables(state),
+        num_decodes=num_seqs,
+        max_query_len=1,
+        max_kv_len=4096,
+        prefixes=SharedPrefixes(*layout.prefixes(state)),
+    )
     backend.attend(q, q, q, kv_layer, step, window)
 
 
-def hopper(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16) -> None:
+def hopper(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16
+) -> None:
     """A large prefill, on the one target that the kernel is for."""
     if triton.runtime.driver.active.get_current_target().arch != 90:
         return
-    q = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[:, :num_heads * head_dim].unflatten(1, (-1, head_dim))
+    q = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[
+        :, : num_heads * head_dim
+    ].unflatten(1, (-1, head_dim))
     kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
     ints = torch.zeros(64, dtype=torch.int32)
-    hopper_prefill_attention(q, kv_layer, torch.empty_like(q).contiguous(), ints[:8].view(2, 4), ints[:1], ints[:3],
-                             torch.zeros(4, 48, dtype=torch.int32)[:, 16:], 0.1, 132)
+    hopper_prefill_attention(
+        q,
+        kv_layer,
+        torch.empty_like(q).contiguous(),
+        ints[:8].view(2, 4),
+        ints[:1],
+        ints[:3],
+        torch.zeros(4, 48, dtype=torch.int32)[:, 16:],
+        0.1,
+        132,
+    )
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -88,4 +147,7 @@ def test_compiles_and_fits(compiled: dict[str, list[Compiled]], case: str) -> No
 def test_three_decode_programs_fit_on_an_sm(compiled: dict[str, list[Compiled]]) -> None:
     for kernel in compiled["qwen3-8b"] + compiled["qwen3-8b cascade"]:
         if kernel.name == "decode_kernel" and kernel.capability == 90:
-            assert 3 * (kernel.shared + 1024) <= 228 * 1024 and 3 * kernel.num_warps * 32 * kernel.registers <= 65536
+            assert (
+                3 * (kernel.shared + 1024) <= 228 * 1024
+                and 3 * kernel.num_warps * 32 * kernel.registers <= 65536
+            )

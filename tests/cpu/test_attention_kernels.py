@@ -1,7 +1,7 @@
 """The Triton attention kernels in the interpreter, against attention_reference.
 
-fp32 with ieee products differs from the oracle by the order of sums alone: 2e-5 is some hundred roundings of values near 1.
-fp16 rounds the weights before the second product (2**-11 each) and the output once: 2e-3.
+fp32 with ieee products differs from the oracle by the order of sums alone: 2e-5 is some hundred roundings of
+values near 1. fp16 rounds the weights before the second product (2**-11 each) and the output once: 2e-3.
 """
 
 from __future__ import annotations
@@ -21,16 +21,27 @@ from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, pr
 from shoal.kernels.attention_reference import paged_attention
 from shoal.kernels.hopper_attention import heads_an_item, prefill_work
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")    # padded rows divide 0 by 0 and are not stored
+# padded rows divide 0 by 0 and are not stored
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
 
 
 class Case:
-    """A step over a cache whose unused slots and unused output hold NaN: what must not be read or left shows."""
+    """A step over a cache whose unused slots and unused output hold NaN: what must not be read or left
+    shows."""
 
-    def __init__(self, sequences: list[tuple[int, int]], num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16,
-                 block_size: int = 8, dtype: torch.dtype = torch.float32, num_decodes: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        sequences: list[tuple[int, int]],
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 16,
+        block_size: int = 8,
+        dtype: torch.dtype = torch.float32,
+        num_decodes: int = 0,
+        seed: int = 0,
+    ) -> None:
         """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row."""
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
@@ -38,30 +49,35 @@ class Case:
         num_blocks = len(sequences) * max_blocks
         num_rows = len(sequences) + 3
         cache = torch.full((num_blocks, 3, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
-        self.kv_layer = cache[:, 1]    # a strided view, as a layer sees it
-        table = torch.full((num_rows, 16 + max_blocks), 2**30, dtype=torch.int32)    # far outside: reading past the end would crash
+        self.kv_layer = cache[:, 1]  # a strided view, as a layer sees it
+        # far outside: reading past the end would crash
+        table = torch.full((num_rows, 16 + max_blocks), 2**30, dtype=torch.int32)
         self.block_tables_RM = table[:, 16:]
         free_blocks, free_rows = list(range(num_blocks)), list(range(num_rows))
         rng.shuffle(free_blocks)
         rng.shuffle(free_rows)
         rows = []
         num_tokens = sum(query_len for query_len, _ in sequences)
-        self.qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(dtype)
-        q, k, v = self.qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=1)
+        self.qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(
+            dtype
+        )
+        q, k, v = self.qkv.split(
+            [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=1
+        )
         self.q, self.k, self.v = (x.unflatten(1, (-1, head_dim)) for x in (q, k, v))
         token = 0
         for query_len, kv_len in sequences:
             if kv_len:
                 row = free_rows.pop()
                 keys, values = torch.randn(2, kv_len, num_kv_heads, head_dim, generator=generator).to(dtype)
-                keys[kv_len - query_len:] = self.k[token:token + query_len]
-                values[kv_len - query_len:] = self.v[token:token + query_len]
+                keys[kv_len - query_len :] = self.k[token : token + query_len]
+                values[kv_len - query_len :] = self.v[token : token + query_len]
                 for first in range(0, kv_len, block_size):
                     block = free_blocks.pop()
                     self.block_tables_RM[row, first // block_size] = block
                     count = min(block_size, kv_len - first)
-                    self.kv_layer[block, 0, :, :count] = keys[first:first + count].transpose(0, 1)
-                    self.kv_layer[block, 1, :, :count] = values[first:first + count].transpose(0, 1)
+                    self.kv_layer[block, 0, :, :count] = keys[first : first + count].transpose(0, 1)
+                    self.kv_layer[block, 1, :, :count] = values[first : first + count].transpose(0, 1)
             rows.append(row if kv_len else -1)
             token += query_len
         starts = [0]
@@ -70,20 +86,35 @@ class Case:
         kv_lens = [kv_len for _, kv_len in sequences]
         prefills = sequences[num_decodes:]
         self.step = StepInput(
-            token_ids_T=torch.zeros(num_tokens, dtype=torch.int32), positions_T=torch.zeros(num_tokens, dtype=torch.int32),
-            rows_T=torch.zeros(num_tokens, dtype=torch.int32), rows_S=torch.tensor(rows, dtype=torch.int32),
-            query_starts_S=torch.tensor(starts, dtype=torch.int32), kv_lens_S=torch.tensor(kv_lens, dtype=torch.int32),
-            block_tables_RM=self.block_tables_RM, num_decodes=num_decodes,
-            max_query_len=max((query_len for query_len, _ in prefills), default=1), max_kv_len=max(kv_lens),
+            token_ids_T=torch.zeros(num_tokens, dtype=torch.int32),
+            positions_T=torch.zeros(num_tokens, dtype=torch.int32),
+            rows_T=torch.zeros(num_tokens, dtype=torch.int32),
+            rows_S=torch.tensor(rows, dtype=torch.int32),
+            query_starts_S=torch.tensor(starts, dtype=torch.int32),
+            kv_lens_S=torch.tensor(kv_lens, dtype=torch.int32),
+            block_tables_RM=self.block_tables_RM,
+            num_decodes=num_decodes,
+            max_query_len=max((query_len for query_len, _ in prefills), default=1),
+            max_kv_len=max(kv_lens),
             fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
-            host_query_starts=tuple(starts), host_kv_lens=tuple(kv_lens))
-        self.scale = head_dim ** -0.5
+            host_query_starts=tuple(starts),
+            host_kv_lens=tuple(kv_lens),
+        )
+        self.scale = head_dim**-0.5
         self.tolerance = TOLERANCE[dtype]
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         step = self.step
-        return paged_attention(self.q, self.kv_layer, step.query_starts_S, step.kv_lens_S, step.rows_S, self.block_tables_RM,
-                               self.scale, window)
+        return paged_attention(
+            self.q,
+            self.kv_layer,
+            step.query_starts_S,
+            step.kv_lens_S,
+            step.rows_S,
+            self.block_tables_RM,
+            self.scale,
+            window,
+        )
 
     def poisoned(self) -> torch.Tensor:
         return torch.full(self.q.shape, float("nan"), dtype=self.q.dtype)
@@ -92,36 +123,100 @@ class Case:
         torch.testing.assert_close(out, self.expected(window), atol=self.tolerance, rtol=self.tolerance)
 
     def check_padded(self, backend: TritonBackend, room: tuple[int, int, int]) -> None:
-        """The step as a graph has captured it: more places for tokens, decodes and prefills (`room`) than it fills."""
+        """The step as a graph has captured it: more places for tokens, decodes and prefills (`room`) than it
+        fills."""
         step, num_tokens = self.step, self.step.num_tokens
         shape, unused = MixedShape(*room, samples=0, sharing=step.prefixes is not None), np.zeros(0, np.int32)
-        padded = {name: torch.from_numpy(values) for name, values in shape.pad(
-            {"token_ids": step.token_ids_T.numpy(), "positions": step.positions_T.numpy(), "token_rows": step.rows_T.numpy(),
-             "rows": step.rows_S.numpy(), "query_starts": step.query_starts_S.numpy(), "kv_lens": step.kv_lens_S.numpy(),
-             "sample_index": unused, "sample_rows": unused, "sample_positions": unused}, step.num_decodes).items()}
-        captured = StepInput(padded["token_ids"], padded["positions"], padded["token_rows"], padded["rows"], padded["query_starts"],
-                             padded["kv_lens"], self.block_tables_RM, num_decodes=shape.decodes, max_query_len=shape.tokens,
-                             max_kv_len=256, captured_mixed=True, prefixes=step.prefixes)
-        q, k, v = (torch.cat((x, x.new_full((shape.tokens - num_tokens, *x.shape[1:]), float("nan")))) for x in (self.q, self.k, self.v))
+        padded = {
+            name: torch.from_numpy(values)
+            for name, values in shape.pad(
+                {
+                    "token_ids": step.token_ids_T.numpy(),
+                    "positions": step.positions_T.numpy(),
+                    "token_rows": step.rows_T.numpy(),
+                    "rows": step.rows_S.numpy(),
+                    "query_starts": step.query_starts_S.numpy(),
+                    "kv_lens": step.kv_lens_S.numpy(),
+                    "sample_index": unused,
+                    "sample_rows": unused,
+                    "sample_positions": unused,
+                },
+                step.num_decodes,
+            ).items()
+        }
+        captured = StepInput(
+            padded["token_ids"],
+            padded["positions"],
+            padded["token_rows"],
+            padded["rows"],
+            padded["query_starts"],
+            padded["kv_lens"],
+            self.block_tables_RM,
+            num_decodes=shape.decodes,
+            max_query_len=shape.tokens,
+            max_kv_len=256,
+            captured_mixed=True,
+            prefixes=step.prefixes,
+        )
+        q, k, v = (
+            torch.cat((x, x.new_full((shape.tokens - num_tokens, *x.shape[1:]), float("nan"))))
+            for x in (self.q, self.k, self.v)
+        )
         self.check(backend.attend(q, k, v, self.kv_layer, captured, None)[:num_tokens])
         assert not backend.workspace.arrived.any()
 
-    def decode(self, splits: int, window: int | None = None, workspace: DecodeWorkspace | None = None,
-               num_cut: int | None = None) -> DecodeWorkspace:
-        """Runs the decode kernel on small tiles, so that a few keys make several tiles and splits, and checks the output."""
+    def decode(
+        self,
+        splits: int,
+        window: int | None = None,
+        workspace: DecodeWorkspace | None = None,
+        num_cut: int | None = None,
+    ) -> DecodeWorkspace:
+        """Runs the decode kernel on small tiles, so that a few keys make several tiles and splits, and checks
+        the output."""
         num_seqs, num_heads = self.q.shape[:2]
-        workspace = workspace or DecodeWorkspace.allocate(num_seqs * num_heads * splits, num_seqs * num_heads, self.q.shape[2],
-                                                          torch.device("cpu"))
+        workspace = workspace or DecodeWorkspace.allocate(
+            num_seqs * num_heads * splits, num_seqs * num_heads, self.q.shape[2], torch.device("cpu")
+        )
         out = self.poisoned()
-        decode_attention(self.q, self.kv_layer, out, self.step.rows_S, self.step.kv_lens_S, self.block_tables_RM, workspace, num_seqs,
-                         splits, self.scale, window, Tiles(16, 16, 4, 2), min_split=16, num_cut=num_cut)
+        decode_attention(
+            self.q,
+            self.kv_layer,
+            out,
+            self.step.rows_S,
+            self.step.kv_lens_S,
+            self.block_tables_RM,
+            workspace,
+            num_seqs,
+            splits,
+            self.scale,
+            window,
+            Tiles(16, 16, 4, 2),
+            min_split=16,
+            num_cut=num_cut,
+        )
         self.check(out, window)
         return workspace
 
     def prefill(self, window: int | None = None, paged: bool = True, tiles: Tiles | None = None) -> None:
         out, step = self.poisoned(), self.step
-        prefill_attention(self.q, self.k, self.v, self.kv_layer, out, step.query_starts_S, step.kv_lens_S, step.rows_S,
-                          self.block_tables_RM, 0, step.num_tokens, self.scale, window, paged=paged, tiles=tiles or Tiles(16, 16, 4, 2))
+        prefill_attention(
+            self.q,
+            self.k,
+            self.v,
+            self.kv_layer,
+            out,
+            step.query_starts_S,
+            step.kv_lens_S,
+            step.rows_S,
+            self.block_tables_RM,
+            0,
+            step.num_tokens,
+            self.scale,
+            window,
+            paged=paged,
+            tiles=tiles or Tiles(16, 16, 4, 2),
+        )
         self.check(out, window)
 
 
@@ -139,16 +234,31 @@ def test_decode_with_any_ratio_of_heads(heads: tuple[int, int], splits: int) -> 
     Case([(1, 50), (1, 0), (1, 5)], *heads).decode(splits)
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (32, 32), (64, 16), (80, 16), (96, 256), (128, 16), (256, 4)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(16, 1), (32, 32), (64, 16), (80, 16), (96, 256), (128, 16), (256, 4)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_decode_with_any_head_size_block_size_and_dtype(head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+def test_decode_with_any_head_size_block_size_and_dtype(
+    head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
     Case([(1, 37), (1, 18)], 4, 2, head_dim, block_size, dtype).decode(splits=2)
 
 
-@pytest.mark.parametrize(("lengths", "num_cut", "cut"), [
-    ([96, 96, 96], 3, set()), ([96, 64, 32], 1, set()), ([160, 40, 40, 0, 0], 2, {0}), ([200, 200, 9, 9, 9, 9, 9], 1, {0}),
-    ([200, 150, 100, 9, 9, 9, 9, 9, 9], 9, {0, 1, 2}), (LENGTHS, 12, {10, 11}), (LENGTHS[::-1], 1, {0})])
-def test_of_a_large_batch_only_what_is_long_for_it_is_cut(lengths: list[int], num_cut: int, cut: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "num_cut", "cut"),
+    [
+        ([96, 96, 96], 3, set()),
+        ([96, 64, 32], 1, set()),
+        ([160, 40, 40, 0, 0], 2, {0}),
+        ([200, 200, 9, 9, 9, 9, 9], 1, {0}),
+        ([200, 150, 100, 9, 9, 9, 9, 9, 9], 9, {0, 1, 2}),
+        (LENGTHS, 12, {10, 11}),
+        (LENGTHS[::-1], 1, {0}),
+    ],
+)
+def test_of_a_large_batch_only_what_is_long_for_it_is_cut(
+    lengths: list[int], num_cut: int, cut: set[int]
+) -> None:
     case = Case([(1, n) for n in lengths])
     workspace = DecodeWorkspace.allocate(len(lengths) * 4 * 3, len(lengths) * 4, 16, torch.device("cpu"))
     workspace.lse.fill_(float("nan"))
@@ -198,10 +308,14 @@ def test_prefill_with_any_ratio_of_heads(heads: tuple[int, int], paged: bool) ->
     Case([(19, 19), (4, 4)], *heads).prefill(paged=paged)
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(32, 32), (64, 16), (80, 16), (96, 256), (128, 16), (256, 4)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(32, 32), (64, 16), (80, 16), (96, 256), (128, 16), (256, 4)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("paged", [True, False])
-def test_prefill_with_any_head_size_block_size_and_dtype(head_dim: int, block_size: int, dtype: torch.dtype, paged: bool) -> None:
+def test_prefill_with_any_head_size_block_size_and_dtype(
+    head_dim: int, block_size: int, dtype: torch.dtype, paged: bool
+) -> None:
     Case([(21, 21), (3, 3)], 4, 2, head_dim, block_size, dtype).prefill(paged=paged)
 
 
@@ -225,7 +339,9 @@ def test_prefill_of_more_sequences_than_one_search_chunk() -> None:
 def test_the_backend_answers_mixed_steps(prefills: list[tuple[int, int]]) -> None:
     decodes = [(1, 1), (1, 130), (1, 0), (1, 17)]
     case = Case(decodes + prefills, num_decodes=len(decodes))
-    backend = TritonBackend(4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+    backend = TritonBackend(
+        4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32
+    )
     backend.begin(case.step)
     for window in (None, 10):
         case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
@@ -238,15 +354,26 @@ def test_random_steps_equal_the_reference() -> None:
     for _ in range(3):
         decodes = [(1, rng.randint(0, 150)) for _ in range(rng.randint(0, 4))]
         chunks = [(n, n + rng.randint(0, 60)) for n in rng.choices(range(1, 40), k=rng.randint(1, 4))]
-        case = Case(decodes + chunks, 6, 2, block_size=rng.choice([1, 4, 16]), num_decodes=len(decodes), seed=rng.randrange(1000))
-        backend = TritonBackend(6, 2, 16, 16, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+        case = Case(
+            decodes + chunks,
+            6,
+            2,
+            block_size=rng.choice([1, 4, 16]),
+            num_decodes=len(decodes),
+            seed=rng.randrange(1000),
+        )
+        backend = TritonBackend(
+            6, 2, 16, 16, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32
+        )
         case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None))
 
 
 @pytest.mark.parametrize("num_decodes", [0, 2, 3])
 @pytest.mark.parametrize("room", [(40, 4, 5), (64, 3, 9)], ids=str)
 def test_the_backend_answers_padded_mixed_steps(num_decodes: int, room: tuple[int, int, int]) -> None:
-    case = Case([(1, 40), (1, 9), (1, 17)][:num_decodes] + [(9, 30), (1, 12), (16, 16)], 6, 2, num_decodes=num_decodes)
+    case = Case(
+        [(1, 40), (1, 9), (1, 17)][:num_decodes] + [(9, 30), (1, 12), (16, 16)], 6, 2, num_decodes=num_decodes
+    )
     case.check_padded(TritonBackend(6, 2, 16, 8, 8, 256, torch.device("cpu"), torch.float32), room)
 
 
@@ -276,13 +403,22 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
     print(f"seed {seed}")
     rng = random.Random(seed)
     for group in (1, 2, 3, 4, 6, 64):
-        lens = [1, 1, *(rng.randint(1, 400) for _ in range(9))]    # two decodes, which are no work
+        lens = [1, 1, *(rng.randint(1, 400) for _ in range(9))]  # two decodes, which are no work
         kv_lens = [n + rng.choice([0, rng.randint(1, 400)]) for n in lens]
         starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
         work, selected = prefill_work(tuple(starts), tuple(kv_lens), 2, group)
         assert selected == len(work)
-        queries = [(token + i, position + i, seq) for token, count, position, seq in work.tolist() for i in range(count)]
-        expected = [(starts[seq] + i, kv_lens[seq] - n + i, seq) for seq, n in enumerate(lens) for i in range(n) if seq >= 2]
+        queries = [
+            (token + i, position + i, seq)
+            for token, count, position, seq in work.tolist()
+            for i in range(count)
+        ]
+        expected = [
+            (starts[seq] + i, kv_lens[seq] - n + i, seq)
+            for seq, n in enumerate(lens)
+            for i in range(n)
+            if seq >= 2
+        ]
         assert sorted(queries) == expected
         assert work[:, 1].max() * heads_an_item(group) <= 128
         ends = (work[:, 1] + work[:, 2]).tolist()
@@ -296,21 +432,34 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
         assert prefill_work(tuple(starts), tuple(kv_lens), 2, group, select[:0])[1] == 0
 
 
-def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_plain_torch(q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms) -> None:
+def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def in_plain_torch(
+        q_THN, kv_layer, out_THN, work, taken, rows_S, block_tables_RM, scale, num_sms
+    ) -> None:
         tiles.append(len(work))
         for token, count, position, seq in work.tolist():
             tile = slice(token, token + count)
-            out_THN[tile] = paged_attention(q_THN[tile], kv_layer, torch.tensor([0, count]), torch.tensor([position + count]),
-                                            rows_S[seq:seq + 1], block_tables_RM, scale)
+            out_THN[tile] = paged_attention(
+                q_THN[tile],
+                kv_layer,
+                torch.tensor([0, count]),
+                torch.tensor([position + count]),
+                rows_S[seq : seq + 1],
+                block_tables_RM,
+                scale,
+            )
 
-    tiles: list[int] = []    # of each launch
+    tiles: list[int] = []  # of each launch
     monkeypatch.setattr(backend_module.hopper, "is_supported", lambda *_: True)
     monkeypatch.setattr(backend_module.hopper, "hopper_prefill_attention", in_plain_torch)
     monkeypatch.setattr(backend_module, "HOPPER_FROM", 100)
     for prefills in ([(99, 120)], [(100, 100)], [(3, 3), (97, 200), (1, 9)]):
         case = Case([(1, 30), (1, 0), *prefills], num_decodes=2)
-        backend = TritonBackend(4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32)
+        backend = TritonBackend(
+            4, 2, 16, 8, max_num_seqs=8, max_model_len=256, device=torch.device("cpu"), dtype=torch.float32
+        )
         backend.begin(case.step)
         assert (backend.work is not None) == (prefills[0][0] != 99)
         for window in (None, 10):
@@ -318,11 +467,15 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(monkeypatc
         wanted = np.array([0, case.step.num_tokens - 1])
         step = replace(case.step, host_select=wanted)
         backend.begin(step)
-        everything, selected = (backend.attend(case.q, case.k, case.v, case.kv_layer, step, None, selected=s) for s in (False, True))
+        everything, selected = (
+            backend.attend(case.q, case.k, case.v, case.kv_layer, step, None, selected=s)
+            for s in (False, True)
+        )
         assert torch.equal(selected[wanted], everything[wanted])
         assert backend.work is None or tiles[-2:] == [len(backend.work), backend.selected_work]
     assert 0 < tiles[-1] < tiles[-2]
-    backend.begin(replace(case.step, host_select=np.array([0, 1])))    # decodes alone are wanted: no tile, and no launch
+    # decodes alone are wanted: no tile, and no launch
+    backend.begin(replace(case.step, host_select=np.array([0, 1])))
     count = len(tiles)
     backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None, selected=True)
     assert len(tiles) == count

@@ -1,10 +1,19 @@
-"""What a step sends: at admission a whole row, then only what changed; sections come back from the packed buffer as they went in."""
+"""What a step sends: at admission a whole row, then only what changed; sections come back from the packed
+buffer as they went in."""
 
 import numpy as np
 import pytest
 
 from shoal.api import Request, SamplingParams
-from shoal.engine.batch import HEADER_SIZE, BatchBuilder, Header, MixedShape, float_bits, section_spans, token_spans
+from shoal.engine.batch import (
+    HEADER_SIZE,
+    BatchBuilder,
+    Header,
+    MixedShape,
+    float_bits,
+    section_spans,
+    token_spans,
+)
 from shoal.engine.graphs import mixed_shapes
 from shoal.engine.scheduler import Scheduler
 from shoal.kernels.state import FIELDS, Field, StateLayout
@@ -24,22 +33,30 @@ class Device:
     def apply(self, plan, graph_size=None):
         packed, extras = self.builder.build(plan, graph_size)
         sections = {name: packed[a:b] for name, (a, b) in section_spans(packed[:HEADER_SIZE]).items()}
-        assert len(set(sections["addresses"].tolist())) == len(sections["addresses"]), "an address comes twice"
+        assert len(set(sections["addresses"].tolist())) == len(sections["addresses"]), (
+            "an address comes twice"
+        )
         self.state[sections["addresses"]] = sections["values"]
         return packed[:HEADER_SIZE], sections, extras
 
     def row(self, row):
         base = self.layout.row_address(row)
-        return self.state[base:base + self.layout.row_stride]
+        return self.state[base : base + self.layout.row_stride]
 
     def check(self, plan):
         for entry in plan.scheduled:
             blocks = entry.seq.block_ids
-            assert self.row(entry.row)[FIELDS:FIELDS + len(blocks)].tolist() == blocks
+            assert self.row(entry.row)[FIELDS : FIELDS + len(blocks)].tolist() == blocks
 
 
 def scheduler(**options):
-    defaults = {"num_blocks": 32, "block_size": BLOCK, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 32}
+    defaults = {
+        "num_blocks": 32,
+        "block_size": BLOCK,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 32,
+    }
     return Scheduler(**defaults | options)
 
 
@@ -76,7 +93,7 @@ def test_a_decode_step_sends_only_new_blocks():
         device.check(plan)
         sizes.append(len(sections["addresses"]))
         queue.update(plan, [token])
-    assert sizes == [1, 0, 1, 0, 0, 0, 1, 0]    # first the active list, then a block at positions 8 and 12
+    assert sizes == [1, 0, 1, 0, 0, 0, 1, 0]  # first the active list, then a block at positions 8 and 12
     assert device.state[:3].tolist() == [0, -1, -1]
 
 
@@ -98,7 +115,9 @@ def test_extras_name_the_samples_they_are_for():
     queue.add(request("penalty", 3, repetition_penalty=1.5))
     _, _, extras = device.apply(queue.schedule())
     assert extras.bias == [(1, 3, 2.0)] and extras.banned == [(1, 9)] and extras.num_logprobs == 4
-    assert [(p[0], p[2]) for p in extras.penalties] == [(2, 1.5)] and [r.prompt_ids for r in extras.new_penalty_rows] == [[0, 1, 2]]
+    assert [(p[0], p[2]) for p in extras.penalties] == [(2, 1.5)] and [
+        r.prompt_ids for r in extras.new_penalty_rows
+    ] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("budget", [3, 4, 64])
@@ -122,7 +141,16 @@ def test_a_mixed_step_is_padded_to_the_smallest_captured_one_that_has_room():
     header, sections, _ = device.apply(plan)
     device.check(plan)
     assert MixedShape.of(header) == shapes[0] and header[Header.NUM_SAMPLES] == 1
-    assert sections["token_ids"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0] and sections["positions"].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert sections["token_ids"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0] and sections["positions"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        -1,
+        -1,
+        -1,
+    ]
     assert sections["rows"].tolist() == [-1, -1, 0, -1] and sections["kv_lens"].tolist() == [0, 0, 5, 0]
     assert sections["query_starts"].tolist()[2:] == [0, 5, 5]
     assert sections["sample_index"].tolist() == [4, 0, 0] and sections["sample_rows"].tolist() == [0, -1, -1]
@@ -135,9 +163,11 @@ def test_a_mixed_step_is_padded_to_the_smallest_captured_one_that_has_room():
     assert sections["token_rows"].tolist() == [0, 1, 1, 2, 2, 3, 3, -1] and sections["token_ids"][0] == -1
     assert sections["rows"].tolist() == [0, -1, 1, 2, 3] and sections["kv_lens"].tolist() == [6, 0, 2, 2, 2]
     assert sections["query_starts"].tolist()[2:] == [1, 3, 5, 7]
-    start = section_spans(header)["token_ids"][0]    # a graph reads at fixed places, however many updates come before
+    # a graph reads at fixed places, however many updates come before
+    start = section_spans(header)["token_ids"][0]
     assert {name: (a - start, b - start) for name, (a, b) in section_spans(header).items() if a >= start} == {
-        name: span for name, span in token_spans(shapes[1]).items() if span[1]} | {"prompt_logits": token_spans(shapes[1])["prompt_logits"]}
+        name: span for name, span in token_spans(shapes[1]).items() if span[1]
+    } | {"prompt_logits": token_spans(shapes[1])["prompt_logits"]}
 
 
 @pytest.mark.parametrize("ask", [dict(length=17), dict(length=5, prompt_logprobs=1)], ids=str)
@@ -148,9 +178,13 @@ def test_what_no_captured_step_has_room_for_runs_eagerly(ask):
     assert not header[Header.GRAPH_TOKENS] and len(sections["token_ids"]) == ask["length"]
 
 
-@pytest.mark.parametrize(("most", "max_num_seqs", "share_from"),
-                         [(4096, 256, 9), (16384, 256, None), (1000, 4, 9), (40, 1, None), (8, 256, 9)])
-def test_the_ladder_of_mixed_steps_has_little_padding_and_room_for_every_decode(most, max_num_seqs, share_from):
+@pytest.mark.parametrize(
+    ("most", "max_num_seqs", "share_from"),
+    [(4096, 256, 9), (16384, 256, None), (1000, 4, 9), (40, 1, None), (8, 256, 9)],
+)
+def test_the_ladder_of_mixed_steps_has_little_padding_and_room_for_every_decode(
+    most, max_num_seqs, share_from
+):
     shapes = mixed_shapes(most, max_num_seqs, share_from)
     assert shapes == sorted(shapes) and len(shapes) <= 40
     assert all(s.tokens <= most and s.decodes <= s.tokens and s.samples <= max_num_seqs for s in shapes)

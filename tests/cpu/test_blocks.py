@@ -54,8 +54,8 @@ def test_allocation_is_all_or_nothing():
 
 def test_freed_blocks_are_reused_keyless_ones_first_and_keyed_ones_tail_first():
     pool = BlockPool(10)
-    full = keyed(pool, 3)                          # 0 1 2: full, findable
-    partial = pool.try_allocate(1)                 # 3: the sequence's unfinished tail
+    full = keyed(pool, 3)  # 0 1 2: full, findable
+    partial = pool.try_allocate(1)  # 3: the sequence's unfinished tail
     pool.release(full + partial)
     assert pool.free_blocks() == [3, 4, 5, 6, 7, 8, 9, 2, 1, 0]
 
@@ -74,7 +74,7 @@ def test_keyed_blocks_are_evicted_least_recently_freed_first():
     pool.release(second)
     pool.release(first)
     assert pool.free_blocks() == [3, 2, 1, 0]
-    pool.release(pool.try_allocate(0, shared=pool.match(keys(2, "b"))))    # a hit makes them young again
+    pool.release(pool.try_allocate(0, shared=pool.match(keys(2, "b"))))  # a hit makes them young again
     assert pool.free_blocks() == [1, 0, 3, 2]
 
 
@@ -115,7 +115,7 @@ def test_hits_are_not_evicted_to_make_room_for_the_rest_of_their_own_sequence():
     pool = BlockPool(4)
     pool.release(keyed(pool, 2))
     hits = pool.match(keys(2))
-    assert pool.try_allocate(3, shared=hits) is None        # 4 are free, but 2 of them are the hits
+    assert pool.try_allocate(3, shared=hits) is None  # 4 are free, but 2 of them are the hits
     assert pool.num_free == 4 and pool.match(keys(2)) == hits
     pool.check([])
     assert pool.try_allocate(2, shared=hits) == [0, 1, 2, 3]
@@ -182,7 +182,8 @@ def test_the_lowest_priority_is_used_first_and_of_equal_ones_the_oldest():
     def tokens(*priorities):
         pool = BlockPool(4)
         blocks = pool.try_allocate(4)
-        for block, name, priority in zip(blocks, (1, 3, 5, 7), priorities):    # named by the first token of a block of two
+        # named by the first token of a block of two
+        for block, name, priority in zip(blocks, (1, 3, 5, 7), priorities):
             pool.register(block, key(name))
             pool.set_priority([block], priority)
         pool.release(blocks)
@@ -198,7 +199,7 @@ def test_the_lowest_priority_is_used_first_and_of_equal_ones_the_oldest():
     assert order(pool) == [3, 1, 7, 5], "priorities come first, ages stay"
     assert order(tokens(0, 0, 1, 1)) == [3, 1, 7, 5]
     pool.set_priority([key(1)], 1)
-    pool.set_priority([key(3), key(9), 0], -1)    # nobody has key 9, and block 0 is that of key 1
+    pool.set_priority([key(3), key(9), 0], -1)  # nobody has key 9, and block 0 is that of key 1
     assert order(pool) == [3, 1, 7, 5]
     pool.set_priority(pool.cached_keys(), 0)
     assert order(pool) == [7, 5, 3, 1] == [int(pool.key_of(b)) for b in pool.coldest(2)] + [3, 1]
@@ -210,7 +211,7 @@ def test_the_lowest_priority_is_used_first_and_of_equal_ones_the_oldest():
 def test_a_priority_holds_until_the_content_is_forgotten():
     pool = BlockPool(2)
     a, b = keyed(pool, 1, "a"), keyed(pool, 1, "b")
-    pool.set_priority(a, 1)                                 # while it is held
+    pool.set_priority(a, 1)  # while it is held
     pool.release(a)
     pool.release(b)
     assert pool.free_blocks() == [1, 0]
@@ -260,7 +261,7 @@ def test_a_prefill_is_prepared_in_one_transaction():
     pool.register(free[0], key("k2"))
     pool.register(free[1], key("k3"))
     pool.release(free)
-    prefill = pool.prepare_prefill(keys(4), 6)              # four full blocks, and two for the rest and its tail
+    prefill = pool.prepare_prefill(keys(4), 6)  # four full blocks, and two for the rest and its tail
     assert (prefill.in_flight, prefill.matched, prefill.remaining) == (held, free, [4, 5])
     pool.check(held + prefill.blocks)
     pool.release(prefill.blocks)
@@ -310,12 +311,16 @@ def test_a_block_is_registered_again_after_a_reset():
     assert pool.match([key("b")]) == block and pool.match([key("a0")]) == []
 
 
-@pytest.mark.parametrize("damage", [
-    lambda pool: pool._ref_counts.__setitem__(0, 2),
-    lambda pool: pool._keys.__setitem__(0, key("other")),
-    lambda pool: pool._next.__setitem__(2, 5),
-    lambda pool: setattr(pool, "num_free", 3),
-], ids=["reference", "key", "list", "count"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda pool: pool._ref_counts.__setitem__(0, 2),
+        lambda pool: pool._keys.__setitem__(0, key("other")),
+        lambda pool: pool._next.__setitem__(2, 5),
+        lambda pool: setattr(pool, "num_free", 3),
+    ],
+    ids=["reference", "key", "list", "count"],
+)
 def test_check_sees_damage(damage):
     pool = BlockPool(6)
     held = keyed(pool, 2)
@@ -337,8 +342,10 @@ class NaivePool:
     """What the pool must do, with lists and without cleverness."""
 
     def __init__(self, num_blocks):
-        self.without, self.cached = list(range(num_blocks)), []         # free blocks: without key in order, with key by age
-        self.contents, self.priorities, self.refs, self.told = {}, Counter(), Counter(), []    # contents: of held copies, too
+        # free blocks: without key in order, with key by age
+        self.without, self.cached = list(range(num_blocks)), []
+        # contents: of held copies, too
+        self.contents, self.priorities, self.refs, self.told = {}, Counter(), Counter(), []
         self.findable = {}
 
     @property
@@ -453,18 +460,27 @@ def test_random_operations_agree_with_a_naive_pool(seed):
             if blocks is not None:
                 held.append(blocks)
                 for i in range(len(hits), r.randint(len(hits), len(blocks))):
-                    assert pool.register(blocks[i], key(f"{name}{i}")) == naive.register(blocks[i], key(f"{name}{i}"))
+                    assert pool.register(blocks[i], key(f"{name}{i}")) == naive.register(
+                        blocks[i], key(f"{name}{i}")
+                    )
         elif action < 0.9 and held:
             blocks, coldest = held.pop(r.randrange(len(held))), seed % 2 and r.random() < 0.3
             pool.release(blocks, coldest)
             naive.release(blocks, coldest)
-        elif 0.9 <= action < 0.96 and not seed % 2:    # `coldest` and ages of other priorities have no common order
+        # `coldest` and ages of other priorities have no common order
+        elif 0.9 <= action < 0.96 and not seed % 2:
             wanted, priority = keys(r.randint(0, 8), r.choice("ab")), r.randint(-1, 1)
-            pool.set_priority([pool.find(k) if pool.find(k) is not None and r.random() < 0.5 else k for k in wanted], priority)
+            pool.set_priority(
+                [pool.find(k) if pool.find(k) is not None and r.random() < 0.5 else k for k in wanted],
+                priority,
+            )
             naive.set_priority(wanted, priority)
         elif action >= 0.96:
             wanted = None if action > 0.98 else [key(f"{r.choice('ab')}{r.randrange(8)}") for _ in range(3)]
             assert pool.reset(wanted) == naive.reset(wanted)
         pool.check(block for blocks in held for block in blocks)
-        assert pool.free_blocks() == naive.free and pool.coldest(3) == [b for b in naive.free if b in naive.findable.values()][:3]
+        assert (
+            pool.free_blocks() == naive.free
+            and pool.coldest(3) == [b for b in naive.free if b in naive.findable.values()][:3]
+        )
         assert pool._key_to_block == naive.findable and told.events == naive.told

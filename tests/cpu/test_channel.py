@@ -1,4 +1,5 @@
-"""What can be sent and arrives as it was, and the ring: any size, any number of readers, nothing overwritten before it is read."""
+"""What can be sent and arrives as it was, and the ring: any size, any number of readers, nothing overwritten
+before it is read."""
 
 import os
 import random
@@ -17,7 +18,10 @@ def through(message):
     data = b"".join(pack(message))
     head_size, body_size = PREFIX.unpack_from(data)
     assert len(data) == PREFIX.size + head_size + body_size
-    return unpack(data[PREFIX.size:PREFIX.size + head_size], np.frombuffer(bytearray(data[PREFIX.size + head_size:]), np.uint8))
+    return unpack(
+        data[PREFIX.size : PREFIX.size + head_size],
+        np.frombuffer(bytearray(data[PREFIX.size + head_size :]), np.uint8),
+    )
 
 
 @pytest.fixture
@@ -40,10 +44,28 @@ def channel():
         os.close(interrupt_fd)
 
 
-@pytest.mark.parametrize("message", [
-    None, True, 0, -1, 2**63, 1.5, "", "ünï", b"", b"\x00\xff", [], [1, [2, [3]]], {}, {"a": {"b": [None]}}, {1: "one"},
-    ["method", 1, {"kv_cache_memory_bytes": None, "device": "cpu"}],
-], ids=repr)
+@pytest.mark.parametrize(
+    "message",
+    [
+        None,
+        True,
+        0,
+        -1,
+        2**63,
+        1.5,
+        "",
+        "ünï",
+        b"",
+        b"\x00\xff",
+        [],
+        [1, [2, [3]]],
+        {},
+        {"a": {"b": [None]}},
+        {1: "one"},
+        ["method", 1, {"kv_cache_memory_bytes": None, "device": "cpu"}],
+    ],
+    ids=repr,
+)
 def test_plain_data_arrives_as_it_was(message):
     assert through(message) == message
 
@@ -52,7 +74,9 @@ def test_tuples_arrive_as_lists_and_numpy_scalars_as_numbers():
     assert through((1, (np.int64(2), np.float32(0.5), np.bool_(True)))) == [1, [2, 0.5, True]]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint64", "float16", "float32", "float64", "bool", "complex64", ">i4"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int32", "int64", "uint64", "float16", "float32", "float64", "bool", "complex64", ">i4"]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (5, 3, 2)], ids=str)
 def test_arrays_arrive_as_they_were(dtype, shape):
     array = np.random.default_rng(1).integers(0, 100, shape).astype(dtype)
@@ -64,15 +88,27 @@ def test_arrays_arrive_as_they_were(dtype, shape):
 def test_strided_arrays_and_several_in_one_message_arrive_as_they_were():
     base = np.arange(60, dtype=np.int32).reshape(6, 10)
     first, second, third = through([base[::2, 1::3], base.T, {"deep": base[0]}])
-    assert np.array_equal(first, base[::2, 1::3]) and np.array_equal(second, base.T) and np.array_equal(third["deep"], base[0])
+    assert (
+        np.array_equal(first, base[::2, 1::3])
+        and np.array_equal(second, base.T)
+        and np.array_equal(third["deep"], base[0])
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 5)], ids=str)
 def test_tensors_arrive_as_they_were(dtype, shape):
     tensor = torch.randint(0, 2, shape).to(dtype)
     arrived = through([tensor])[0]
-    assert arrived.dtype == dtype and arrived.shape == tensor.shape and torch.equal(arrived.float(), tensor.float())
+    assert (
+        arrived.dtype == dtype
+        and arrived.shape == tensor.shape
+        and torch.equal(arrived.float(), tensor.float())
+    )
 
 
 def test_transposed_tensors_that_need_gradients_arrive_as_they_were():
@@ -80,9 +116,11 @@ def test_transposed_tensors_that_need_gradients_arrive_as_they_were():
     assert torch.equal(through(tensor), tensor)
 
 
-@pytest.mark.parametrize("value", [
-    object(), lambda: 0, 1j, np.array([object()]), np.zeros(2, "i4,f4"), torch.empty(1, device="meta"),
-], ids=["object", "function", "complex", "objects", "records", "meta tensor"])
+@pytest.mark.parametrize(
+    "value",
+    [object(), lambda: 0, 1j, np.array([object()]), np.zeros(2, "i4,f4"), torch.empty(1, device="meta")],
+    ids=["object", "function", "complex", "objects", "records", "meta tensor"],
+)
 def test_what_is_not_plain_data_is_refused_with_its_type(value):
     with pytest.raises(TypeError) as error:
         pack(["x", {"y": value}])
@@ -99,7 +137,9 @@ def test_messages_of_any_size_reach_every_reader(size, num_readers, channel):
     for _ in range(3):
         # Each reader must run while the writer waits for the others: in threads, as in processes.
         results = in_threads([reader.get for reader in readers])
-        assert all(np.array_equal(r["array"], message["array"]) and r["name"] == message["name"] for r in results)
+        assert all(
+            np.array_equal(r["array"], message["array"]) and r["name"] == message["name"] for r in results
+        )
     thread.join()
 
 
@@ -119,7 +159,9 @@ def test_a_random_stream_arrives_in_order_at_readers_of_different_speed(channel)
                 threading.Event().wait(0.001)
         return True
 
-    thread = threading.Thread(target=lambda: [writer.put(pack((i, np.full(n, i % 251, np.uint8)))) for i, n in enumerate(sizes)])
+    thread = threading.Thread(
+        target=lambda: [writer.put(pack((i, np.full(n, i % 251, np.uint8)))) for i, n in enumerate(sizes)]
+    )
     thread.start()
     assert in_threads([lambda: read(readers[0], False), lambda: read(readers[1], True)]) == [True, True]
     thread.join()

@@ -1,4 +1,5 @@
-"""Chat templates: the text of transformers for the templates of well-known models, and clear answers to what cannot be rendered."""
+"""Chat templates: the text of transformers for the templates of well-known models, and clear answers to what
+cannot be rendered."""
 
 import json
 
@@ -10,10 +11,12 @@ from shoal.tokenizer import Tokenizer
 from shoal.tool_prompt import describe
 from tests import texts
 
-CHATML = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-          "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
-          "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 LLAMA3 = """{{- bos_token }}
 {%- if not date_string is defined %}
     {%- set date_string = "26 Jul 2024" %}
@@ -82,26 +85,48 @@ QWEN3 = """{%- if tools %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
-MISTRAL = ("{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-           "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-           "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-           "{% elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token}}{% endgeneration %}"
-           "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}")
-PARTS = ("{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}"
-         "{% else %}{% for part in message.content %}{% if part.type != 'text' %}{% continue %}{% endif %}"
-         "<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}")
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == "
+    "0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token}}{% "
+    "endgeneration %}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+PARTS = (
+    "{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type != 'text' %}{% continue %}{% endif %}"
+    "<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}"
+)
 TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA3, "qwen 3": QWEN3, "mistral": MISTRAL, "parts": PARTS}
 
-USER, ASSISTANT = {"role": "user", "content": " Hi <b>&</b> 'you'! "}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello. "}
+USER, ASSISTANT = (
+    {"role": "user", "content": " Hi <b>&</b> 'you'! "},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello. "},
+)
 SYSTEM = {"role": "system", "content": "Be brief.\n"}
-CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": "é<"}}}]}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "does <é>", "parameters": {"type": "object"}}}]
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": "é<"}}}],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "does <é>", "parameters": {"type": "object"}},
+    }
+]
 
 
 def write(folder, template, **files):
     backend = texts.byte_level_backend(("<s>", "</s>"))
     backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": template,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     for name, content in files.items():
         (folder / name.replace("__", ".")).write_text(content)
@@ -112,22 +137,44 @@ def render(tmp_path, template, messages, **options):
     return write(tmp_path, template).apply_chat_template(messages, tokenize=False, **options)
 
 
-@pytest.mark.parametrize("name, messages, options", [
-    *((name, messages, {}) for name in TEMPLATES for messages in ([USER], [USER, ASSISTANT, USER], [USER, ASSISTANT])),
-    *((name, [USER, ASSISTANT], {"continue_final_message": True, "add_generation_prompt": False}) for name in TEMPLATES),
-    *((name, [SYSTEM, USER], {"add_generation_prompt": False}) for name in ("chatml", "llama 3", "qwen 3")),
-    *((name, [USER, CALL, {"role": "tool", "content": "4"}], {"tools": TOOLS}) for name in ("llama 3", "qwen 3")),
-    ("qwen 3", [USER], {"enable_thinking": False}),
-    ("llama 3", [USER], {"date_string": "1 Jan 2027"}),
-    ("parts", [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}),
-])
+@pytest.mark.parametrize(
+    "name, messages, options",
+    [
+        *(
+            (name, messages, {})
+            for name in TEMPLATES
+            for messages in ([USER], [USER, ASSISTANT, USER], [USER, ASSISTANT])
+        ),
+        *(
+            (name, [USER, ASSISTANT], {"continue_final_message": True, "add_generation_prompt": False})
+            for name in TEMPLATES
+        ),
+        *(
+            (name, [SYSTEM, USER], {"add_generation_prompt": False})
+            for name in ("chatml", "llama 3", "qwen 3")
+        ),
+        *(
+            (name, [USER, CALL, {"role": "tool", "content": "4"}], {"tools": TOOLS})
+            for name in ("llama 3", "qwen 3")
+        ),
+        ("qwen 3", [USER], {"enable_thinking": False}),
+        ("llama 3", [USER], {"date_string": "1 Jan 2027"}),
+        (
+            "parts",
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+            {},
+        ),
+    ],
+)
 def test_the_text_is_that_of_transformers(name, messages, options, tmp_path):
     tokenizer = write(tmp_path, TEMPLATES[name])
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
     options = {"add_generation_prompt": True, **options}
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     assert text == oracle.apply_chat_template(messages, tokenize=False, **options)
-    assert tokenizer.apply_chat_template(messages, **options) == oracle.apply_chat_template(messages, return_dict=False, **options)
+    assert tokenizer.apply_chat_template(messages, **options) == oracle.apply_chat_template(
+        messages, return_dict=False, **options
+    )
 
 
 def test_text_parts_are_joined_for_a_template_that_expects_text(tmp_path):
@@ -139,7 +186,9 @@ def test_arguments_of_tool_calls_may_be_json_text(tmp_path):
     call = json.loads(json.dumps(CALL))
     call["tool_calls"][0]["function"]["arguments"] = '{"x": "é<"}'
     assert render(tmp_path, QWEN3, [USER, call]) == render(tmp_path, QWEN3, [USER, CALL])
-    assert call["tool_calls"][0]["function"]["arguments"] == '{"x": "é<"}', "the caller's messages stay as they were"
+    assert call["tool_calls"][0]["function"]["arguments"] == '{"x": "é<"}', (
+        "the caller's messages stay as they were"
+    )
 
 
 def test_a_message_without_content_is_empty(tmp_path):
@@ -151,12 +200,19 @@ def test_the_time_of_day_can_be_asked_for(tmp_path):
 
 
 def test_a_file_of_its_own_wins_and_named_templates_are_found(tmp_path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "docs"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+        {"name": "rag", "template": "docs"},
+    ]
     tokenizer = write(tmp_path, named)
     for options, text in (({}, "plain"), ({"tools": TOOLS}, "tools"), ({"chat_template": "rag"}, "docs")):
         assert tokenizer.apply_chat_template([USER], tokenize=False, **options) == text
     assert tokenizer.apply_chat_template([USER], chat_template="{{ bos_token }}", tokenize=False) == "<s>"
-    assert write(tmp_path, "settings", chat_template__json=json.dumps({"chat_template": "json"})).chat_template == "json"
+    assert (
+        write(tmp_path, "settings", chat_template__json=json.dumps({"chat_template": "json"})).chat_template
+        == "json"
+    )
     assert write(tmp_path, "settings", chat_template__jinja="jinja").chat_template == "jinja"
 
 
@@ -165,43 +221,74 @@ def test_without_a_template_the_error_says_how_to_give_one(tmp_path):
         render(tmp_path, None, [USER])
 
 
-@pytest.mark.parametrize("messages, said", [
-    ([], "no list of messages"), ("hi", "no list of messages"), ({"role": "user"}, "no list of messages"), ([["x"]], "role"),
-    ([{"content": "x"}], "role"), ([{"role": 5, "content": "x"}], "role"), ([{"role": "user", "content": 5}], "content"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
-    ([{"role": "user", "content": object()}], r"messages\[0\]"),
-    ([USER, {"role": "assistant", "tool_calls": [{"function": None}]}], r"messages\[1\].tool_calls\[0\]"),
-    ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, 5]}],
-     r"messages\[1\].tool_calls\[1\]"),
-])
+@pytest.mark.parametrize(
+    "messages, said",
+    [
+        ([], "no list of messages"),
+        ("hi", "no list of messages"),
+        ({"role": "user"}, "no list of messages"),
+        ([["x"]], "role"),
+        ([{"content": "x"}], "role"),
+        ([{"role": 5, "content": "x"}], "role"),
+        ([{"role": "user", "content": 5}], "content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
+        ([{"role": "user", "content": object()}], r"messages\[0\]"),
+        ([USER, {"role": "assistant", "tool_calls": [{"function": None}]}], r"messages\[1\].tool_calls\[0\]"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, 5]}],
+            r"messages\[1\].tool_calls\[1\]",
+        ),
+    ],
+)
 def test_malformed_messages_are_refused(messages, said, tmp_path):
     with pytest.raises(RequestError, match=said):
         render(tmp_path, CHATML, messages)
 
 
-@pytest.mark.parametrize("template, said", [
-    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{{ messages[7]['role'] }}", "does not take"),
-    ("{{ 'a' + 1 }}", "does not take"), ("{{ 1 / 0 }}", "does not take"), ("{% if %}", "not valid Jinja"),
-    ("{{ messages.append('x') }}", "does not take"), ("{{ ''.__class__.__mro__ }}", "does not take"),
-    ("{{ range(10**9) | list }}", "does not take"),
-])
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7]['role'] }}", "does not take"),
+        ("{{ 'a' + 1 }}", "does not take"),
+        ("{{ 1 / 0 }}", "does not take"),
+        ("{% if %}", "not valid Jinja"),
+        ("{{ messages.append('x') }}", "does not take"),
+        ("{{ ''.__class__.__mro__ }}", "does not take"),
+        ("{{ range(10**9) | list }}", "does not take"),
+    ],
+)
 def test_a_template_that_fails_is_the_requests_error(template, said, tmp_path):
     with pytest.raises(RequestError, match=said):
         render(tmp_path, template, [USER])
 
 
-CALLS = [{"id": str(i), "type": "function", "function": {"name": "f", "arguments": {"x": i}}}
-         for i in range(2)]
-TOLD = [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, {"role": "tool", "content": "one"},
-        {"role": "tool", "content": [{"type": "text", "text": "two"}]}]
-SAID = [{"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"x": 0}}\n</tool_call>\n'
-                                         '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'},
-        {"role": "user",
-         "content": "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"}]
-NO_SYSTEM = ("{{ bos_token + '' }}{% for m in messages %}"
-             "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-             "{{ raise_exception('roles must alternate') }}{% endif %}"
-             "<{{ m.role }}>{{ m.content }}{% endfor %}")
+CALLS = [
+    {"id": str(i), "type": "function", "function": {"name": "f", "arguments": {"x": i}}} for i in range(2)
+]
+TOLD = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "tool", "content": "one"},
+    {"role": "tool", "content": [{"type": "text", "text": "two"}]},
+]
+SAID = [
+    {
+        "role": "assistant",
+        "content": '<tool_call>\n{"name": "f", "arguments": {"x": 0}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+    },
+    {
+        "role": "user",
+        "content": "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>",
+    },
+]
+NO_SYSTEM = (
+    "{{ bos_token + '' }}{% for m in messages %}"
+    "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
 IGNORES_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -237,8 +324,14 @@ def test_a_template_that_reads_tools_gets_them_and_no_description(tmp_path):
 def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path):
     messages = [{"role": "developer", "content": "Be brief."}, USER]
     assert "<|im_start|>system\nBe brief." in render(tmp_path, CHATML, messages)
-    assert render(tmp_path, "{% for m in messages %}{% if m.role == 'developer' %}dev{% endif %}{% endfor %}",
-                  messages) == "dev"
+    assert (
+        render(
+            tmp_path,
+            "{% for m in messages %}{% if m.role == 'developer' %}dev{% endif %}{% endfor %}",
+            messages,
+        )
+        == "dev"
+    )
 
 
 def test_what_cannot_be_continued_is_refused(tmp_path):

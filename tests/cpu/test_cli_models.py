@@ -54,7 +54,7 @@ def test_rm_asks_first_and_removes_wholly(caches, capsys, monkeypatch):
     (caches / "shoal").mkdir()
     (caches / "shoal" / default_model.FILE).write_text("12345")
     hub = ("--download-dir", str(caches / "hub"))
-    code, _, err = words(capsys, "models", "rm", "smollm2", *hub)    # there is nobody to be asked
+    code, _, err = words(capsys, "models", "rm", "smollm2", *hub)  # there is nobody to be asked
     assert code == 1 and "--yes" in err and listed(capsys, caches)["smollm2"]["size_bytes"] == 5
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "n" if "smollm2" in question else "y")
@@ -67,8 +67,9 @@ def test_rm_asks_first_and_removes_wholly(caches, capsys, monkeypatch):
 
 
 def test_rm_of_a_name_that_is_not_there_removes_nothing(caches, capsys):
-    code, _, err = words(capsys, "models", "rm", "--yes", "org/little", "org/litle", "--download-dir",
-                         str(caches / "hub"))
+    code, _, err = words(
+        capsys, "models", "rm", "--yes", "org/little", "org/litle", "--download-dir", str(caches / "hub")
+    )
     assert code == 1 and "did you mean org/little?" in err and "org/little" in listed(capsys, caches)
 
 

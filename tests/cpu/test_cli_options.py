@@ -23,6 +23,7 @@ def words(capsys, *arguments):
 
 # Help
 
+
 def commands(parser, words=()):
     """Every command with its parser: ("bench", "latency") and so on."""
     yield words, parser
@@ -65,9 +66,11 @@ def test_the_word_command_is_missing(capsys):
 
 def test_the_version_is_told_by_the_module_too(capsys):
     from shoal import __version__
+
     assert words(capsys, "--version")[:2] == (0, f"shoal {__version__}\n")
     import runpy
     import sys
+
     arguments, sys.argv = sys.argv, ["shoal", "--version"]
     try:
         with pytest.raises(SystemExit):
@@ -79,38 +82,50 @@ def test_the_version_is_told_by_the_module_too(capsys):
 
 # Mistakes
 
-@pytest.mark.parametrize("line, hint", [
-    ("serve --prot 8000 --max-num-seqs many", "no option --prot; did you mean --port?"),
-    ("serve --max-num-seqs many", "--max-num-seqs: 'many' is not an integer"),
-    ("serve --gpu-memory-utilization most", "'most' is not a number"),
-    ("serve --max-num 5", "--max-num"),
-    ("serve --max-model 5", "did you mean --max-model-len?"),
-    ("serve --trust-remote-code", "leave it out"),
-    ("serve --port", "--port: expected one argument"),
-    ("sevre", "did you mean serve?"),
-    ("bench througput", "did you mean throughput?"),
-    ("models rmm x", "did you mean rm?"),
-    ("generate", "PROMPT"),
-    ("generate x y", "unrecognized arguments: y"),
-    ("completion tcsh", "bash"), ("models list", "there is rm"),
-])
+
+@pytest.mark.parametrize(
+    "line, hint",
+    [
+        ("serve --prot 8000 --max-num-seqs many", "no option --prot; did you mean --port?"),
+        ("serve --max-num-seqs many", "--max-num-seqs: 'many' is not an integer"),
+        ("serve --gpu-memory-utilization most", "'most' is not a number"),
+        ("serve --max-num 5", "--max-num"),
+        ("serve --max-model 5", "did you mean --max-model-len?"),
+        ("serve --trust-remote-code", "leave it out"),
+        ("serve --port", "--port: expected one argument"),
+        ("sevre", "did you mean serve?"),
+        ("bench througput", "did you mean throughput?"),
+        ("models rmm x", "did you mean rm?"),
+        ("generate", "PROMPT"),
+        ("generate x y", "unrecognized arguments: y"),
+        ("completion tcsh", "bash"),
+        ("models list", "there is rm"),
+    ],
+)
 def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
     code, out, err = words(capsys, *line.split())
     assert code == 2 and not out and hint in err and len(err.splitlines()) <= 4 and "--help`" in err
 
 
-@pytest.mark.parametrize("line, hint", [
-    (f"serve --max-num-seqs {MAX_NUM_SEQS + 1}", f"> {MAX_NUM_SEQS}"),
-    ("serve --port 80000", "from 0 to 65535"),
-    ("serve /nonexistent", "/nonexistent does not exist"), ("serve --max_num_seqs 0", "max_num_seqs 0"),
-    ("generate x --max-tokens 0", "max_tokens 0"), ("chat --url nowhere", "--url 'nowhere'"),
-    ("chat --url http://127.0.0.1:1 --dtype float32", "dtype"),
-    ("chat --url http://127.0.0.1:1", "no server answers"),
-    ("chat --api-key x", "--url"), ("models rm nothing", "'nothing'"), ("pull /", "already"),
-    ("pull smollm2 --revision x", "leave --revision out"),
-    ("bench latency --output-json /nonexistent/x", "cannot be written"),
-    ("bench serve --save-result --result-filename /nonexistent/x", "cannot be written"),
-])
+@pytest.mark.parametrize(
+    "line, hint",
+    [
+        (f"serve --max-num-seqs {MAX_NUM_SEQS + 1}", f"> {MAX_NUM_SEQS}"),
+        ("serve --port 80000", "from 0 to 65535"),
+        ("serve /nonexistent", "/nonexistent does not exist"),
+        ("serve --max_num_seqs 0", "max_num_seqs 0"),
+        ("generate x --max-tokens 0", "max_tokens 0"),
+        ("chat --url nowhere", "--url 'nowhere'"),
+        ("chat --url http://127.0.0.1:1 --dtype float32", "dtype"),
+        ("chat --url http://127.0.0.1:1", "no server answers"),
+        ("chat --api-key x", "--url"),
+        ("models rm nothing", "'nothing'"),
+        ("pull /", "already"),
+        ("pull smollm2 --revision x", "leave --revision out"),
+        ("bench latency --output-json /nonexistent/x", "cannot be written"),
+        ("bench serve --save-result --result-filename /nonexistent/x", "cannot be written"),
+    ],
+)
 def test_an_impossible_value_is_one_line_with_the_way_out(line, hint, capsys, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     code, out, err = words(capsys, *line.split())
@@ -120,8 +135,18 @@ def test_an_impossible_value_is_one_line_with_the_way_out(line, hint, capsys, mo
 def test_a_benchmark_that_cannot_begin_leaves_no_empty_files_and_old_ones_as_they_were(tmp_path, capsys):
     plot, result = tmp_path / "serve.png", tmp_path / "result.json"
     result.write_text("of another day")
-    code, _, err = words(capsys, "bench", "serve", "--base-url", "http://127.0.0.1:1", "--plot", str(plot),
-                         "--save-result", "--result-filename", str(result))
+    code, _, err = words(
+        capsys,
+        "bench",
+        "serve",
+        "--base-url",
+        "http://127.0.0.1:1",
+        "--plot",
+        str(plot),
+        "--save-result",
+        "--result-filename",
+        str(result),
+    )
     assert code == 1 and "127.0.0.1:1" in err
     assert not plot.exists() and result.read_text() == "of another day"
 
@@ -134,8 +159,9 @@ def test_a_folder_that_holds_no_model_says_what_to_name(tmp_path, capsys):
 
 
 def test_underscores_and_equals_signs_are_understood_and_texts_are_left_alone():
-    given = build_parser().parse_args(["generate", "--max_num_seqs=5", "--top_p", "0.5",
-                                       "- a list --of things"])
+    given = build_parser().parse_args(
+        ["generate", "--max_num_seqs=5", "--top_p", "0.5", "- a list --of things"]
+    )
     assert (given.max_num_seqs, given.top_p, given.prompt) == (5, 0.5, "- a list --of things")
     assert build_parser().parse_args(["generate", "--", "--not-an-option"]).prompt == "--not-an-option"
     assert build_parser().parse_args(["serve", "--seed", "-1"]).seed == -1
@@ -143,13 +169,15 @@ def test_underscores_and_equals_signs_are_understood_and_texts_are_left_alone():
 
 # Completion
 
+
 def complete_in_bash(script, line):
     code = f"""{script}
 COMP_LINE={line!r}; COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_POINT=${{#COMP_LINE}}
 {"COMP_WORDS+=(''); COMP_CWORD=$((COMP_CWORD + 1))" if line.endswith(" ") else ""}
 $(complete -p shoal | sed 's/.*-F \\([^ ]*\\) .*/\\1/') shoal; printf '%s\\n' "${{COMPREPLY[@]}}" """
-    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60,
-                          check=True).stdout.split()
+    return subprocess.run(
+        ["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
 
 
 def test_bash_completes_commands_and_options(capsys):
@@ -158,7 +186,7 @@ def test_bash_completes_commands_and_options(capsys):
     assert complete_in_bash(script, "shoal ser") == ["serve"]
     assert complete_in_bash(script, "shoal bench la") == ["latency"]
     assert complete_in_bash(script, "shoal serve --por") == ["--port"]
-    assert "--kv-flush-timeout" in complete_in_bash(script, "shoal serve --kv-f")    # the rare ones, too
+    assert "--kv-flush-timeout" in complete_in_bash(script, "shoal serve --kv-f")  # the rare ones, too
     assert set(complete_in_bash(script, "shoal completion ")) >= {"bash", "zsh", "fish"}
 
 

@@ -54,8 +54,13 @@ def delta(reason=None, **fields):
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": reason}]}
 
 
-WHOLE = [delta(role="assistant", content=""), delta(content="Good "), delta(content="day"), delta("stop"),
-         "[DONE]"]
+WHOLE = [
+    delta(role="assistant", content=""),
+    delta(content="Good "),
+    delta(content="day"),
+    delta("stop"),
+    "[DONE]",
+]
 FULL = (400, {"message": "This model's maximum context length is 100 tokens."})
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -77,15 +82,18 @@ def test_pieces_come_with_the_reason_of_the_end_and_without_usage(url):
     assert body["temperature"] == 0.5 and body["stream"]
 
 
-@pytest.mark.parametrize("answer, kind, hint", [
-    (FULL, ContextFullError, "100 tokens"),
-    ((404, {"message": "no such model"}), RequestError, "no such model"),
-    ((401, {"message": "who are you"}), UnavailableError, "--api-key"),
-    ((429, "slow down"), UnavailableError, "slow down"),
-    ([delta(content="Go")], UnavailableError, "in the middle"),
-    ([delta(content="Go"), {"error": {"message": "out of memory"}}], UnavailableError, "out of memory"),
-    ([delta(content="Go"), "not JSON"], UnavailableError, "broke off"),
-])
+@pytest.mark.parametrize(
+    "answer, kind, hint",
+    [
+        (FULL, ContextFullError, "100 tokens"),
+        ((404, {"message": "no such model"}), RequestError, "no such model"),
+        ((401, {"message": "who are you"}), UnavailableError, "--api-key"),
+        ((429, "slow down"), UnavailableError, "slow down"),
+        ([delta(content="Go")], UnavailableError, "in the middle"),
+        ([delta(content="Go"), {"error": {"message": "out of memory"}}], UnavailableError, "out of memory"),
+        ([delta(content="Go"), "not JSON"], UnavailableError, "broke off"),
+    ],
+)
 def test_what_goes_wrong_is_told(url, answer, kind, hint):
     Stub.answers = [answer]
     with pytest.raises(kind, match=hint):

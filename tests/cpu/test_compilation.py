@@ -1,4 +1,5 @@
-"""Compiling ahead: a launch meanwhile only asks for its kernel. In a process of its own, in which Triton does not interpret."""
+"""Compiling ahead: a launch meanwhile only asks for its kernel. In a process of its own, in which Triton does
+not interpret."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ def wrong(x_ptr, SIZE: tl.constexpr):
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-                   "PYTHONPATH": os.pathsep.join((str(root), str(Path(__file__).parent)))}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "PYTHONPATH": os.pathsep.join((str(root), str(Path(__file__).parent))),
+    }
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -54,7 +59,7 @@ def test_launches_run_again_afterwards(seen):
 
 
 def test_what_does_not_compile_says_so_at_once_or_at_its_true_launch(seen):
-    assert "SIZE is not 3" in seen["wrong, first"]    # compiled there and then
+    assert "SIZE is not 3" in seen["wrong, first"]  # compiled there and then
     assert seen["wrong, in a thread"] == "" and all("SIZE is not 3" in error for error in seen["wrong"])
 
 
@@ -94,7 +99,7 @@ def _observe() -> dict[str, object]:
     def error_of(function, *arguments) -> str:
         try:
             function(*arguments)
-        except Exception as error:    # noqa: BLE001 -- whatever is raised is the finding
+        except Exception as error:  # noqa: BLE001 -- whatever is raised is the finding
             return str(error)
         return ""
 
@@ -120,10 +125,19 @@ def _observe() -> dict[str, object]:
             for size in sizes:
                 launch(size)
             raise error("a mistake")
-        return before == (triton.JITFunction.run, triton.knobs.compilation.listener) and active_mode.get() is None
+        return (
+            before == (triton.JITFunction.run, triton.knobs.compilation.listener)
+            and active_mode.get() is None
+        )
 
-    seen["restored"] = [compile_some_and_fail(sizes, error) for sizes, error in (
-        ([], ValueError), ([128, 256, 512], ValueError), ([1024, 2048, 4096], KeyboardInterrupt))]
+    seen["restored"] = [
+        compile_some_and_fail(sizes, error)
+        for sizes, error in (
+            ([], ValueError),
+            ([128, 256, 512], ValueError),
+            ([1024, 2048, 4096], KeyboardInterrupt),
+        )
+    ]
     waiting = ThreadPoolExecutor.__exit__
 
     def interrupted(self, *error) -> None:
@@ -136,7 +150,7 @@ def _observe() -> dict[str, object]:
     ThreadPoolExecutor.__exit__ = waiting
     seen["interrupted"] = active_mode.get() is None and ahead(lambda: launch(2)) == ["double"]
 
-    class OneArgument:    # of Triton 3.5
+    class OneArgument:  # of Triton 3.5
         def __init__(self, executor) -> None:
             raise AssertionError("it knows no ignore_errors")
 

@@ -72,7 +72,9 @@ def test_a_client_that_leaves_takes_what_it_asked_ahead_with_it(stream, second, 
 def test_requests_that_come_ahead_of_their_turn_are_answered_in_order(server):
     count = 4000
     connection = server.raw(b"")
-    threading.Thread(target=connection.sendall, args=(GET * (count - 1) + GET.replace(b"Host: x", b"Connection: close"),)).start()
+    threading.Thread(
+        target=connection.sendall, args=(GET * (count - 1) + GET.replace(b"Host: x", b"Connection: close"),)
+    ).start()
     answers = read_until(connection)
     assert answers.count(b"HTTP/1.1 200 OK") == count and b"HTTP/1.1 4" not in answers
 
@@ -107,7 +109,7 @@ def test_what_comes_in_parts_behind_requests_that_wait_is_answered_too(server):
         at = 0
         while at < len(data):
             count = rng.choice((1, 100, 5000, 200_000))
-            connection.sendall(data[at:at + count])
+            connection.sendall(data[at : at + count])
             at += count
 
     threading.Thread(target=send, daemon=True).start()
@@ -123,8 +125,14 @@ def test_thousands_of_offers_of_another_protocol_are_declined(server):
     assert read_until(connection).count(b"HTTP/1.1 200 OK") == 3001
 
 
-@pytest.mark.parametrize(("line", "times"), [
-    (b"X-A: " + b"b" * 1000 + b"\r\n", 70), (b"A: b\r\n", 12_000), (b"X-A: " + b"b" * (70 << 10) + b"\r\n", 1)])
+@pytest.mark.parametrize(
+    ("line", "times"),
+    [
+        (b"X-A: " + b"b" * 1000 + b"\r\n", 70),
+        (b"A: b\r\n", 12_000),
+        (b"X-A: " + b"b" * (70 << 10) + b"\r\n", 1),
+    ],
+)
 def test_a_head_beyond_the_limit_is_refused_however_it_comes(line, times, server):
     head = b"GET /version HTTP/1.1\r\nHost: x\r\n" + line * times + b"\r\n"
     assert len(head) > MAX_HEADER_BYTES
@@ -135,7 +143,12 @@ def test_a_head_beyond_the_limit_is_refused_however_it_comes(line, times, server
 
 
 def test_a_head_below_the_limit_is_taken(server):
-    head = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"X-A: " + b"b" * (60 << 10) + b"\r\n\r\n"
+    head = (
+        b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        + b"X-A: "
+        + b"b" * (60 << 10)
+        + b"\r\n\r\n"
+    )
     assert b" 200 OK" in read_until(server.raw(head))
 
 
@@ -161,7 +174,7 @@ def test_trailers_and_small_chunks_within_the_limits_are_taken(server):
     assert b" 200 OK" in read_until(connection, b'"usage"')
 
 
-@pytest.mark.parametrize("late", [b"8\r\n{\"prompt\r\n0\r\n\r\n", b"8\r\n{\"pro", b"\r\n"])
+@pytest.mark.parametrize("late", [b'8\r\n{"prompt\r\n0\r\n\r\n', b'8\r\n{"pro', b"\r\n"])
 def test_what_comes_behind_an_answer_does_not_keep_the_connection_for_ever(late, monkeypatch):
     monkeypatch.setattr(run, "KEEP_ALIVE_SECONDS", 1)
     start = CHUNKED.replace(COMPLETE.encode(), b"/nowhere") if late != b"\r\n" else GET
@@ -181,7 +194,9 @@ def test_beyond_the_cap_the_longest_idle_connection_makes_room():
         read_until(stream, b"data:")
         held = [server.raw(b"") for _ in range(100)]
         assert server.json("/version")[0] == 200
-        assert server.raw(GET) and b"[DONE]" in read_until(stream, b"[DONE]"), "the busy connection was closed"
+        assert server.raw(GET) and b"[DONE]" in read_until(stream, b"[DONE]"), (
+            "the busy connection was closed"
+        )
         num_open = sum(not closed(one) for one in held)
         assert num_open < 20
         for one in held:
@@ -215,7 +230,10 @@ def test_where_files_run_out_the_log_says_so_once_and_the_server_lives_on(caplog
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         held = []
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (len(psutil.Process().open_files()) + psutil.Process().num_fds() + 40, hard))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE,
+                (len(psutil.Process().open_files()) + psutil.Process().num_fds() + 40, hard),
+            )
             with pytest.raises(OSError):
                 for _ in range(100):
                     held.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
@@ -247,8 +265,9 @@ def test_a_unix_socket_serves_its_owner_alone_and_is_removed_at_the_end(tmp_path
     with FakeServer(uds=str(path)) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert b" 200 OK" in over_file(path, last)
-        assert b'"usage"' in over_file(path, post(COMPLETE, {**LONG, "max_tokens": 2},
-                                                  more_headers="Connection: close\r\n"))
+        assert b'"usage"' in over_file(
+            path, post(COMPLETE, {**LONG, "max_tokens": 2}, more_headers="Connection: close\r\n")
+        )
         with pytest.raises(ConfigError, match="another server listens there"):
             open_ports(ServerConfig(uds=str(path)))
         connection = socket.socket(socket.AF_UNIX)
@@ -276,8 +295,10 @@ def test_the_socket_of_a_killed_server_is_replaced_and_no_other_file(tmp_path):
             open_ports(ServerConfig(uds=bad))
 
 
-@pytest.mark.parametrize("target", [b"version", b"http://other.example", b"http://other.example:443", b"?a=b",
-                                    b"http://[::1/version"])
+@pytest.mark.parametrize(
+    "target",
+    [b"version", b"http://other.example", b"http://other.example:443", b"?a=b", b"http://[::1/version"],
+)
 def test_a_target_without_a_path_is_a_mistake_of_the_client(target, server, caplog):
     assert b" 400 " in read_until(server.raw(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % target))
     assert "Traceback" not in caplog.text and not server.app.exchanges
@@ -298,7 +319,8 @@ def test_a_field_whose_name_is_no_text_is_a_mistake_of_the_client(name, server):
 
 
 def test_what_is_written_is_sent_at_once(server, monkeypatch):
-    """With Nagle's algorithm the second part of an answer waits for the client's acknowledgement of the first, up to 40 ms."""
+    """With Nagle's algorithm the second part of an answer waits for the client's acknowledgement of the
+    first, up to 40 ms."""
     found = []
     made = Connection.connection_made
 
@@ -315,9 +337,28 @@ def test_what_is_written_is_sent_at_once(server, monkeypatch):
 def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     key, path = str(folder / "key.pem"), str(folder / "certificate.pem")
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-                    "-nodes", "-days", "2",
-                    "-subj", "/CN=localhost", "-keyout", key, "-out", path], check=True, capture_output=True)
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-keyout",
+            key,
+            "-out",
+            path,
+        ],
+        check=True,
+        capture_output=True,
+    )
     return {"ssl_keyfile": key, "ssl_certfile": path}
 
 
@@ -334,8 +375,10 @@ def client_hello():
 def secure_version(server):
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", server.port),
-                                  timeout=60) as raw, context.wrap_socket(raw) as connection:
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw,
+        context.wrap_socket(raw) as connection,
+    ):
         connection.sendall(GET.replace(b"Host: x", b"Connection: close"))
         return read_until(connection)
 
@@ -343,9 +386,19 @@ def secure_version(server):
 def test_handshakes_that_are_none_or_break_off_leave_nothing_behind(certificate, caplog):
     hello = client_hello()
     rng = random.Random(7)
-    firsts = [GET, b"\x00" * 500, rng.randbytes(2000), b"\x16\x03\x01\xff\xff" + b"a" * 100, hello[:20],
-              hello[:-1], hello,
-              hello[:50] + rng.randbytes(len(hello) - 50), b"\x16\x03\x01\x00\x00", b"\x80\x2e\x01\x03\x01", b""]
+    firsts = [
+        GET,
+        b"\x00" * 500,
+        rng.randbytes(2000),
+        b"\x16\x03\x01\xff\xff" + b"a" * 100,
+        hello[:20],
+        hello[:-1],
+        hello,
+        hello[:50] + rng.randbytes(len(hello) - 50),
+        b"\x16\x03\x01\x00\x00",
+        b"\x80\x2e\x01\x03\x01",
+        b"",
+    ]
     with FakeServer(**certificate) as server:
         assert b" 200 OK" in secure_version(server)
         before = psutil.Process().num_fds()
@@ -373,9 +426,16 @@ def test_a_handshake_that_never_ends_is_ended_by_the_server(certificate):
         assert 10 < time.monotonic() - start < 100
 
 
-@pytest.mark.parametrize("head", [
-    b"GET http:// HTTP/1.1", b"GET http://host HTTP/1.1", b"CONNECT a:80 HTTP/1.1", b"GET http://[::1/ HTTP/1.1",
-    b"POST / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: gzip"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET http:// HTTP/1.1",
+        b"GET http://host HTTP/1.1",
+        b"CONNECT a:80 HTTP/1.1",
+        b"GET http://[::1/ HTTP/1.1",
+        b"POST / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: gzip",
+    ],
+)
 def test_a_head_that_means_nothing_is_a_mistake_of_the_client_and_no_trace_in_the_log(head, server, caplog):
     answer = read_until(server.raw(head + b"\r\nHost: x\r\n\r\n"))
     assert answer.startswith(b"HTTP/1.1 400 ") and b'"message"' in answer
@@ -390,19 +450,28 @@ def test_a_client_that_does_not_read_holds_no_connection_that_is_being_closed(la
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect(("127.0.0.1", server.port))
         connection.settimeout(20)
-        request = post("/tokenize", {"prompt": "a" * 3_000_000})    # answered by more than sockets hold
+        request = post("/tokenize", {"prompt": "a" * 3_000_000})  # answered by more than sockets hold
         connection.sendall(request if last else request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
         connection.recv(1, socket.MSG_PEEK)
         connection.sendall(last)
-        eventually(lambda: not any(one.laddr.port == server.port and one.raddr
-                                   for one in psutil.Process().net_connections() if one.laddr))
+        eventually(
+            lambda: (
+                not any(
+                    one.laddr.port == server.port and one.raddr
+                    for one in psutil.Process().net_connections()
+                    if one.laddr
+                )
+            )
+        )
         connection.close()
 
 
 def test_a_client_that_leaves_before_it_is_told_of_its_mistake_leaves_no_trace_in_the_log(caplog):
     with FakeServer() as server:
         # What is asked second is a mistake, and its answer waits until the first one is read.
-        connection = server.raw(post("/tokenize", {"prompt": "a" * 3_000_000}) + post(COMPLETE, {"prompt": []}))
+        connection = server.raw(
+            post("/tokenize", {"prompt": "a" * 3_000_000}) + post(COMPLETE, {"prompt": []})
+        )
         connection.recv(1, socket.MSG_PEEK)
         eventually(lambda: any(one.error is not None for one in server.app.exchanges))
         connection.close()

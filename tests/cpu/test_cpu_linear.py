@@ -11,8 +11,9 @@ from shoal.kernels import cpu_build, cpu_linear
 from shoal.weights.quantized import GROUPS, QuantizedTensor
 
 needs_library = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
-TOLERANCE = 1e-4      # activations rounded to 16 bits a group of 32: steps of about 2.2 / 32767, an error of 2e-5 of each term
-REQUANTIZED = 1e-2    # weights rounded to 8 bits a group: likewise 5e-3
+# activations rounded to 16 bits a group of 32: steps of about 2.2 / 32767, an error of 2e-5 of each term
+TOLERANCE = 1e-4
+REQUANTIZED = 1e-2  # weights rounded to 8 bits a group: likewise 5e-3
 
 
 def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedTensor:
@@ -20,17 +21,21 @@ def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedTe
     generator = np.random.default_rng(seed)
     size, num_bytes = GROUPS[kind]
     groups = generator.integers(0, 256, (rows, cols // size, num_bytes), dtype=np.uint8)
-    offsets = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0]}.get(kind, [0, 2])    # of the group's fp16 numbers
+    offsets = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0]}.get(kind, [0, 2])  # of the group's fp16 numbers
     for offset in offsets:
         scales = generator.uniform(0.001, 0.01, groups.shape[:2]).astype(np.float16)
-        groups[..., offset:offset + 2] = scales[..., None].view(np.uint8)
+        groups[..., offset : offset + 2] = scales[..., None].view(np.uint8)
     return QuantizedTensor(kind, (rows, cols), groups.reshape(rows, -1))
 
 
-def error(got: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+def error(
+    got: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
+) -> float:
     """Of x W^T, relative to the size that a sum of such terms has when they don't cancel."""
     want = torch.nn.functional.linear(x.float(), matrix, bias)
-    return float(((got.float() - want) / (x.float().square() @ matrix.square().T).sqrt()).square().mean().sqrt())
+    return float(
+        ((got.float() - want) / (x.float().square() @ matrix.square().T).sqrt()).square().mean().sqrt()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,10 @@ def test_engines_in_two_threads_share_the_helpers(threads):
 def test_many_rows_take_several_panels():
     tensor = random_tensor("Q4_1", 40, 1536)
     x = torch.randn(700, 1536)
-    assert error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize()) < TOLERANCE
+    assert (
+        error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize())
+        < TOLERANCE
+    )
 
 
 @needs_library
@@ -80,19 +88,27 @@ def test_each_row_of_a_batch_is_as_if_it_were_alone():
     weight = cpu_linear.pack([random_tensor("Q4_1", 100, 576), random_tensor("Q4_1", 30, 576, seed=1)])
     x = torch.randn(19, 576)
     together = cpu_linear.packed_linear(x, weight, None)
-    assert all(torch.equal(cpu_linear.packed_linear(x[i:i + 1], weight, None)[0], together[i]) for i in range(19))
+    assert all(
+        torch.equal(cpu_linear.packed_linear(x[i : i + 1], weight, None)[0], together[i]) for i in range(19)
+    )
 
 
 @needs_library
-@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1", "Q4_0"), ("Q4_0", "Q8_0"), ("Q4_K", "Q6_K"), ("Q4_K", "Q4_1"), ("Q5_K",)])
+@pytest.mark.parametrize(
+    "kinds", [("Q4_1", "Q4_1", "Q4_0"), ("Q4_0", "Q8_0"), ("Q4_K", "Q6_K"), ("Q4_K", "Q4_1"), ("Q5_K",)]
+)
 def test_rows_of_several_tensors_and_kinds_are_one_weight(kinds):
     tensors = [random_tensor(kind, 13 + 8 * i, 512, seed=i) for i, kind in enumerate(kinds)]
     weight = cpu_linear.pack(tensors)
     x = torch.randn(5, 512)
     four = all(kind.startswith("Q4") for kind in kinds)
     assert weight.header.bits == (4 if four else 8)
-    tolerance = REQUANTIZED if not four else 1e-3 if "Q4_K" in kinds else TOLERANCE    # Q4_K's scales become fp16
-    assert error(cpu_linear.packed_linear(x, weight, None), x, torch.cat([t.dequantize() for t in tensors])) < tolerance
+    # Q4_K's scales become fp16
+    tolerance = REQUANTIZED if not four else 1e-3 if "Q4_K" in kinds else TOLERANCE
+    assert (
+        error(cpu_linear.packed_linear(x, weight, None), x, torch.cat([t.dequantize() for t in tensors]))
+        < tolerance
+    )
 
 
 @needs_library
@@ -106,7 +122,10 @@ def test_a_packed_weight_is_as_small_as_the_file():
 def test_a_shard_of_columns_packs_from_its_strided_view():
     tensor = random_tensor("Q4_1", 20, 128).columns(32, 96)
     x = torch.randn(2, 64)
-    assert error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize()) < TOLERANCE
+    assert (
+        error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize())
+        < TOLERANCE
+    )
 
 
 @needs_library
@@ -114,7 +133,7 @@ def test_a_shard_of_columns_packs_from_its_strided_view():
 def test_embedding_rows_are_the_dequantized_ones(kind):
     tensor = random_tensor(kind, 50, 256)
     ids = torch.tensor([49, 0, 17, 17])
-    tolerance = {"Q4_K": 1e-3, "Q6_K": 1e-2}.get(kind, 0.0)    # fp16 scales; 8 bits
+    tolerance = {"Q4_K": 1e-3, "Q6_K": 1e-2}.get(kind, 0.0)  # fp16 scales; 8 bits
     want = tensor.dequantize()[ids]
     assert (cpu_linear.packed_embed(ids, cpu_linear.pack([tensor])) - want).norm() <= tolerance * want.norm()
 
@@ -129,7 +148,7 @@ def test_activations_may_be_strided_unaligned_zero_or_of_another_dtype():
     assert error(cpu_linear.packed_linear(strided, weight, None), strided, matrix) < TOLERANCE
     half = torch.randn(3, 64, dtype=torch.bfloat16)
     got = cpu_linear.packed_linear(half, weight, None)
-    assert got.dtype == torch.bfloat16 and error(got, half, matrix) < 4e-3    # its rounding
+    assert got.dtype == torch.bfloat16 and error(got, half, matrix) < 4e-3  # its rounding
     assert not cpu_linear.packed_linear(torch.zeros(2, 64), weight, None).any()
     assert cpu_linear.packed_linear(torch.zeros(0, 64), weight, None).shape == (0, 30)
 
@@ -141,7 +160,8 @@ def test_without_a_library_torch_does_it(monkeypatch, kinds):
     weight = cpu_linear.pack(tensors)
     x, bias = torch.randn(4, 256), torch.randn(32 * len(kinds))
     matrix = torch.cat([t.dequantize() for t in tensors])
-    assert error(cpu_linear.packed_linear(x, weight, bias), x, matrix, bias) < 1e-2    # bf16 activations and scales
+    # bf16 activations and scales
+    assert error(cpu_linear.packed_linear(x, weight, bias), x, matrix, bias) < 1e-2
     ids = torch.tensor([3, 31])
     assert torch.equal(cpu_linear.packed_embed(ids, weight), tensors[0].dequantize()[ids])
 
@@ -168,9 +188,14 @@ def test_processes_that_build_at_once_get_one_library(monkeypatch, tmp_path):
 @pytest.mark.skipif(cpu_build.NATIVE != "-march=native", reason="needs x86")
 def test_kernels_for_other_processors_compile(monkeypatch, tmp_path, target):
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    library = cpu_build.open_library(cpu_build.build((*cpu_build.FLAGS, f"-march={target}", "-O1", "-Wall", "-Werror")))
-    if target == "x86-64":    # plain C runs anywhere, and must agree
+    library = cpu_build.open_library(
+        cpu_build.build((*cpu_build.FLAGS, f"-march={target}", "-O1", "-Wall", "-Werror"))
+    )
+    if target == "x86-64":  # plain C runs anywhere, and must agree
         monkeypatch.setattr(cpu_linear, "LIBRARY", library)
         for kind in ("Q4_1", "Q8_0"):
             tensor, x = random_tensor(kind, 23, 96), torch.randn(3, 96)
-            assert error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize()) < TOLERANCE
+            assert (
+                error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize())
+                < TOLERANCE
+            )

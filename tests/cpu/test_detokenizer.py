@@ -1,4 +1,5 @@
-"""Text from tokens as they come: whole characters only, the text of decode in the end, and stop strings that are never seen in part."""
+"""Text from tokens as they come: whole characters only, the text of decode in the end, and stop strings that
+are never seen in part."""
 
 import random
 import time
@@ -12,7 +13,10 @@ from tests import texts
 
 SPECIAL = ("<s>", "</s>")
 BYTE_LEVEL = Tokenizer(texts.byte_level_backend(SPECIAL), {"bos_token": "<s>", "eos_token": "</s>"})
-KINDS = {"byte-level": BYTE_LEVEL, "sentencepiece": Tokenizer.from_gguf(texts.sentencepiece_metadata(add_bos_token=False))}
+KINDS = {
+    "byte-level": BYTE_LEVEL,
+    "sentencepiece": Tokenizer.from_gguf(texts.sentencepiece_metadata(add_bos_token=False)),
+}
 
 
 def in_steps(ids, r=None):
@@ -20,13 +24,17 @@ def in_steps(ids, r=None):
     at = 0
     while at < len(ids):
         size = r.randint(1, 4) if r else 1
-        yield list(ids[at:at + size])
+        yield list(ids[at : at + size])
         at += size
 
 
 def run(tokenizer, ids, r=None, prompt=(), **params):
     """(pieces, stop string) of an answer that ends with the last id, or earlier by a stop string."""
-    detokenizer, pieces, steps = Detokenizer(tokenizer, SamplingParams(max_tokens=None, **params), prompt), [], list(in_steps(ids, r))
+    detokenizer, pieces, steps = (
+        Detokenizer(tokenizer, SamplingParams(max_tokens=None, **params), prompt),
+        [],
+        list(in_steps(ids, r)),
+    )
     for i, step in enumerate(steps):
         text, stop = detokenizer.push(step, last=i == len(steps) - 1)
         pieces.append(text)
@@ -40,11 +48,14 @@ def run(tokenizer, ids, r=None, prompt=(), **params):
 def test_the_pieces_joined_are_the_decoded_text(kind, skip):
     tokenizer, r = KINDS[kind], random.Random(2)
     some = [tokenizer.encode(t) for t in texts.TEXTS + texts.random_texts(seed=4)]
-    some += [r.choices(range(len(tokenizer) + 20), k=r.randint(1, 20)) for _ in range(200)]    # some beyond the vocabulary
-    some += [r.choices(range(259), k=8) for _ in range(200)]                                   # mostly bytes
+    # some beyond the vocabulary
+    some += [r.choices(range(len(tokenizer) + 20), k=r.randint(1, 20)) for _ in range(200)]
+    some += [r.choices(range(259), k=8) for _ in range(200)]  # mostly bytes
     for ids in some:
         for steps in (None, r):
-            pieces, _ = run(tokenizer, ids, steps, skip_special_tokens=skip, stop=[], min_tokens=r.choice((0, 3)))
+            pieces, _ = run(
+                tokenizer, ids, steps, skip_special_tokens=skip, stop=[], min_tokens=r.choice((0, 3))
+            )
             assert "".join(pieces) == tokenizer.decode(ids, skip)
 
 
@@ -73,13 +84,17 @@ def test_the_first_space_is_the_answers_own_only_after_a_prompt():
     ids = tokenizer.encode("the fox")
     assert "".join(run(tokenizer, ids)[0]) == "the fox"
     assert "".join(run(tokenizer, ids, prompt=tokenizer.encode("see"))[0]) == " the fox"
-    assert "".join(run(tokenizer, ids, prompt=[tokenizer.bos_token_id])[0]) == "the fox", "a prompt that shows nothing is none"
+    assert "".join(run(tokenizer, ids, prompt=[tokenizer.bos_token_id])[0]) == "the fox", (
+        "a prompt that shows nothing is none"
+    )
 
 
 # Stop strings
 
+
 def first_stop(text, stops):
-    """By definition: the text grows by one character; the first stop string that it ends with wins, the longest if there are several."""
+    """By definition: the text grows by one character; the first stop string that it ends with wins, the
+    longest if there are several."""
     for end in range(1, len(text) + 1):
         if found := [s for s in stops if text[:end].endswith(s)]:
             stop = max(found, key=len)
@@ -95,13 +110,15 @@ def test_any_stop_strings_in_any_text_end_it_where_they_are_first_complete():
         text = "".join(r.choices("abc é", k=r.randint(1, 40)))
         stops = ["".join(r.choices("abc é", k=r.randint(1, 5))) for _ in range(r.randint(1, 4))]
         include = r.random() < 0.5
-        pieces, stop = run(BYTE_LEVEL, BYTE_LEVEL.encode(text), r, stop=stops, include_stop_str_in_output=include)
+        pieces, stop = run(
+            BYTE_LEVEL, BYTE_LEVEL.encode(text), r, stop=stops, include_stop_str_in_output=include
+        )
         want = first_stop(text, stops)
         if want is None:
             assert ("".join(pieces), stop) == (text, None)
         else:
             stopped += 1
-            assert ("".join(pieces), stop) == (text[:want[0] + len(want[1]) * include], want[1])
+            assert ("".join(pieces), stop) == (text[: want[0] + len(want[1]) * include], want[1])
     assert 300 < stopped < 1400
 
 
@@ -121,7 +138,7 @@ def test_a_stream_never_shows_the_start_of_a_stop_string():
 def test_a_stop_string_may_lie_in_a_token_or_span_several(stop):
     text = "the quick brown fox"
     pieces, found = run(BYTE_LEVEL, BYTE_LEVEL.encode(text), stop=[stop])
-    assert ("".join(pieces), found) == (text[:text.index(stop)], stop)
+    assert ("".join(pieces), found) == (text[: text.index(stop)], stop)
 
 
 def test_text_held_back_comes_with_the_last_token():
@@ -130,7 +147,14 @@ def test_text_held_back_comes_with_the_last_token():
 
 def test_stop_strings_count_only_after_min_tokens():
     ids = [BYTE_LEVEL.encode(c)[0] for c in "ab.ab.ab."]
-    for min_tokens, want in ((0, "ab"), (2, "ab"), (3, "ab.ab"), (5, "ab.ab"), (6, "ab.ab.ab"), (9, "ab.ab.ab.")):
+    for min_tokens, want in (
+        (0, "ab"),
+        (2, "ab"),
+        (3, "ab.ab"),
+        (5, "ab.ab"),
+        (6, "ab.ab.ab"),
+        (9, "ab.ab.ab."),
+    ):
         for r in (None, random.Random(min_tokens), random.Random(-1)):
             assert "".join(run(BYTE_LEVEL, ids, r, stop=["."], min_tokens=min_tokens)[0]) == want
     # One that begins before and ends after counts; one inside text held back for another does not.
@@ -141,7 +165,9 @@ def test_stop_strings_count_only_after_min_tokens():
 def test_a_stop_token_is_shown_only_with_stop_strings():
     for include, want in ((False, "a"), (True, "ab")):
         detokenizer = Detokenizer(BYTE_LEVEL, SamplingParams(include_stop_str_in_output=include))
-        assert detokenizer.push(BYTE_LEVEL.encode("a") + BYTE_LEVEL.encode("b"), last=True, drop_last=True) == (want, None)
+        assert detokenizer.push(
+            BYTE_LEVEL.encode("a") + BYTE_LEVEL.encode("b"), last=True, drop_last=True
+        ) == (want, None)
 
 
 def test_a_token_costs_the_same_however_long_the_answer():

@@ -8,8 +8,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "shoal"
 ROOT = ("api", "chat_template", "closed_schema", "fake", "structured", "tokenizer", "tool_prompt", "wire")
-MODULES = [*(PACKAGE / f"{name}.py" for name in ROOT), *sorted((PACKAGE / "engine").glob("*.py")),
-           *sorted((PACKAGE / "server").glob("*.py"))]
+MODULES = [
+    *(PACKAGE / f"{name}.py" for name in ROOT),
+    *sorted((PACKAGE / "engine").glob("*.py")),
+    *sorted((PACKAGE / "server").glob("*.py")),
+]
 SEEN = {"RequestError", "ConfigError", "UnavailableError", "EngineDeadError", "ApiError"}
 PYTHON = re.compile(r"\w\(\)|\bLLM\(|\w=(True|False)\b")
 
@@ -18,6 +21,7 @@ PYTHON = re.compile(r"\w\(\)|\bLLM\(|\w=(True|False)\b")
 def test_no_error_that_clients_see_asks_for_a_call_in_python(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SEEN:
-            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)
-                     and isinstance(n.value, str)]
+            texts = [
+                n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            ]
             assert not (wrong := [text for text in texts if PYTHON.search(text)]), wrong

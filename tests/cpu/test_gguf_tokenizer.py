@@ -1,4 +1,5 @@
-"""Tokenizers from GGUF metadata: the ids of the published tokenizer.json files, of SentencePiece itself, and of transformers."""
+"""Tokenizers from GGUF metadata: the ids of the published tokenizer.json files, of SentencePiece itself, and
+of transformers."""
 
 import json
 import random
@@ -17,8 +18,10 @@ CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-          r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def split(pattern):
@@ -38,8 +41,18 @@ PUBLISHED = {
     "smaug-bpe": ([split(CONTRACTION + WORDS + r"|\p{N}{1,3}" + REST), byte_level(False)], None, False),
     "qwen2": ([split(CONTRACTION + WORDS + r"|\p{N}" + REST), byte_level(False)], {"type": "NFC"}, False),
     "tekken": ([split(TEKKEN), byte_level(False)], None, True),
-    "deepseek-coder": ([split("[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥ࠀ-一가-퟿]+"), DIGITS, byte_level(False)],
-                       None, False),
+    "deepseek-coder": (
+        [
+            split("[\r\n]"),
+            split(r"\s?\p{L}+"),
+            split(r"\s?\p{P}+"),
+            split("[一-龥ࠀ-一가-퟿]+"),
+            DIGITS,
+            byte_level(False),
+        ],
+        None,
+        False,
+    ),
 }
 
 
@@ -47,10 +60,26 @@ PUBLISHED = {
 def test_a_pre_tokenizer_splits_as_the_published_tokenizer_of_its_name(pre):
     tokens, merges = texts.byte_level_vocabulary()
     stages, normalizer, ignore_merges = PUBLISHED[pre]
-    oracle = Backend.from_str(json.dumps({
-        "version": "1.0", "added_tokens": [], "truncation": None, "padding": None, "post_processor": None, "normalizer": normalizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": stages}, "decoder": byte_level(True),
-        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges, "ignore_merges": ignore_merges}}))
+    oracle = Backend.from_str(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "truncation": None,
+                "padding": None,
+                "post_processor": None,
+                "normalizer": normalizer,
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": stages},
+                "decoder": byte_level(True),
+                "model": {
+                    "type": "BPE",
+                    "vocab": {t: i for i, t in enumerate(tokens)},
+                    "merges": merges,
+                    "ignore_merges": ignore_merges,
+                },
+            }
+        )
+    )
     tokenizer = Tokenizer.from_gguf(texts.byte_level_metadata(pre))
     for text in texts.TEXTS + texts.random_texts(seed=len(pre)):
         assert tokenizer.encode(text) == oracle.encode(text).ids, text
@@ -58,7 +87,10 @@ def test_a_pre_tokenizer_splits_as_the_published_tokenizer_of_its_name(pre):
 
 def test_pre_tokenizers_that_differ_are_told_apart():
     tokenizers = {pre: Tokenizer.from_gguf(texts.byte_level_metadata(pre)) for pre in PUBLISHED}
-    ids = {pre: tuple(tuple(t.encode(text)) for text in texts.TEXTS + texts.LESSON[:5]) for pre, t in tokenizers.items()}
+    ids = {
+        pre: tuple(tuple(t.encode(text)) for text in texts.TEXTS + texts.LESSON[:5])
+        for pre, t in tokenizers.items()
+    }
     # ignore_merges, in which llama-bpe and smaug-bpe differ, only shows on tokens that no merge makes.
     assert len(set(ids.values())) == len(PUBLISHED) - 1
 
@@ -99,49 +131,78 @@ def write_gguf(path, metadata):
 @pytest.mark.parametrize("pre", ["gpt-2", "smaug-bpe", "llama-bpe", "tekken"])
 def test_ids_and_text_are_those_of_transformers(pre, add_bos, tmp_path):
     size = len(texts.byte_level_vocabulary()[0])
-    metadata = texts.byte_level_metadata(pre, control=("<s>", "</s>"), user_defined=("<think>", "</think>"),
-                                         bos_token_id=size, eos_token_id=size + 1, add_bos_token=add_bos)
+    metadata = texts.byte_level_metadata(
+        pre,
+        control=("<s>", "</s>"),
+        user_defined=("<think>", "</think>"),
+        bos_token_id=size,
+        eos_token_id=size + 1,
+        add_bos_token=add_bos,
+    )
     write_gguf(tmp_path / "model.gguf", metadata)
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     tokenizer = Tokenizer.from_gguf(metadata)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token) == (oracle.bos_token_id, oracle.eos_token_id, "</s>")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token) == (
+        oracle.bos_token_id,
+        oracle.eos_token_id,
+        "</s>",
+    )
     for text in texts.TEXTS + texts.random_texts(seed=7, count=50):
         ids = tokenizer.encode(text)
         assert ids == oracle(text)["input_ids"], text
-        assert tokenizer.encode(text, add_special_tokens=False) == oracle(text, add_special_tokens=False)["input_ids"]
+        assert (
+            tokenizer.encode(text, add_special_tokens=False)
+            == oracle(text, add_special_tokens=False)["input_ids"]
+        )
         for skip in (True, False):
-            assert tokenizer.decode(ids, skip) == oracle.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False), text
+            assert tokenizer.decode(ids, skip) == oracle.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            ), text
 
 
 def test_token_types_say_what_is_matched_shown_and_skipped():
     size = len(texts.byte_level_vocabulary()[0])
-    tokenizer = Tokenizer.from_gguf(texts.byte_level_metadata("qwen2", ("<|im_end|>", "<｜end▁é｜>"), ("<think>",), unused=3))
+    tokenizer = Tokenizer.from_gguf(
+        texts.byte_level_metadata("qwen2", ("<|im_end|>", "<｜end▁é｜>"), ("<think>",), unused=3)
+    )
     assert tokenizer.encode("<|im_end|><｜end▁é｜><think>") == [size, size + 1, size + 2]
     assert tokenizer.all_special_ids == [size, size + 1]
     assert tokenizer.decode([size, size + 2, size + 1]) == "<think>"
-    assert tokenizer.decode([size, size + 2, size + 1], skip_special_tokens=False) == "<|im_end|><think><｜end▁é｜>"
+    assert (
+        tokenizer.decode([size, size + 2, size + 1], skip_special_tokens=False)
+        == "<|im_end|><think><｜end▁é｜>"
+    )
     assert tokenizer.decode([size + 3, size + 5, size + 99], skip_special_tokens=False) == ""
     assert size + 3 not in tokenizer.encode("[PAD0]")
 
 
 def test_all_end_of_text_ids_are_found():
     size = len(texts.byte_level_vocabulary()[0])
-    metadata = texts.byte_level_metadata("llama-bpe", control=("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<end>"),
-                                         bos_token_id=size, eos_token_id=size + 2, eom_token_id=size + 3)
+    metadata = texts.byte_level_metadata(
+        "llama-bpe",
+        control=("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<end>"),
+        bos_token_id=size,
+        eos_token_id=size + 2,
+        eom_token_id=size + 3,
+    )
     tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.eos_token_ids == (size + 2, size + 3, size + 1)
-    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id    # of this family, unless the file says otherwise
+    # of this family, unless the file says otherwise
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
 
 
-@pytest.mark.parametrize("change, named", [
-    ({"tokenizer.ggml.model": "rwkv"}, "rwkv"),
-    ({"tokenizer.ggml.pre": "bogus-pre"}, "bogus-pre"),
-    ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
-    ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
-    ({"tokenizer.ggml.merges": ["zz qq"]}, "zz"),
-    ({"tokenizer.ggml.token_type": [1]}, "token_type"),
-    ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores"),
-])
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, "rwkv"),
+        ({"tokenizer.ggml.pre": "bogus-pre"}, "bogus-pre"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": ["zz qq"]}, "zz"),
+        ({"tokenizer.ggml.token_type": [1]}, "token_type"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores"),
+    ],
+)
 def test_what_is_unknown_or_damaged_is_named(change, named):
     with pytest.raises(CheckpointError, match=named):
         Tokenizer.from_gguf({**texts.byte_level_metadata("gpt-2"), **change})
@@ -157,11 +218,12 @@ def test_a_missing_pre_tokenizer_is_said_aloud(caplog):
 
 # SentencePiece
 
+
 def test_sentencepiece_ids_are_those_of_sentencepiece():
     oracle, tokenizer = texts.sentencepiece_model(), Tokenizer.from_gguf(texts.sentencepiece_metadata())
     for text in texts.TEXTS + texts.LESSON[:5] + texts.random_texts(seed=3):
         if "<s>" in text or "▁" in text or "\x00" in text:
-            continue    # sentencepiece knows no special tokens in text, and takes ▁ for a space
+            continue  # sentencepiece knows no special tokens in text, and takes ▁ for a space
         assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text), text
         assert tokenizer.decode(oracle.encode(text)) == oracle.decode(oracle.encode(text)) == text
 
@@ -170,14 +232,21 @@ def test_sentencepiece_text_of_any_ids_is_that_of_sentencepiece():
     oracle, tokenizer = texts.sentencepiece_model(), Tokenizer.from_gguf(texts.sentencepiece_metadata())
     r = random.Random(11)
     for _ in range(300):
-        ids = r.choices(range(3, len(tokenizer)), k=r.randint(1, 12)) if r.random() < 0.5 else r.choices(range(3, 259), k=r.randint(1, 6))
-        if ids[0] != 3 + 0x20:    # a space spelled as a byte, which no encoder writes: transformers takes it for the text's first space
+        ids = (
+            r.choices(range(3, len(tokenizer)), k=r.randint(1, 12))
+            if r.random() < 0.5
+            else r.choices(range(3, 259), k=r.randint(1, 6))
+        )
+        # a space spelled as a byte, which no encoder writes: transformers takes it for the text's first space
+        if ids[0] != 3 + 0x20:
             assert tokenizer.decode(ids) == oracle.decode(ids), ids
 
 
 def test_sentencepiece_without_a_space_prefix_adds_none():
     tokenizer = Tokenizer.from_gguf(texts.sentencepiece_metadata(add_space_prefix=False))
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("the", add_special_tokens=False)[0]).startswith("t")
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("the", add_special_tokens=False)[0]).startswith(
+        "t"
+    )
     assert tokenizer.decode(tokenizer.encode(" the")) == " the"
 
 
@@ -187,4 +256,6 @@ def test_sentencepiece_special_tokens_are_matched_and_a_text_begins_with_one():
     the = tokenizer.encode("the", add_special_tokens=False)
     assert tokenizer.encode("[INST]the[/INST]</s>") == [1, inst, *the, end, 2]
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.eos_token_ids) == ("<s>", "</s>", (2,))
-    assert Tokenizer.from_gguf(texts.sentencepiece_metadata(add_bos_token=False, add_eos_token=True)).encode("the") == [*the, 2]
+    assert Tokenizer.from_gguf(texts.sentencepiece_metadata(add_bos_token=False, add_eos_token=True)).encode(
+        "the"
+    ) == [*the, 2]

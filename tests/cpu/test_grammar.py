@@ -1,4 +1,5 @@
-"""Structured outputs in the engine: answers match, other requests don't notice, nothing that a stranger sends ends the engine."""
+"""Structured outputs in the engine: answers match, other requests don't notice, nothing that a stranger sends
+ends the engine."""
 
 import json
 import random
@@ -19,10 +20,16 @@ from shoal.engine.grammar import Grammars
 from shoal.errors import ConfigError, RequestError
 from shoal.kernels.reference import keep_bits
 
-PERSON = {"type": "object",
-          "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
-                         "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}},
-          "required": ["name", "age", "tags"], "additionalProperties": False}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
 # Printable ASCII: after half a character, an answer's text would begin with its end.
 PROMPTS = [random.Random(i).choices(range(94), k=n) for i, n in enumerate((1, 7, 16, 33, 40))]
 
@@ -34,29 +41,56 @@ def token(character):
 
 def is_person(text):
     value = json.loads(text)
-    return (list(value) == ["name", "age", "tags"] and isinstance(value["name"], str) and len(value["name"]) <= 8
-            and type(value["age"]) is int and 0 <= value["age"] <= 150 and len(value["tags"]) <= 3 and set(value["tags"]) <= {"a", "b"})
+    return (
+        list(value) == ["name", "age", "tags"]
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 8
+        and type(value["age"]) is int
+        and 0 <= value["age"] <= 150
+        and len(value["tags"]) <= 3
+        and set(value["tags"]) <= {"a", "b"}
+    )
 
 
-KINDS = [    # what is asked for, and whether a text is that
+KINDS = [  # what is asked for, and whether a text is that
     (dict(regex=r"[a-f]{2,5}-[0-9]{1,4}!"), lambda text: re.fullmatch(r"[a-f]{2,5}-[0-9]{1,4}!", text)),
-    (dict(choice=["yes", "no", "yes and no", 'é "\\\n'], ), lambda text: text in ("yes", "no", "yes and no", 'é "\\\n')),
+    (
+        dict(choice=["yes", "no", "yes and no", 'é "\\\n']),
+        lambda text: text in ("yes", "no", "yes and no", 'é "\\\n'),
+    ),
     (dict(json=PERSON, whitespace_pattern=" ?"), is_person),
     (dict(json=json.dumps(PERSON), whitespace_pattern=""), is_person),
-    (dict(grammar='root ::= sum\nsum ::= number ("+" number){0,3} "=" [A-C]\nnumber ::= [0-9]{1,3}'),
-     lambda text: re.fullmatch(r"\d{1,3}(\+\d{1,3}){0,3}=[A-C]", text)),
-    (dict(grammar='start: "<" inner ">"\ninner: WORD | "<" inner ">"\nWORD: /[x-z]{1,4}/'),
-     lambda text: re.fullmatch(r"(<+)[x-z]{1,4}(>+)", text)),
+    (
+        dict(grammar='root ::= sum\nsum ::= number ("+" number){0,3} "=" [A-C]\nnumber ::= [0-9]{1,3}'),
+        lambda text: re.fullmatch(r"\d{1,3}(\+\d{1,3}){0,3}=[A-C]", text),
+    ),
+    (
+        dict(grammar='start: "<" inner ">"\ninner: WORD | "<" inner ">"\nWORD: /[x-z]{1,4}/'),
+        lambda text: re.fullmatch(r"(<+)[x-z]{1,4}(>+)", text),
+    ),
 ]
 
 
 def structured(seed, given, **options):
-    return SamplingParams(**{"max_tokens": 180, "seed": seed, "temperature": (0.0, 0.7, 1.0, 1.6)[seed % 4],
-                             "structured_outputs": StructuredOutputsParams(**given)} | options)
+    return SamplingParams(
+        **{
+            "max_tokens": 180,
+            "seed": seed,
+            "temperature": (0.0, 0.7, 1.0, 1.6)[seed % 4],
+            "structured_outputs": StructuredOutputsParams(**given),
+        }
+        | options
+    )
 
 
 def plain(seed):
-    return SamplingParams(max_tokens=30, seed=seed, temperature=seed % 2 * 1.0, ignore_eos=True, repetition_penalty=1.0 + seed % 3 / 10)
+    return SamplingParams(
+        max_tokens=30,
+        seed=seed,
+        temperature=seed % 2 * 1.0,
+        ignore_eos=True,
+        repetition_penalty=1.0 + seed % 3 / 10,
+    )
 
 
 def ids_of(outputs):
@@ -73,9 +107,16 @@ def assert_structured(outputs, checks, bounded=True):
     assert not bounded or sum(o.outputs[0].finish_reason == "stop" for o in outputs) > len(outputs) // 2
 
 
-@pytest.mark.parametrize("options", [dict(), dict(async_scheduling=True),
-                                     dict(async_scheduling=True, max_num_batched_tokens=24, max_num_seqs=8),
-                                     dict(num_gpu_blocks_override=28, async_scheduling=True)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(async_scheduling=True),
+        dict(async_scheduling=True, max_num_batched_tokens=24, max_num_seqs=8),
+        dict(num_gpu_blocks_override=28, async_scheduling=True),
+    ],
+    ids=str,
+)
 def test_answers_match_and_plain_requests_beside_them_keep_their_tokens(options, build):
     engine = build(**options)
     prompts = [PROMPTS[i % 5] for i in range(10)]
@@ -110,14 +151,26 @@ def test_each_of_n_answers_goes_its_own_way(build):
     assert all(KINDS[0][1](t) for t in texts) and len(set(texts)) > 1
 
 
-@pytest.mark.parametrize("options", [
-    dict(ignore_eos=True), dict(min_tokens=20), dict(min_tokens=20, ignore_eos=True),
-    dict(logit_bias={token("q"): 100.0, token("3"): 50.0}),
-    dict(repetition_penalty=1.8, presence_penalty=1.0), dict(bad_words=["3"]), dict(stop_token_ids=[255]), dict(logprobs=3),
-    dict(top_k=3, top_p=0.8, min_p=0.05), dict(prompt_logprobs=1),
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(ignore_eos=True),
+        dict(min_tokens=20),
+        dict(min_tokens=20, ignore_eos=True),
+        dict(logit_bias={token("q"): 100.0, token("3"): 50.0}),
+        dict(repetition_penalty=1.8, presence_penalty=1.0),
+        dict(bad_words=["3"]),
+        dict(stop_token_ids=[255]),
+        dict(logprobs=3),
+        dict(top_k=3, top_p=0.8, min_p=0.05),
+        dict(prompt_logprobs=1),
+    ],
+    ids=str,
+)
 def test_other_parameters_compose(options, build):
-    outputs = build(async_scheduling=True).generate([PROMPTS[2]] * 12, [structured(i, KINDS[i % 2][0], **options) for i in range(12)])
+    outputs = build(async_scheduling=True).generate(
+        [PROMPTS[2]] * 12, [structured(i, KINDS[i % 2][0], **options) for i in range(12)]
+    )
     for i, output in enumerate(outputs):
         answer = output.outputs[0]
         assert answer.finish_reason == "stop" and KINDS[i % 2][1](answer.text), answer
@@ -126,13 +179,21 @@ def test_other_parameters_compose(options, build):
 
 
 def test_min_tokens_lengthens_where_the_grammar_can(build):
-    for output in build().generate([PROMPTS[2]] * 4, [structured(i, dict(regex="[a-c]*"), min_tokens=30, max_tokens=60) for i in range(4)]):
+    for output in build().generate(
+        [PROMPTS[2]] * 4,
+        [structured(i, dict(regex="[a-c]*"), min_tokens=30, max_tokens=60) for i in range(4)],
+    ):
         assert len(output.outputs[0].token_ids) >= 30
 
 
 def test_a_stop_id_and_a_stop_string_end_an_answer_early(build):
-    by_id, by_text = build().generate([PROMPTS[2]] * 2, [structured(1, dict(regex="[ab]{100}"), stop_token_ids=[token("b")]),
-                                                         structured(1, dict(regex="[ab]{100}"), stop="b")])
+    by_id, by_text = build().generate(
+        [PROMPTS[2]] * 2,
+        [
+            structured(1, dict(regex="[ab]{100}"), stop_token_ids=[token("b")]),
+            structured(1, dict(regex="[ab]{100}"), stop="b"),
+        ],
+    )
     assert by_id.outputs[0].stop_reason == token("b") and by_text.outputs[0].stop_reason == "b"
     assert set(by_id.outputs[0].text) | set(by_text.outputs[0].text) <= {"a"}
 
@@ -144,13 +205,16 @@ def test_contradictory_wishes_end_one_request_with_its_error(build):
     core.add(Request("fine", PROMPTS[1], structured(1, dict(regex="[a-c]{4}")), eos_token_ids=(257,)))
     outputs = run(core)
     assert outputs["contradictory"].finish_reason is FinishReason.ERROR
-    assert "allowed_token_ids" in outputs["contradictory"].error and outputs["contradictory"].stop_reason == "grammar"
+    assert (
+        "allowed_token_ids" in outputs["contradictory"].error
+        and outputs["contradictory"].stop_reason == "grammar"
+    )
     assert outputs["fine"].finish_reason is FinishReason.STOP
 
 
 def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(build):
     core = build().core
-    complex_one = dict(grammar='start: A\nA: /.*a.{20}/ & /.*b.{21}/ & ~/.*c.{22}/')
+    complex_one = dict(grammar="start: A\nA: /.*a.{20}/ & /.*b.{21}/ & ~/.*c.{22}/")
     for name, given in {"syntax": dict(regex="(["), "complex": complex_one, "fine": dict(regex="a")}.items():
         core.add(Request(name, PROMPTS[1], structured(0, given), eos_token_ids=(257,)))
     outputs = run(core)
@@ -167,7 +231,9 @@ def all_are_slow(monkeypatch):
     monkeypatch.setattr(grammar, "SLOW_ROW_S", 0.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_gpu_blocks_override": 14, "max_num_seqs": 4}], ids=["roomy", "preempted"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_gpu_blocks_override": 14, "max_num_seqs": 4}], ids=["roomy", "preempted"]
+)
 def test_masks_that_are_computed_beside_the_steps_are_the_same(options, build, all_are_slow, monkeypatch):
     def answers():
         with build(**options) as llm:
@@ -179,11 +245,15 @@ def test_masks_that_are_computed_beside_the_steps_are_the_same(options, build, a
     assert answers() == ahead
 
 
-def test_a_sequence_whose_grammar_stays_slow_ends_with_an_error_that_says_so(build, all_are_slow, monkeypatch):
+def test_a_sequence_whose_grammar_stays_slow_ends_with_an_error_that_says_so(
+    build, all_are_slow, monkeypatch
+):
     monkeypatch.setattr(grammar, "MOST_SLOW_S", 0.0)
     monkeypatch.setattr(grammar, "TOKEN_S", 0.0)
     llm = build()
-    slow, other = llm.generate([PROMPTS[1], PROMPTS[2]], [structured(1, dict(regex="[a-f]{50,60}")), plain(1)])
+    slow, other = llm.generate(
+        [PROMPTS[1], PROMPTS[2]], [structured(1, dict(regex="[a-f]{50,60}")), plain(1)]
+    )
     assert slow.outputs[0].finish_reason == "error" and other.outputs[0].finish_reason == "length"
 
 
@@ -245,7 +315,9 @@ def test_bad_input_is_refused_before_anything_runs(build):
 
 
 def test_hidden_tokens_match_no_text(build):
-    [output] = build().generate([PROMPTS[0]], structured(2, dict(regex="(?s:.*)"), max_tokens=200, logit_bias={256: 100.0}))
+    [output] = build().generate(
+        [PROMPTS[0]], structured(2, dict(regex="(?s:.*)"), max_tokens=200, logit_bias={256: 100.0})
+    )
     assert 256 not in output.outputs[0].token_ids
 
 
@@ -253,21 +325,56 @@ def random_schema(r, depth=0):
     kind = r.choice(["plain"] * 5 + ["nonsense"] + ["object", "array", "of"] * (depth < 3))
     if kind == "object":
         properties = {f"p{i}": random_schema(r, depth + 1) for i in range(r.randint(0, 3))}
-        return {"type": "object", "properties": properties, "required": r.sample(sorted(properties), r.randint(0, len(properties))),
-                "additionalProperties": r.random() < 0.3}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": r.sample(sorted(properties), r.randint(0, len(properties))),
+            "additionalProperties": r.random() < 0.3,
+        }
     if kind == "array":
-        return {"type": "array", "items": random_schema(r, depth + 1), "minItems": r.randint(0, 2), "maxItems": r.randint(0, 4)}
+        return {
+            "type": "array",
+            "items": random_schema(r, depth + 1),
+            "minItems": r.randint(0, 2),
+            "maxItems": r.randint(0, 4),
+        }
     if kind == "of":
-        return {r.choice(["anyOf", "anyOf", "oneOf", "allOf"]): [random_schema(r, depth + 1) for _ in range(r.randint(0, 3))]}
+        return {
+            r.choice(["anyOf", "anyOf", "oneOf", "allOf"]): [
+                random_schema(r, depth + 1) for _ in range(r.randint(0, 3))
+            ]
+        }
     if kind == "nonsense":
-        return r.choice([{"type": 7}, {"not": {}}, {"properties": []}, {"$ref": "#/no"}, {}, {"items": "x"}, {"required": 5},
-                         {"type": "string", "pattern": "("}, {"maxLength": -1}, {"maximum": "three"}, {"format": "unknown"}])
-    return r.choice([
-        {"type": "string", "maxLength": r.randint(0, 5)}, {"type": "string", "pattern": r.choice(["^a+$", "x|y"])}, {"type": "string"},
-        {"type": "string", "format": r.choice(["date", "uuid"])}, {"type": "boolean"}, {"type": ["null", "boolean"]},
-        {"type": "integer", "minimum": r.randint(-9, 9), "maximum": r.randint(-9, 99)}, {"type": "integer", "multipleOf": 3},
-        {"type": "number", "exclusiveMinimum": 0.5}, {"enum": r.sample([1, "a", None, {"b": [2.5]}, True], r.randint(0, 3))},
-        {"const": r.choice(["é", 0, []])}])
+        return r.choice(
+            [
+                {"type": 7},
+                {"not": {}},
+                {"properties": []},
+                {"$ref": "#/no"},
+                {},
+                {"items": "x"},
+                {"required": 5},
+                {"type": "string", "pattern": "("},
+                {"maxLength": -1},
+                {"maximum": "three"},
+                {"format": "unknown"},
+            ]
+        )
+    return r.choice(
+        [
+            {"type": "string", "maxLength": r.randint(0, 5)},
+            {"type": "string", "pattern": r.choice(["^a+$", "x|y"])},
+            {"type": "string"},
+            {"type": "string", "format": r.choice(["date", "uuid"])},
+            {"type": "boolean"},
+            {"type": ["null", "boolean"]},
+            {"type": "integer", "minimum": r.randint(-9, 9), "maximum": r.randint(-9, 99)},
+            {"type": "integer", "multipleOf": 3},
+            {"type": "number", "exclusiveMinimum": 0.5},
+            {"enum": r.sample([1, "a", None, {"b": [2.5]}, True], r.randint(0, 3))},
+            {"const": r.choice(["é", 0, []])},
+        ]
+    )
 
 
 def test_two_hundred_random_schemas_give_json_or_a_request_error(build):
@@ -301,7 +408,9 @@ def test_only_tokens_whose_bit_is_set_stay_possible(vocab_size):
     bits[:, :vocab_size] = allowed.numpy()
     packed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     changed, rows = logits.clone(), [4, 0, 2]
-    keep_bits(changed, torch.tensor(rows), torch.from_numpy(np.concatenate([packed[:, :1], packed], axis=1))[:, 1:])
+    keep_bits(
+        changed, torch.tensor(rows), torch.from_numpy(np.concatenate([packed[:, :1], packed], axis=1))[:, 1:]
+    )
     for i, row in enumerate(rows):
         assert torch.equal(changed[row], logits[row].masked_fill(~allowed[i], -torch.inf))
     assert torch.equal(changed[[1, 3]], logits[[1, 3]])
@@ -355,8 +464,9 @@ def test_an_engine_and_a_request_say_whether_objects_are_closed(build):
     favoured = {token("}"): 50.0, token('"'): 75.0, token("z"): 100.0}
 
     def keys(engine, **given):
-        params = structured(1, dict(json=schema, whitespace_pattern="", **given), logit_bias=favoured,
-                            max_tokens=60)
+        params = structured(
+            1, dict(json=schema, whitespace_pattern="", **given), logit_bias=favoured, max_tokens=60
+        )
         return engine.generate([PROMPTS[0]], params)[0].outputs[0].text
 
     closed, opened = build(), build(structured_outputs_config='{"disable_additional_properties": false}')
@@ -364,10 +474,14 @@ def test_an_engine_and_a_request_say_whether_objects_are_closed(build):
     assert "z" in keys(opened) and "z" not in keys(opened, disable_additional_properties=True)
 
 
-@pytest.mark.parametrize("given, said", [
-    ("{", "JSON"), ({"disable_additional_property": True}, "did you mean 'disable_additional_properties'"),
-    ({"disable_additional_properties": 1}, "neither true nor false"),
-])
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("{", "JSON"),
+        ({"disable_additional_property": True}, "did you mean 'disable_additional_properties'"),
+        ({"disable_additional_properties": 1}, "neither true nor false"),
+    ],
+)
 def test_a_wrong_structured_outputs_config_is_named(given, said):
     with pytest.raises(ConfigError, match=f"structured_outputs_config.*{said}"):
         EngineConfig.from_options(structured_outputs_config=given)

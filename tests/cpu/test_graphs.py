@@ -1,6 +1,8 @@
-"""A rehearsal launches every variant of a kernel that captures launch after it: what is first compiled or loaded in a capture breaks it.
+"""A rehearsal launches every variant of a kernel that captures launch after it: what is first compiled or
+loaded in a capture breaks it.
 
-In a process of its own, in which Triton does not interpret; nothing is compiled or runs: a launch only tells its variant.
+In a process of its own, in which Triton does not interpret; nothing is compiled or runs: a launch only tells
+its variant.
 """
 
 from __future__ import annotations
@@ -13,18 +15,51 @@ from pathlib import Path
 
 import pytest
 
-LAYER = dict(vocab_size=999, hidden_size=512, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+LAYER = dict(
+    vocab_size=999,
+    hidden_size=512,
+    intermediate_size=768,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+)
 MODELS = {
     "dense": ("Qwen3Config", dict(num_hidden_layers=3), {}),
     "one layer": ("Qwen3Config", dict(num_hidden_layers=1), dict(max_num_seqs=1)),
-    "odd heads, float16": ("Qwen3Config", dict(num_hidden_layers=2, head_dim=80, num_attention_heads=7, num_key_value_heads=1),
-                           dict(dtype="float16", block_size=64)),
+    "odd heads, float16": (
+        "Qwen3Config",
+        dict(num_hidden_layers=2, head_dim=80, num_attention_heads=7, num_key_value_heads=1),
+        dict(dtype="float16", block_size=64),
+    ),
     "windows": ("MistralConfig", dict(num_hidden_layers=2, sliding_window=100), {}),
-    "every other layer of experts": ("Qwen3MoeConfig", dict(num_hidden_layers=3, num_experts=6, num_experts_per_tok=2,
-                                                            decoder_sparse_step=2, moe_intermediate_size=64), {}),
-    "experts at the end": ("Qwen3MoeConfig", dict(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2, decoder_sparse_step=2,
-                                                  moe_intermediate_size=64), dict(max_num_seqs=1)),    # a router's product of one row
-    "wide, on another GPU": ("Qwen3Config", dict(num_hidden_layers=2, hidden_size=2560, num_attention_heads=32, head_dim=128), {}),
+    "every other layer of experts": (
+        "Qwen3MoeConfig",
+        dict(
+            num_hidden_layers=3,
+            num_experts=6,
+            num_experts_per_tok=2,
+            decoder_sparse_step=2,
+            moe_intermediate_size=64,
+        ),
+        {},
+    ),
+    "experts at the end": (
+        "Qwen3MoeConfig",
+        dict(
+            num_hidden_layers=4,
+            num_experts=16,
+            num_experts_per_tok=2,
+            decoder_sparse_step=2,
+            # a router's product of one row
+            moe_intermediate_size=64,
+        ),
+        dict(max_num_seqs=1),
+    ),
+    "wide, on another GPU": (
+        "Qwen3Config",
+        dict(num_hidden_layers=2, hidden_size=2560, num_attention_heads=32, head_dim=128),
+        {},
+    ),
 }
 WITHOUT_HOPPER = ("wide, on another GPU",)
 
@@ -32,8 +67,17 @@ WITHOUT_HOPPER = ("wide, on another GPU",)
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join((str(root), str(Path(__file__).parent)))}
-    done = subprocess.run([sys.executable, __file__, tmp_path_factory.mktemp("models")], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join((str(root), str(Path(__file__).parent))),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, tmp_path_factory.mktemp("models")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -76,11 +120,12 @@ def launched_variants(folder: Path, name: str) -> dict:
     from tests import tiny
 
     hopper_linear.num_sms = lambda _: 0 if name in WITHOUT_HOPPER else 132
-    hopper_row.SMALLEST = 32    # these models are small
+    hopper_row.SMALLEST = 32  # these models are small
     seen: list[str] = []
     graphs = []
     triton.runtime.driver.set_active(_NoDriver())
-    triton.knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: seen.append(f"{fn.name} {key}") or True    # True: no need to compile
+    # True: no need to compile
+    triton.knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: seen.append(f"{fn.name} {key}") or True
 
     def take() -> list[str]:
         taken = sorted(set(seen))
@@ -102,13 +147,24 @@ def launched_variants(folder: Path, name: str) -> dict:
     runner_module.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
     runner_module.select_backend = lambda config, device, dtype, **heads: TritonBackend(
-        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype)
+        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype
+    )
     kind, changes, options = MODELS[name]
-    model = getattr(transformers, kind)(**LAYER | changes, architectures=[kind.replace("Config", "ForCausalLM")])
+    model = getattr(transformers, kind)(
+        **LAYER | changes, architectures=[kind.replace("Config", "ForCausalLM")]
+    )
     model.save_pretrained(folder)
     tiny.write_tokenizer(folder)
-    llm = LLM(str(folder), **dict(dtype="bfloat16", max_num_seqs=48) | options, load_format="dummy", device="cpu", max_model_len=1024,
-              num_gpu_blocks_override=200, max_num_batched_tokens=320, skip_tokenizer_init=True)
+    llm = LLM(
+        str(folder),
+        **dict(dtype="bfloat16", max_num_seqs=48) | options,
+        load_format="dummy",
+        device="cpu",
+        max_model_len=1024,
+        num_gpu_blocks_override=200,
+        max_num_batched_tokens=320,
+        skip_tokenizer_init=True,
+    )
     runner = llm.core.runner
     take()
     cache, runner.kv = runner.kv, runner._new_cache(1)
@@ -120,13 +176,18 @@ def launched_variants(folder: Path, name: str) -> dict:
     with torch.inference_mode():
         runner._prepare_steps()
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
-    runner.graphs = runner.mixed_graphs = None    # eager steps, but none of fewer tokens than are ever captured
+    runner.graphs = runner.mixed_graphs = None  # eager steps, but none of fewer tokens than are ever captured
     llm.core.builder.mixed_shapes = ()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     llm.generate([[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))], params, use_tqdm=False)
-    llm.generate([[20 + i] * (100 + i) for i in range(3)], params, use_tqdm=False)    # a step that ends three prompts
+    # a step that ends three prompts
+    llm.generate([[20 + i] * (100 + i) for i in range(3)], params, use_tqdm=False)
     return {"graphs": graphs, "steps": (started, take()), "ahead": ahead, "probed": probed}
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: launched_variants(Path(sys.argv[1]) / str(i), name) for i, name in enumerate(MODELS)}))
+    print(
+        json.dumps(
+            {name: launched_variants(Path(sys.argv[1]) / str(i), name) for i, name in enumerate(MODELS)}
+        )
+    )

@@ -49,19 +49,32 @@ def test_a_chain_extended_token_by_token_equals_the_one_made_at_once():
 
 
 def test_adapter_and_salt_part_the_keys_and_are_not_mixed_up():
-    extras = [{}, {"cache_salt": "a"}, {"adapter": "a"}, {"adapter": "a", "cache_salt": "a"}, {"cache_salt": ""}, {"adapter": ""},
-              {"adapter": "ab", "cache_salt": "c"}, {"adapter": "a", "cache_salt": "bc"}, {"cache_salt": "\0"}, {"cache_salt": "\ud800"}]
+    extras = [
+        {},
+        {"cache_salt": "a"},
+        {"adapter": "a"},
+        {"adapter": "a", "cache_salt": "a"},
+        {"cache_salt": ""},
+        {"adapter": ""},
+        {"adapter": "ab", "cache_salt": "c"},
+        {"adapter": "a", "cache_salt": "bc"},
+        {"cache_salt": "\0"},
+        {"cache_salt": "\ud800"},
+    ]
     chains = [keys_of(list(range(8)), **extra) for extra in extras]
     assert len({chain[0] for chain in chains}) == len({chain[1] for chain in chains}) == len(extras)
     assert keys_of(list(range(8)), cache_salt="a") == chains[1]
 
 
-@pytest.mark.parametrize(("length", "other"), [(0, 0), (1, 1), (1, 40), (16, 16), (17, 300), (47, 48), (48, 90), (300, 300), (300, 1000)])
+@pytest.mark.parametrize(
+    ("length", "other"),
+    [(0, 0), (1, 1), (1, 40), (16, 16), (17, 300), (47, 48), (48, 90), (300, 300), (300, 1000)],
+)
 def test_the_first_difference_of_two_lists_is_found_wherever_it_is(length, other):
     a = list(range(length))
     assert common_length(a, list(range(other))) == common_length(list(range(other)), a) == min(length, other)
     for first in range(length):
-        assert common_length(a, [*a[:first], -1, *a[first + 1:]]) == first
+        assert common_length(a, [*a[:first], -1, *a[first + 1 :]]) == first
 
 
 def test_block_size_is_part_of_a_key():
@@ -70,8 +83,13 @@ def test_block_size_is_part_of_a_key():
 
 def test_keys_are_the_same_in_every_process_and_forever():
     tokens = [0, 1, 49151, 2**32 - 1]
-    code = f"from shoal.hashing import *; k = []; extend_keys(k, root_key('lora', 'salt'), {tokens}, 2); print(b''.join(k).hex())"
-    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    code = (
+        f"from shoal.hashing import *; k = []; extend_keys(k, root_key('lora', 'salt'), {tokens}, 2); "
+        "print(b''.join(k).hex())"
+    )
+    fresh = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert fresh == b"".join(keys_of(tokens, 2, adapter="lora", cache_salt="salt")).hex()
     assert fresh == "8bd91e11a58a8632bc57bf8ae4ff64b00514eb09d7abfcae6e062b431945e510"
 
@@ -86,13 +104,21 @@ def test_wire_hashes_are_dynamos():
 
 
 def test_wire_hashes_of_another_adapter_or_salt_differ():
-    extras = [{}, {"adapter": "a"}, {"cache_salt": "a"}, {"adapter": "a", "cache_salt": "a"}, {"adapter": "b"}]
+    extras = [
+        {},
+        {"adapter": "a"},
+        {"cache_salt": "a"},
+        {"adapter": "a", "cache_salt": "a"},
+        {"adapter": "b"},
+    ]
     assert len({wire_seed(**extra) for extra in extras}) == len(extras)
     assert wire_seed("", "") == wire_seed() == WIRE_SEED
     assert wire_seed("a", "b") == (1337 + xxh3_64_intdigest(b"a", 0) + xxh3_64_intdigest(b"b", 1)) % 2**64
     first, second = block_hashes([7, 7], 1, wire_seed("a"))
     assert first == second == xxh3_64_intdigest((7).to_bytes(4, "little"), wire_seed("a"))
-    assert sequence_hashes([first, second])[1] == xxh3_64_intdigest(2 * first.to_bytes(8, "little"), 1337), "the chain itself is not salted"
+    assert sequence_hashes([first, second])[1] == xxh3_64_intdigest(2 * first.to_bytes(8, "little"), 1337), (
+        "the chain itself is not salted"
+    )
 
 
 def test_an_event_names_a_block_by_the_end_of_its_key():

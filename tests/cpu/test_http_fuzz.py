@@ -27,12 +27,14 @@ from tests.http_shapes import ADMIN_PATHS, BODIES, LAST, SECOND, SMUGGLING, raw_
 
 SEED = int(os.environ.get("SHOAL_FUZZ_SEED", random.randrange(1 << 30)))
 CASES = int(os.environ.get("SHOAL_FUZZ_CASES", 20_000))
-long = pytest.mark.parametrize("cases", [300, pytest.param(CASES, marks=[pytest.mark.slow,
-                                                                         pytest.mark.timeout(0)])],
-                                                                         ids=["short", "long"])
+long = pytest.mark.parametrize(
+    "cases",
+    [300, pytest.param(CASES, marks=[pytest.mark.slow, pytest.mark.timeout(0)])],
+    ids=["short", "long"],
+)
 AT_ONCE = 150
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
-RESET = struct.pack("ii", 1, 0)    # SO_LINGER: the end is a reset
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the end is a reset
 
 
 @pytest.fixture
@@ -43,10 +45,12 @@ def server(caplog, monkeypatch):
     print(f"SHOAL_FUZZ_SEED={SEED}")
     caplog.set_level(logging.INFO)
     engine = FakeEngine(300, reply=ids_of("word "))
-    # read_timeout: enough where others use the processor too, and little, as unfinished requests wait so long.
+    # read_timeout: enough where others use the processor too, and little, as unfinished requests wait so
+    # long.
     model = {"tool_call_parser": "hermes", "max_model_len": 4096}
-    with FakeServer(engine, model=model, read_timeout=1.0, write_timeout=5.0,
-                    max_queued_requests=1000) as server:
+    with FakeServer(
+        engine, model=model, read_timeout=1.0, write_timeout=5.0, max_queued_requests=1000
+    ) as server:
         assert server.json("/version")[0] == 200
         open_before = psutil.Process().num_fds()
         yield server
@@ -73,9 +77,9 @@ def test_raw_http_of_any_shape_is_answered_or_refused(cases, server):
             await writer.drain()
             await asyncio.sleep(0)
             writer.write(data[cut:] + LAST)
-            answer = await asyncio.wait_for(reader.read(), 60)    # to the end: who never ends it hangs
+            answer = await asyncio.wait_for(reader.read(), 60)  # to the end: who never ends it hangs
         except ConnectionError:
-            answer = b""    # refused while we wrote
+            answer = b""  # refused while we wrote
         except TimeoutError:
             raise AssertionError(f"neither answered nor ended: {data!r}") from None
         finally:
@@ -120,8 +124,10 @@ def test_spoilt_json_is_answered_or_refused(cases, server):
     rng = random.Random(SEED)
     statuses = collections.Counter()
     ports = {True: server.admin_port, False: server.port}
-    connections = {is_admin: http.client.HTTPConnection("127.0.0.1", port, timeout=60) for is_admin,
-                   port in ports.items()}
+    connections = {
+        is_admin: http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        for is_admin, port in ports.items()
+    }
     paths = list(BODIES)
     for number in range(2 * cases):
         path = paths[number % len(paths)]
@@ -139,9 +145,18 @@ def test_spoilt_json_is_answered_or_refused(cases, server):
     assert statuses[200] and statuses[400]
 
 
-STAGES = ("before the head", "in the head", "before the body", "in the body", "at once",
-          "before the first token", "in the stream", "in the answer",
-          "with one behind", "with many behind")
+STAGES = (
+    "before the head",
+    "in the head",
+    "before the body",
+    "in the body",
+    "at once",
+    "before the first token",
+    "in the stream",
+    "in the answer",
+    "with one behind",
+    "with many behind",
+)
 
 
 @long
@@ -152,16 +167,26 @@ def test_whoever_leaves_at_any_stage_leaves_nothing_behind(cases, server):
 
     async def one(stage):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        body = {"prompt": "a", "max_tokens": 200, "stream": stage != "in the answer",
-                "n": rng.choice((1, 1, 4))}
+        body = {
+            "prompt": "a",
+            "max_tokens": 200,
+            "stream": stage != "in the answer",
+            "n": rng.choice((1, 1, 4)),
+        }
         data = post("/v1/completions", body)
         head = data.index(b"\r\n\r\n") + 4
-        sent = {"before the head": 0, "in the head": rng.randrange(1, head), "before the body": head,
-                "in the body": rng.randrange(head, len(data))}
-        behind = {"with one behind": b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n",
-                  "with many behind": data * rng.randrange(1, 30)}
+        sent = {
+            "before the head": 0,
+            "in the head": rng.randrange(1, head),
+            "before the body": head,
+            "in the body": rng.randrange(head, len(data)),
+        }
+        behind = {
+            "with one behind": b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n",
+            "with many behind": data * rng.randrange(1, 30),
+        }
         try:
-            writer.write(data[:sent.get(stage, len(data))] + behind.get(stage, b""))
+            writer.write(data[: sent.get(stage, len(data))] + behind.get(stage, b""))
             await writer.drain()
             if stage == "before the first token":
                 await asyncio.sleep(rng.random() * 0.05)

@@ -14,11 +14,23 @@ def of(tensor):
     return total.item() % WORD
 
 
-@pytest.mark.parametrize("shape, dtype", [((0,), torch.float32), ((1,), torch.uint8), ((3,), torch.bfloat16), ((5, 123), torch.bfloat16),
-                                          ((3 * BLOCK + 7,), torch.float32), ((2, BLOCK * 4), torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((0,), torch.float32),
+        ((1,), torch.uint8),
+        ((3,), torch.bfloat16),
+        ((5, 123), torch.bfloat16),
+        ((3 * BLOCK + 7,), torch.float32),
+        ((2, BLOCK * 4), torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_the_kernel_computes_its_definition(shape, dtype):
     torch.manual_seed(0)
-    tensor = torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(256, shape, dtype=dtype)
+    tensor = (
+        torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(256, shape, dtype=dtype)
+    )
     assert of(tensor) == defined(tensor)
 
 

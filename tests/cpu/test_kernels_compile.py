@@ -1,4 +1,5 @@
-"""Every Triton kernel but attention's compiles for sm_80 and sm_90, without spills, in the types and sizes that real models bring."""
+"""Every Triton kernel but attention's compiles for sm_80 and sm_90, without spills, in the types and sizes
+that real models bring."""
 
 from __future__ import annotations
 
@@ -25,9 +26,13 @@ def _ints(*shape: int) -> torch.Tensor:
 for size, dtype in ((576, torch.float32), (1024, BF16), (4096, BF16), (16384, BF16), (80, torch.float16)):
     x, weight = torch.zeros(2, size, dtype=dtype), torch.ones(size, dtype=dtype)
     LAUNCHES[f"rms_norm {size} {dtype}"] = lambda x=x, w=weight: triton_ops.rms_norm(x, w, 1e-6)
-    LAUNCHES[f"add_rms_norm {size} {dtype}"] = lambda x=x, w=weight: triton_ops.add_rms_norm(x, x.clone(), w, 1e-6)
+    LAUNCHES[f"add_rms_norm {size} {dtype}"] = lambda x=x, w=weight: triton_ops.add_rms_norm(
+        x, x.clone(), w, 1e-6
+    )
     many = torch.zeros(MANY_ROWS + 1, size, dtype=dtype, device="meta")
-    LAUNCHES[f"add_rms_norm of many rows {size} {dtype}"] = lambda x=many, w=weight: triton_ops.add_rms_norm(x, x.clone(), w, 1e-6)
+    LAUNCHES[f"add_rms_norm of many rows {size} {dtype}"] = lambda x=many, w=weight: triton_ops.add_rms_norm(
+        x, x.clone(), w, 1e-6
+    )
     LAUNCHES[f"silu_mul {size} {dtype}"] = lambda x=x: triton_ops.silu_mul(x)
     LAUNCHES[f"embed {size} {dtype}"] = lambda x=x: triton_ops.embed(_ints(3), x)
 
@@ -37,29 +42,73 @@ def _rope(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dty
     qkv = torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     kv_layer = torch.zeros(2, 3, 2, kv_heads, 16, head_dim, dtype=dtype)[:, 1]
     tables = StateLayout(4, 20).block_tables(_ints(StateLayout(4, 20).size))
-    triton_ops.qk_norm_rope_store(qkv, weight, weight, 1e-6, torch.zeros(64, head_dim), _ints(tokens), _ints(tokens), tables, kv_layer,
-                                  heads, kv_heads, keep_k=tokens <= ONE_WAVE)
+    triton_ops.qk_norm_rope_store(
+        qkv,
+        weight,
+        weight,
+        1e-6,
+        torch.zeros(64, head_dim),
+        _ints(tokens),
+        _ints(tokens),
+        tables,
+        kv_layer,
+        heads,
+        kv_heads,
+        keep_k=tokens <= ONE_WAVE,
+    )
 
 
-for case in ((1, 16, 8, 128, True, BF16), (100, 16, 8, 128, True, BF16), (100, 32, 8, 128, False, BF16), (100, 64, 8, 128, True, BF16),
-             (1, 9, 3, 64, False, torch.float32), (100, 4, 2, 80, True, torch.float16), (100, 4, 2, 96, False, BF16),
-             (2000, 16, 8, 128, True, BF16)):
+for case in (
+    (1, 16, 8, 128, True, BF16),
+    (100, 16, 8, 128, True, BF16),
+    (100, 32, 8, 128, False, BF16),
+    (100, 64, 8, 128, True, BF16),
+    (1, 9, 3, 64, False, torch.float32),
+    (100, 4, 2, 80, True, torch.float16),
+    (100, 4, 2, 96, False, BF16),
+    (2000, 16, 8, 128, True, BF16),
+):
     LAUNCHES[f"qk_norm_rope_store {case}"] = lambda case=case: _rope(*case)
 
 
 def _sample(num_seqs: int, vocab_size: int, dtype: torch.dtype) -> None:
     layout = StateLayout(num_seqs, 20)
-    triton_ops.sample(torch.zeros(num_seqs, vocab_size, dtype=dtype), _ints(num_seqs), _ints(num_seqs), layout.table(_ints(layout.size)),
-                      _ints(num_seqs))
+    triton_ops.sample(
+        torch.zeros(num_seqs, vocab_size, dtype=dtype),
+        _ints(num_seqs),
+        _ints(num_seqs),
+        layout.table(_ints(layout.size)),
+        _ints(num_seqs),
+    )
 
 
-for case in ((1, 151936, BF16), (64, 151936, BF16), (64, 49152, torch.float32), (1, 256000, torch.float16), (4, 32000, torch.float32)):
+for case in (
+    (1, 151936, BF16),
+    (64, 151936, BF16),
+    (64, 49152, torch.float32),
+    (1, 256000, torch.float16),
+    (4, 32000, torch.float32),
+):
     LAUNCHES[f"sample {case}"] = lambda case=case: _sample(*case)
 
 
-def _moe(tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype, blocks: Blocks | None = None) -> None:
-    arguments = (torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, num_experts, dtype=dtype),
-                 torch.zeros(num_experts, 2 * size, hidden, dtype=dtype), torch.zeros(num_experts, hidden, size, dtype=dtype), top_k, True)
+def _moe(
+    tokens: int,
+    hidden: int,
+    size: int,
+    num_experts: int,
+    top_k: int,
+    dtype: torch.dtype,
+    blocks: Blocks | None = None,
+) -> None:
+    arguments = (
+        torch.zeros(tokens, hidden, dtype=dtype),
+        torch.zeros(tokens, num_experts, dtype=dtype),
+        torch.zeros(num_experts, 2 * size, hidden, dtype=dtype),
+        torch.zeros(num_experts, hidden, size, dtype=dtype),
+        top_k,
+        True,
+    )
     if blocks is None:
         triton_ops.moe(*arguments)
         triton_ops.moe(*arguments, torch.zeros(tokens, hidden, dtype=dtype))
@@ -67,8 +116,13 @@ def _moe(tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtyp
         moe_with(blocks, *arguments)
 
 
-for case in ((1, 2048, 768, 4, 2, BF16), (64, 2048, 768, 4, 2, BF16), (1024, 2048, 768, 4, 2, BF16), (3, 64, 48, 8, 2, torch.float32),
-             (300, 64, 48, 8, 2, torch.float32)):
+for case in (
+    (1, 2048, 768, 4, 2, BF16),
+    (64, 2048, 768, 4, 2, BF16),
+    (1024, 2048, 768, 4, 2, BF16),
+    (3, 64, 48, 8, 2, torch.float32),
+    (300, 64, 48, 8, 2, torch.float32),
+):
     LAUNCHES[f"moe {case}"] = lambda case=case: _moe(*case)
 
 

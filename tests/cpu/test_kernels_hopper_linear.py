@@ -1,5 +1,5 @@
-"""Which products go to Hopper's kernels and how they are cut; that they compile for sm_90 without spills. Gluon has no interpreter: results
-are compared in tests/gpu/test_linear_gpu.py."""
+"""Which products go to Hopper's kernels and how they are cut; that they compile for sm_90 without spills.
+Gluon has no interpreter: results are compared in tests/gpu/test_linear_gpu.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,20 @@ from shoal.kernels.hopper_linear import MAX_ROWS, MAX_TILES, SHARED_BYTES, choos
 
 H200_SMS = 132
 BF16, FP16 = torch.bfloat16, torch.float16
-SHAPES = ((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False),    # outs, inputs, gated: qwen3-0.6b
-          (6144, 4096, False), (4096, 4096, False), (12288, 4096, True), (4096, 12288, False),    # qwen3-8b
-          (9728, 2560, True), (1000, 1040, False), (360, 576, True))    # qwen3-4b; odd ones
+# outs, inputs, gated: qwen3-0.6b
+SHAPES = (
+    (4096, 1024, False),
+    (1024, 2048, False),
+    (3072, 1024, True),
+    (1024, 3072, False),
+    (6144, 4096, False),
+    (4096, 4096, False),
+    (12288, 4096, True),
+    (4096, 12288, False),  # qwen3-8b
+    (9728, 2560, True),
+    (1000, 1040, False),
+    (360, 576, True),
+)  # qwen3-4b; odd ones
 LAUNCHES: dict[str, Callable[[], object]] = {}
 
 
@@ -39,14 +50,23 @@ def test_tiles_cover_the_product_and_fit(rows: int, outs: int, inputs: int, gate
     assert not (gated and tiles.splits > 1)
 
 
-@pytest.mark.parametrize(("rows", "outs", "inputs"), [
-    (1, 4096, 1024), (MAX_ROWS + 1, 4096, 1024), (64, 4096, 1028), (64, 4100, 1024), (64, 4096, 256), (64, 151936, 1024)])
+@pytest.mark.parametrize(
+    ("rows", "outs", "inputs"),
+    [
+        (1, 4096, 1024),
+        (MAX_ROWS + 1, 4096, 1024),
+        (64, 4096, 1028),
+        (64, 4100, 1024),
+        (64, 4096, 256),
+        (64, 151936, 1024),
+    ],
+)
 def test_other_products_stay_where_they_were(rows: int, outs: int, inputs: int) -> None:
     assert choose_hopper_tiles(rows, outs, inputs, False, H200_SMS) is None
 
 
 def test_gated_products_too_narrow_for_most_sms_stay_where_they_were() -> None:
-    assert choose_hopper_tiles(8, 1536, 4096, True, H200_SMS) is None    # qwen3-8b's on one of 8 ranks
+    assert choose_hopper_tiles(8, 1536, 4096, True, H200_SMS) is None  # qwen3-8b's on one of 8 ranks
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 8, 48, 130, 256, 257])
@@ -57,22 +77,39 @@ def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
         if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
             read = triton.cdiv(rows, tiles.rows) * tiles.rows
             assert x.untyped_storage().nbytes() >= read * 1024 * 2
-            assert hopper_linear.descriptor(x.view(rows, 1024), tiles.rows, tiles.columns, read).shape == [read, 1024]
-            alone = torch.empty(rows, 1024, dtype=BF16)    # no memory behind it: nothing is read there
+            assert hopper_linear.descriptor(x.view(rows, 1024), tiles.rows, tiles.columns, read).shape == [
+                read,
+                1024,
+            ]
+            alone = torch.empty(rows, 1024, dtype=BF16)  # no memory behind it: nothing is read there
             assert hopper_linear.descriptor(alone, tiles.rows, tiles.columns, read).shape == [rows, 1024]
             there_is_room = (1 + read) * 1024 * 2 <= x.untyped_storage().nbytes()
             later = hopper_linear.descriptor(x.view(rows, 1024)[1:], tiles.rows, tiles.columns, read)
             assert later.shape[0] == (read if there_is_room else rows - 1)
 
 
-@pytest.mark.parametrize(("rows", "weight_rows", "inputs", "dtype"), [
-    (2, 6144, 4096, BF16), (0, 6144, 4096, BF16), (1, 4096, 1024, BF16), (1, 1024, 4096, BF16), (1, 4096, 4104, BF16),
-    (1, 4096, hopper_row.LARGEST + 16, BF16), (1, 6144, 4096, torch.float32)])
-def test_the_ring_is_for_one_row_of_a_large_weight(rows: int, weight_rows: int, inputs: int, dtype: torch.dtype, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "weight_rows", "inputs", "dtype"),
+    [
+        (2, 6144, 4096, BF16),
+        (0, 6144, 4096, BF16),
+        (1, 4096, 1024, BF16),
+        (1, 1024, 4096, BF16),
+        (1, 4096, 4104, BF16),
+        (1, 4096, hopper_row.LARGEST + 16, BF16),
+        (1, 6144, 4096, torch.float32),
+    ],
+)
+def test_the_ring_is_for_one_row_of_a_large_weight(
+    rows: int, weight_rows: int, inputs: int, dtype: torch.dtype, monkeypatch
+) -> None:
     monkeypatch.setattr(hopper_linear, "num_sms", lambda _: H200_SMS)
     large = torch.empty(6144, 4096, dtype=BF16, device="meta")
     assert hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large, gated=True)
-    x, weight = torch.empty(rows, inputs, dtype=dtype, device="meta"), torch.empty(weight_rows, inputs, dtype=dtype, device="meta")
+    x, weight = (
+        torch.empty(rows, inputs, dtype=dtype, device="meta"),
+        torch.empty(weight_rows, inputs, dtype=dtype, device="meta"),
+    )
     assert not hopper_row.is_for(x, weight, gated=False)
     monkeypatch.setattr(hopper_linear, "num_sms", lambda _: 0)
     assert not hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large, gated=True)
@@ -80,7 +117,8 @@ def test_the_ring_is_for_one_row_of_a_large_weight(rows: int, weight_rows: int, 
 
 def test_the_ring_is_for_gated_products_of_as_many_outputs(monkeypatch) -> None:
     monkeypatch.setattr(hopper_linear, "num_sms", lambda _: H200_SMS)
-    x, shard = (torch.empty(rows, 4096, dtype=BF16, device="meta") for rows in (1, 3072))    # of qwen3-8b's gate and up on one of 8 ranks
+    # of qwen3-8b's gate and up on one of 8 ranks
+    x, shard = (torch.empty(rows, 4096, dtype=BF16, device="meta") for rows in (1, 3072))
     assert hopper_row.is_for(x, shard, gated=False) and not hopper_row.is_for(x, shard, gated=True)
 
 
@@ -90,9 +128,14 @@ def _launch_normed(outs: int, inputs: int, gated: bool, dtype: torch.dtype) -> N
         linear.add_norm_linear(None, x, torch.empty(inputs, dtype=dtype), 1e-6, weight, None, gated)
 
 
-def _launch(rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, with_bias: bool, add: bool) -> None:
+def _launch(
+    rows: int, outs: int, inputs: int, gated: bool, dtype: torch.dtype, with_bias: bool, add: bool
+) -> None:
     with torch.device("meta"):
-        x, weight = torch.empty(rows, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
+        x, weight = (
+            torch.empty(rows, inputs, dtype=dtype),
+            torch.empty(outs * (1 + gated), inputs, dtype=dtype),
+        )
         bias = torch.empty(len(weight), dtype=dtype) if with_bias else None
         if add:
             linear.linear_add(x, weight, bias, torch.empty(rows, outs, dtype=dtype))
@@ -104,27 +147,47 @@ def _sms_of_target(device: torch.device) -> int:
     return H200_SMS if triton.runtime.driver.active.get_current_target().arch == 90 else 0
 
 
-for rows in (8, 16, 32, 64, 128, 256):    # each kernel once
+for rows in (8, 16, 32, 64, 128, 256):  # each kernel once
     for outs, inputs, gated in SHAPES:
         if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
             odd = outs % 16 > 0
             stages = tiles.stages(inputs, gated)
-            for add in (False, True)[:2 - gated]:
-                case = f"{tiles.rows} x {tiles.outs} x {tiles.columns} {stages=} {tiles.splits=} {gated=} {odd=} {add=}"
-                LAUNCHES.setdefault(case, partial(_launch, rows, outs, inputs, gated, FP16 if odd else BF16, odd, add))
+            for add in (False, True)[: 2 - gated]:
+                case = (
+                    f"{tiles.rows} x {tiles.outs} x {tiles.columns} {stages=} {tiles.splits=} {gated=} "
+                    f"{odd=} {add=}"
+                )
+                LAUNCHES.setdefault(
+                    case, partial(_launch, rows, outs, inputs, gated, FP16 if odd else BF16, odd, add)
+                )
 
 for size, inputs, dtype in ((3072, 1024, BF16), (1096, 584, FP16)):
     LAUNCHES[f"gate and up, {size} x {inputs}, many rows"] = partial(
-        _launch, hopper_gated.MIN_ROWS, size, inputs, True, dtype, False, False)
+        _launch, hopper_gated.MIN_ROWS, size, inputs, True, dtype, False, False
+    )
 
-for outs, inputs, gated, dtype in ((6144, 4096, False, BF16), (12288, 4096, True, BF16), (9728, 2560, True, FP16)):
-    LAUNCHES[f"one row with its norm, {outs} x {inputs} {gated=} {dtype}"] = partial(_launch_normed, outs, inputs, gated, dtype)
+for outs, inputs, gated, dtype in (
+    (6144, 4096, False, BF16),
+    (12288, 4096, True, BF16),
+    (9728, 2560, True, FP16),
+):
+    LAUNCHES[f"one row with its norm, {outs} x {inputs} {gated=} {dtype}"] = partial(
+        _launch_normed, outs, inputs, gated, dtype
+    )
 
-for outs, inputs, gated, dtype in ((4096, 4096, False, BF16), (4096, 12288, False, BF16), (2560, 9728, False, FP16),
-                                   (25600, 5120, True, BF16), (5120, 25600, False, BF16)):    # gated: with a bias, else added
-    LAUNCHES[f"one row, {outs} x {inputs} {gated=} {dtype}"] = partial(_launch, 1, outs, inputs, gated, dtype, gated, not gated)
+for outs, inputs, gated, dtype in (
+    (4096, 4096, False, BF16),
+    (4096, 12288, False, BF16),
+    (2560, 9728, False, FP16),
+    # gated: with a bias, else added
+    (25600, 5120, True, BF16),
+    (5120, 25600, False, BF16),
+):
+    LAUNCHES[f"one row, {outs} x {inputs} {gated=} {dtype}"] = partial(
+        _launch, 1, outs, inputs, gated, dtype, gated, not gated
+    )
 
-if not triton.knobs.runtime.interpret:    # this file once more, in the process that compiles
+if not triton.knobs.runtime.interpret:  # this file once more, in the process that compiles
     hopper_linear.num_sms = _sms_of_target
 
 compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
@@ -140,5 +203,7 @@ def test_compiles_for_hopper_without_spills(compiled, case: str) -> None:
 
 @pytest.mark.slow
 def test_an_sm_has_one_program_of_a_ring(compiled) -> None:
-    rings = [kernel for kernels in compiled.values() for kernel in kernels if kernel.name == "hopper_row_kernel"]
+    rings = [
+        kernel for kernels in compiled.values() for kernel in kernels if kernel.name == "hopper_row_kernel"
+    ]
     assert len(rings) == 8 and all(2 * kernel.shared > SHARED_LIMIT[90] for kernel in rings)

@@ -13,7 +13,7 @@ def test_penalties_by_hand() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, 4.0, -math.inf]])
     prompt = torch.tensor([[True, True, False, False, True]])
     counts = torch.tensor([[0, 3, 1, 0, 0]])
-    strengths = (torch.tensor([x]) for x in (2.0, 0.5, 0.25))    # repetition, presence, frequency
+    strengths = (torch.tensor([x]) for x in (2.0, 0.5, 0.25))  # repetition, presence, frequency
     result = shaping.penalize(logits, prompt, counts, *strengths)
     assert result[0].tolist() == [1.0, -4.0 - 0.75 - 0.5, 0.5 - 0.25 - 0.5, 4.0, -math.inf]
 
@@ -43,7 +43,7 @@ def test_logprobs_values_ranks_and_best() -> None:
     chosen, ranks, ids, top = shaping.logprobs(logits, torch.tensor([2, 3], dtype=torch.int32), 3)
     expected = logits.float().log_softmax(-1)
     assert torch.equal(chosen, torch.stack((expected[0, 2], expected[1, 3])))
-    assert ranks.tolist() == [2, 4]    # the chosen token and all that are as probable
+    assert ranks.tolist() == [2, 4]  # the chosen token and all that are as probable
     assert sorted(ids[0, :2].tolist()) == [1, 2] and ids[0, 2] == 0 and ids[1, 0] == 0
     assert torch.equal(top, expected.gather(1, ids))
 

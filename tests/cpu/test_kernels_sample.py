@@ -1,4 +1,5 @@
-"""Sampling: what the reference draws is what vLLM's parameters mean, and the Triton kernels (interpreted) draw the same tokens."""
+"""Sampling: what the reference draws is what vLLM's parameters mean, and the Triton kernels (interpreted)
+draw the same tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +12,18 @@ import torch
 from shoal.kernels import reference, triton_ops
 from shoal.kernels.state import Field, StateLayout, seed_words
 
-GREEDY, PLAIN = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0)    # temperature, top_k, top_p, min_p
-FILTERS = [(0.8, 3, 1.0, 0.0), (1.0, 0, 0.6, 0.0), (1.3, 0, 1.0, 0.2), (0.7, 6, 0.8, 0.0), (1.5, 10, 0.9, 0.05), (1.0, 0, 0.9, 0.03),
-           (1.0, 1000, 0.5, 0.0), (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-6, 0.0)]
+GREEDY, PLAIN = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0)  # temperature, top_k, top_p, min_p
+FILTERS = [
+    (0.8, 3, 1.0, 0.0),
+    (1.0, 0, 0.6, 0.0),
+    (1.3, 0, 1.0, 0.2),
+    (0.7, 6, 0.8, 0.0),
+    (1.5, 10, 0.9, 0.05),
+    (1.0, 0, 0.9, 0.03),
+    (1.0, 1000, 0.5, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 0, 1e-6, 0.0),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +37,18 @@ def make_table(params: list[tuple[float, int, float, float]], seeds: list[int]) 
     for row, ((temperature, top_k, top_p, min_p), request_seed) in enumerate(zip(params, seeds)):
         bits = [struct.unpack("i", struct.pack("f", x))[0] for x in (temperature, top_p, min_p)]
         table[row, Field.SEED_LOW], table[row, Field.SEED_HIGH] = seed_words(request_seed)
-        table[row, Field.TEMPERATURE], table[row, Field.TOP_K], table[row, Field.TOP_P], table[row, Field.MIN_P] = bits[0], top_k, *bits[1:]
+        (
+            table[row, Field.TEMPERATURE],
+            table[row, Field.TOP_K],
+            table[row, Field.TOP_P],
+            table[row, Field.MIN_P],
+        ) = bits[0], top_k, *bits[1:]
     return table
 
 
-def draw_many(logits_V: torch.Tensor, params: tuple[float, int, float, float], count: int, request_seed: int = 7) -> torch.Tensor:
+def draw_many(
+    logits_V: torch.Tensor, params: tuple[float, int, float, float], count: int, request_seed: int = 7
+) -> torch.Tensor:
     """Tokens of one row at positions 1 .. count."""
     out = torch.zeros(count, dtype=torch.int32)
     rows, positions = torch.zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32)
@@ -39,7 +56,9 @@ def draw_many(logits_V: torch.Tensor, params: tuple[float, int, float, float], c
     return out
 
 
-def exact_distribution(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def exact_distribution(
+    logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
     """By definition, token by token, in float64."""
     probs = (logits_V.double() / temperature).softmax(0)
     probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
@@ -59,18 +78,21 @@ def test_draws_follow_the_exact_distribution(params: tuple[float, int, float, fl
     expected = exact_distribution(logits, *params) * count
     observed = torch.bincount(draw_many(logits, params, count), minlength=40)
     assert not observed[expected == 0].any(), "a token outside the filters was drawn"
-    common = expected >= 5    # the chi-square statistic wants some weight in each cell; the rest is one cell
+    common = expected >= 5  # the chi-square statistic wants some weight in each cell; the rest is one cell
     observed_cells = torch.cat((observed[common], observed[~common].sum().view(1))).double()
     expected_cells = torch.cat((expected[common], expected[~common].sum().view(1)))
     used = expected_cells > 0
     chi_square = float(((observed_cells - expected_cells)[used] ** 2 / expected_cells[used]).sum())
     freedom = max(int(used.sum()) - 1, 1)
-    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 4, (chi_square, freedom)    # under 1 in 10,000 by chance
+    # under 1 in 10,000 by chance
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 4, (chi_square, freedom)
 
 
 def test_seeds_and_positions_draw_independently() -> None:
     logits = torch.zeros(16)
-    tokens = torch.stack([draw_many(logits, PLAIN, 500, request_seed) for request_seed in (0, 1, 1 << 32, -1)]).double()
+    tokens = torch.stack(
+        [draw_many(logits, PLAIN, 500, request_seed) for request_seed in (0, 1, 1 << 32, -1)]
+    ).double()
     correlation = torch.corrcoef(torch.cat((tokens, tokens.roll(1, dims=1))))
     off_diagonal = correlation - torch.diag(correlation.diag())
     assert off_diagonal.abs().max() < 5 / math.sqrt(500)
@@ -88,16 +110,19 @@ def test_tail_of_the_noise_is_exponential() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 99, 5000])
 def test_triton_draws_the_reference_tokens(vocab_size: int, dtype: torch.dtype) -> None:
-    params = [GREEDY, PLAIN, (0.6, 0, 1.0, 0.0), *FILTERS[:6], (1.0, 2000, 1.0, 0.0), (4.0, 0, 0.9, 0.0)]    # the last two: no few groups
+    # the last two: no few groups
+    params = [GREEDY, PLAIN, (0.6, 0, 1.0, 0.0), *FILTERS[:6], (1.0, 2000, 1.0, 0.0), (4.0, 0, 0.9, 0.0)]
     rows = torch.randperm(len(params), dtype=torch.int32)
-    table = make_table(params, [int(x) for x in torch.randint(-2**63, 2**63 - 1, (len(params),))])
+    table = make_table(params, [int(x) for x in torch.randint(-(2**63), 2**63 - 1, (len(params),))])
     logits = (torch.randn(len(params), vocab_size + 3) * 3).to(dtype)[:, :vocab_size]
     if vocab_size > 1:
         logits[:, 1] = -math.inf
     assert_same_draws(logits, rows, torch.randint(0, 5000, (len(params),), dtype=torch.int32), table)
 
 
-def assert_same_draws(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def assert_same_draws(
+    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
     """Tokens and state rows equal; returns the tokens."""
     results = []
     for ops in (reference, triton_ops):
@@ -116,13 +141,19 @@ def test_padding_rows_draw_nothing_and_others_advance() -> None:
     tokens = assert_same_draws(logits, rows, positions, table)
     assert tokens[1] == -7 and tokens[2] == logits[2].argmax()
     reference.sample(logits, rows, positions, table, tokens)
-    assert table[:3, Field.POSITION].tolist() == [10, 0, 5] and table[:3, Field.TOKEN].tolist() == [tokens[2], 0, tokens[0]]
+    assert table[:3, Field.POSITION].tolist() == [10, 0, 5] and table[:3, Field.TOKEN].tolist() == [
+        tokens[2],
+        0,
+        tokens[0],
+    ]
 
 
 def test_greedy_takes_the_first_of_equal_maxima() -> None:
     logits = torch.zeros(2, 3000)
     logits[0, [1500, 2900]] = logits[1, [0, 2999]] = 1.0
-    tokens = assert_same_draws(logits, *(torch.arange(2, dtype=torch.int32) for _ in range(2)), make_table([GREEDY] * 2, [0, 0]))
+    tokens = assert_same_draws(
+        logits, *(torch.arange(2, dtype=torch.int32) for _ in range(2)), make_table([GREEDY] * 2, [0, 0])
+    )
     assert tokens.tolist() == [1500, 0]
 
 
@@ -131,14 +162,18 @@ def test_ties_with_the_threshold_are_kept(params: tuple[float, int, float, float
     logits = torch.tensor([0.0, 2.0, 2.0, 1.0, 2.0])
     assert draw_many(logits, params, 100).unique().tolist() == [1, 2, 4]
     rows = torch.zeros(8, dtype=torch.int32)
-    assert_same_draws(logits.expand(8, -1), rows, torch.full((8,), 5, dtype=torch.int32), make_table([params], [3]))
+    assert_same_draws(
+        logits.expand(8, -1), rows, torch.full((8,), 5, dtype=torch.int32), make_table([params], [3])
+    )
 
 
 def test_a_row_with_one_possible_token_draws_it() -> None:
     logits = torch.full((4, 200), -math.inf)
     logits[:, 123] = -50.0
     params = [GREEDY, PLAIN, FILTERS[3], FILTERS[5]]
-    tokens = assert_same_draws(logits, *(torch.arange(4, dtype=torch.int32) for _ in range(2)), make_table(params, [1, 2, 3, 4]))
+    tokens = assert_same_draws(
+        logits, *(torch.arange(4, dtype=torch.int32) for _ in range(2)), make_table(params, [1, 2, 3, 4])
+    )
     assert tokens.tolist() == [123] * 4
 
 
@@ -148,9 +183,11 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     alone, together = torch.zeros(1, dtype=torch.int32), torch.zeros(20, dtype=torch.int32)
     rows, positions = torch.full((20,), -1, dtype=torch.int32), torch.arange(20, dtype=torch.int32)
     rows[[3, 11, 19]] = torch.arange(3, dtype=torch.int32)
-    triton_ops.sample(logits, rows, positions, table, together)    # in large tiles
+    triton_ops.sample(logits, rows, positions, table, together)  # in large tiles
     for s in (3, 11, 19):
-        triton_ops.sample(logits[s:s + 1], rows[s:s + 1], positions[s:s + 1], table, alone)    # in small tiles
+        triton_ops.sample(
+            logits[s : s + 1], rows[s : s + 1], positions[s : s + 1], table, alone
+        )  # in small tiles
         assert alone[0] == together[s]
 
 
@@ -158,4 +195,6 @@ def test_float32_copies_of_half_logits_draw_the_same() -> None:
     """What is sampled again outside the graph, from float32, must be what the graph drew."""
     logits = torch.randn(3, 4000).half()
     rows, table = torch.arange(3, dtype=torch.int32), make_table([PLAIN, FILTERS[3], FILTERS[1]], [5, 6, 7])
-    assert torch.equal(assert_same_draws(logits, rows, rows, table), assert_same_draws(logits.float(), rows, rows, table))
+    assert torch.equal(
+        assert_same_draws(logits, rows, rows, table), assert_same_draws(logits.float(), rows, rows, table)
+    )

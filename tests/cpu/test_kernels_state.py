@@ -37,8 +37,18 @@ def test_rows_and_block_tables_are_aligned() -> None:
     assert layout.row_address(0) % 16 == layout.row_stride % 16 == FIELDS % 16 == 0
 
 
-@pytest.mark.parametrize(("seed", "words"), [(0, (0, 0)), (5, (5, 0)), (-1, (-1, -1)), (1 << 31, (-2**31, 0)), ((3 << 32) + 7, (7, 3)),
-                                             (1 << 64, (0, 0)), (-(1 << 63), (0, -2**31))])
+@pytest.mark.parametrize(
+    ("seed", "words"),
+    [
+        (0, (0, 0)),
+        (5, (5, 0)),
+        (-1, (-1, -1)),
+        (1 << 31, (-(2**31), 0)),
+        ((3 << 32) + 7, (7, 3)),
+        (1 << 64, (0, 0)),
+        (-(1 << 63), (0, -(2**31))),
+    ],
+)
 def test_seed_words_are_the_two_halves(seed: int, words: tuple[int, int]) -> None:
     assert seed_words(seed) == words
 
@@ -55,5 +65,8 @@ def test_unknown_devices_are_named() -> None:
 
 
 def test_the_cpu_path_imports_no_triton() -> None:
-    code = "import sys; from shoal.kernels.ops import select_ops; select_ops('cpu'); sys.exit('triton' in sys.modules)"
+    code = (
+        "import sys; from shoal.kernels.ops import select_ops; select_ops('cpu'); sys.exit('triton' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

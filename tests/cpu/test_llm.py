@@ -1,4 +1,5 @@
-"""The whole engine on tiny checkpoints: the oracle's tokens, however the engine runs them, and clear answers to bad input."""
+"""The whole engine on tiny checkpoints: the oracle's tokens, however the engine runs them, and clear answers
+to bad input."""
 
 import enum
 import gc
@@ -17,8 +18,10 @@ from tests import tiny
 
 COUNT = 16
 SHARED = random.Random(5).choices(range(256), k=64)
-PROMPTS = [SHARED[:random.Random(i).choice((0, 15, 16, 33, 64))] + random.Random(i + 50).choices(range(256), k=n)
-           for i, n in enumerate((1, 3, 15, 16, 17, 40, 64, 100))]
+PROMPTS = [
+    SHARED[: random.Random(i).choice((0, 15, 16, 33, 64))] + random.Random(i + 50).choices(range(256), k=n)
+    for i, n in enumerate((1, 3, 15, 16, 17, 40, 64, 100))
+]
 
 
 class Id(enum.IntEnum):
@@ -45,19 +48,23 @@ def test_every_architecture_generates_the_oracles_tokens(name, root, build):
     assert ids_of(build(name).generate(PROMPTS, greedy())) == [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("options", [
-    dict(async_scheduling=True),
-    dict(enable_prefix_caching=False),
-    dict(max_num_batched_tokens=24, max_num_seqs=8, async_scheduling=True),
-    dict(max_num_batched_tokens=16, max_num_seqs=2),
-    dict(block_size=4),
-    dict(num_gpu_blocks_override=13, max_model_len=200),
-    dict(num_gpu_blocks_override=13, max_model_len=200, async_scheduling=True, max_num_batched_tokens=40),
-    dict(long_prefill_token_threshold=20, scheduling_policy="priority"),
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(async_scheduling=True),
+        dict(enable_prefix_caching=False),
+        dict(max_num_batched_tokens=24, max_num_seqs=8, async_scheduling=True),
+        dict(max_num_batched_tokens=16, max_num_seqs=2),
+        dict(block_size=4),
+        dict(num_gpu_blocks_override=13, max_model_len=200),
+        dict(num_gpu_blocks_override=13, max_model_len=200, async_scheduling=True, max_num_batched_tokens=40),
+        dict(long_prefill_token_threshold=20, scheduling_policy="priority"),
+    ],
+    ids=str,
+)
 def test_tokens_do_not_depend_on_how_the_engine_runs(options, build, expected):
     engine = build("qwen3", **options)
-    for _ in range(2):    # the second time from the prefix cache
+    for _ in range(2):  # the second time from the prefix cache
         assert ids_of(engine.generate(PROMPTS, greedy())) == expected
         engine.core.scheduler.check()
 
@@ -71,12 +78,16 @@ def test_a_cache_that_small_does_preempt(build, expected):
 def test_a_rehearsal_runs_the_first_layer_each_kind_and_the_last(build):
     model = build("qwen3-moe").core.runner.model
     every = model.layers
-    dense, sparse, other = every    # kinds in turn
-    for layers, rehearsed in (((dense,), [dense]), ((dense, sparse), [dense, sparse]), ((dense, sparse, other), [dense, sparse, other]),
-                              ((dense, dense, other), [dense, other])):
+    dense, sparse, other = every  # kinds in turn
+    for layers, rehearsed in (
+        ((dense,), [dense]),
+        ((dense, sparse), [dense, sparse]),
+        ((dense, sparse, other), [dense, sparse, other]),
+        ((dense, dense, other), [dense, other]),
+    ):
         model.layers = every[:0].extend(layers)
         with model.one_layer_of_each_kind():
-            assert list(model.layers) == rehearsed    # never more than the cache has layers
+            assert list(model.layers) == rehearsed  # never more than the cache has layers
         assert list(model.layers) == list(layers)
     model.layers = every
 
@@ -107,13 +118,17 @@ def test_logprobs_are_the_oracles(build, root):
     want = tiny.logprobs(tiny.write_model(root, "qwen3"), prompt + answer.token_ids)
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
     for i in range(1, len(prompt)):
-        assert output.prompt_logprobs[i][prompt[i]].logprob == pytest.approx(float(want[i - 1, prompt[i]]), abs=1e-3)
+        assert output.prompt_logprobs[i][prompt[i]].logprob == pytest.approx(
+            float(want[i - 1, prompt[i]]), abs=1e-3
+        )
     for i, step in enumerate(answer.logprobs):
         row = want[len(prompt) - 1 + i]
         assert set(row.topk(3).indices.tolist()) <= set(step)
         assert step[answer.token_ids[i]].rank == 1
         assert all(entry.logprob == pytest.approx(float(row[t]), abs=1e-3) for t, entry in step.items())
-    assert answer.cumulative_logprob == pytest.approx(sum(s[t].logprob for s, t in zip(answer.logprobs, answer.token_ids)))
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(s[t].logprob for s, t in zip(answer.logprobs, answer.token_ids))
+    )
 
 
 def test_a_seeded_draw_does_not_depend_on_neighbours_or_mode(build):
@@ -123,7 +138,8 @@ def test_a_seeded_draw_does_not_depend_on_neighbours_or_mode(build):
     engine = build("qwen3", async_scheduling=True, max_num_batched_tokens=32, max_num_seqs=5)
     assert ids_of(engine.generate([PROMPTS[3], *PROMPTS[1:]], [mine, *others]))[0] == alone
     engine.reset_prefix_cache()
-    penalized = [greedy(temperature=0.8, repetition_penalty=1.3)] * (len(PROMPTS) - 1)    # rows with extras: every row is drawn twice
+    # rows with extras: every row is drawn twice
+    penalized = [greedy(temperature=0.8, repetition_penalty=1.3)] * (len(PROMPTS) - 1)
     assert ids_of(engine.generate([PROMPTS[3], *PROMPTS[1:]], [mine, *penalized]))[0] == alone
 
 
@@ -131,7 +147,10 @@ def test_answer_i_of_n_uses_seed_plus_i(build):
     engine = build("qwen3")
     together = engine.generate([PROMPTS[2]], greedy(n=3, temperature=1.5, seed=7))[0].outputs
     assert [o.index for o in together] == [0, 1, 2]
-    apart = [engine.generate([PROMPTS[2]], greedy(temperature=1.5, seed=7 + i))[0].outputs[0].token_ids for i in range(3)]
+    apart = [
+        engine.generate([PROMPTS[2]], greedy(temperature=1.5, seed=7 + i))[0].outputs[0].token_ids
+        for i in range(3)
+    ]
     assert [o.token_ids for o in together] == apart and len({tuple(a) for a in apart}) == 3
 
 
@@ -154,22 +173,30 @@ def test_penalties_count_a_prompt_that_came_in_chunks(build):
 def test_bad_words_of_several_tokens_never_appear(mode, build):
     engine = build("qwen3", **mode)
     free = engine.generate([PROMPTS[6]], greedy())[0].outputs[0]
-    pair = next((i for i in range(1, COUNT - 1) if all(65 <= t < 256 for t in free.token_ids[i:i + 2])), 1)
-    word = tuple(free.token_ids[pair:pair + 2])
+    pair = next((i for i in range(1, COUNT - 1) if all(65 <= t < 256 for t in free.token_ids[i : i + 2])), 1)
+    word = tuple(free.token_ids[pair : pair + 2])
     group = engine._group(PROMPTS[6], greedy(), 0)
     group.answers[0].request = replace(group.answers[0].request, bad_word_ids=(word,))
     engine._add([group])
     while not group.finished:
         engine._step()
     got = group.answers[0].completion.token_ids
-    assert all(tuple(got[i:i + 2]) != word for i in range(COUNT - 1)) and got[:pair + 1] == free.token_ids[:pair + 1]
+    assert (
+        all(tuple(got[i : i + 2]) != word for i in range(COUNT - 1))
+        and got[: pair + 1] == free.token_ids[: pair + 1]
+    )
 
 
 def test_min_tokens_holds_back_the_end_of_text(build, root):
     engine = build("qwen3")
     biased = greedy(ignore_eos=False, logit_bias={257: 100.0}, min_tokens=5)
     answer = engine.generate([PROMPTS[0]], biased)[0].outputs[0]
-    assert len(answer.token_ids) == 6 and answer.token_ids[-1] == 257 and answer.finish_reason == "stop" and answer.stop_reason is None
+    assert (
+        len(answer.token_ids) == 6
+        and answer.token_ids[-1] == 257
+        and answer.finish_reason == "stop"
+        and answer.stop_reason is None
+    )
 
 
 def test_prompt_and_answer_beyond_the_model_length_end_with_length(build):
@@ -220,16 +247,28 @@ def test_no_room_for_a_block_is_said(build):
 
 
 @pytest.mark.parametrize("value", [10**10, 10**15, 2**63])
-@pytest.mark.parametrize("option", ["max_num_seqs", "num_gpu_blocks_override", "kv_cache_memory_bytes",
-                                    "kv_host_bytes", "max_model_len",
-                                    "block_size", "tensor_parallel_size", "max_num_batched_tokens"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "max_num_seqs",
+        "num_gpu_blocks_override",
+        "kv_cache_memory_bytes",
+        "kv_host_bytes",
+        "max_model_len",
+        "block_size",
+        "tensor_parallel_size",
+        "max_num_batched_tokens",
+    ],
+)
 def test_a_number_that_no_machine_has_memory_for_is_refused_with_a_limit(option, value, build, monkeypatch):
     monkeypatch.setattr(resolve, "available_bytes", lambda: 1 << 30)
-    if option == "max_num_batched_tokens" and value < 2**63:    # as many as the sequences can have are no more than that
+    # as many as the sequences can have are no more than that
+    if option == "max_num_batched_tokens" and value < 2**63:
         assert build("qwen3", **{option: value}).generate([[1]], greedy())
         return
-    with pytest.raises(ConfigError,
-                       match=rf"^{option} {value} .*(lower it|16 is the default|choose)") as error:
+    with pytest.raises(
+        ConfigError, match=rf"^{option} {value} .*(lower it|16 is the default|choose)"
+    ) as error:
         build("qwen3", **{option: value})
     assert "\n" not in str(error.value)
 
@@ -252,16 +291,23 @@ def test_full_collections_wait_for_the_end_of_generate(build, monkeypatch):
     step = engine.core.step
     monkeypatch.setattr(engine.core, "step", lambda: within.append(gc.get_threshold()) or step())
     engine.generate(PROMPTS[0], greedy())
-    assert {threshold[:2] for threshold in within} == {before[:2]} and min(threshold[2] for threshold in within) >= 1000 * before[2]
+    assert {threshold[:2] for threshold in within} == {before[:2]} and min(
+        threshold[2] for threshold in within
+    ) >= 1000 * before[2]
     assert gc.get_threshold() == before
 
 
 def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeypatch):
-    """Thousands of requests are enough garbage for one, and after the last step the next is due for all that the steps have left."""
+    """Thousands of requests are enough garbage for one, and after the last step the next is due for all that
+    the steps have left."""
     engine, before, within = build("qwen3"), gc.get_threshold(), []
     for name in ("Request", "RequestOutput"):
         made = getattr(llm, name)
-        monkeypatch.setattr(llm, name, lambda *args, made=made, **named: within.append(gc.get_threshold()[2]) or made(*args, **named))
+        monkeypatch.setattr(
+            llm,
+            name,
+            lambda *args, made=made, **named: within.append(gc.get_threshold()[2]) or made(*args, **named),
+        )
     engine.generate(PROMPTS[:2], greedy())
     assert len(within) == 4 and min(within) >= 1000 * before[2]
     with pytest.raises(ValueError, match="not a list of token ids"):
@@ -270,7 +316,8 @@ def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeyp
 
 
 def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypatch):
-    """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it never ran."""
+    """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it
+    never ran."""
     engine = build("qwen3", async_scheduling=True)
     launch, steps = engine.core.runner.step, iter(range(100))
 
@@ -328,11 +375,27 @@ def test_streams_side_by_side_miss_nothing(build, expected):
 
 def test_a_streams_outputs_are_snapshots(build):
     outputs = list(build("llama").stream([5, 6, 7], greedy(logprobs=1)))
-    assert [len(o.outputs[0].logprobs) for o in outputs] == [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, COUNT + 1))
+    assert (
+        [len(o.outputs[0].logprobs) for o in outputs]
+        == [len(o.outputs[0].token_ids) for o in outputs]
+        == list(range(1, COUNT + 1))
+    )
 
 
-@pytest.mark.parametrize("ids", [[True, 2], [1, 5.0], [1, "2"], [1, None], [1, [2]], {1, 2}, np.array([1.0]), [np.int64(1)],
-                                 [1, "\ud800"]])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [True, 2],
+        [1, 5.0],
+        [1, "2"],
+        [1, None],
+        [1, [2]],
+        {1, 2},
+        np.array([1.0]),
+        [np.int64(1)],
+        [1, "\ud800"],
+    ],
+)
 def test_token_ids_are_integers(ids, build):
     with pytest.raises(ValueError, match="not a list of token ids"):
         build("llama").generate([{"prompt_token_ids": ids}], greedy())
@@ -341,7 +404,10 @@ def test_token_ids_are_integers(ids, build):
 @pytest.mark.parametrize("ids", [(1, 2), range(1, 3), bytes([1, 2]), np.array([1, 2]), [Id.ONE, 2]])
 def test_any_sequence_of_integers_will_do_as_token_ids(ids, build):
     output = build("llama").generate([{"prompt_token_ids": ids}], greedy())[0]
-    assert output.prompt_token_ids == [1, 2] and output.outputs[0].token_ids == ids_of(build("llama").generate([[1, 2]], greedy()))[0]
+    assert (
+        output.prompt_token_ids == [1, 2]
+        and output.outputs[0].token_ids == ids_of(build("llama").generate([[1, 2]], greedy()))[0]
+    )
 
 
 def test_the_callers_list_of_token_ids_is_not_kept(build):
@@ -354,7 +420,9 @@ def test_the_callers_list_of_token_ids_is_not_kept(build):
 
 
 def test_a_copy_of_sampling_params_has_all_of_their_fields():
-    params = greedy(n=3, seed=4, stop=["a"], logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+"))
+    params = greedy(
+        n=3, seed=4, stop=["a"], logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+")
+    )
     own = llm._copy_params(params)
     assert own == params and own is not params
     own.seed = 5
@@ -371,13 +439,23 @@ def test_a_copy_of_a_subclass_of_sampling_params_keeps_what_it_adds():
     assert type(own) is Tagged and own.tag == "x" and own.seed == 4
 
 
-@pytest.mark.parametrize("call", [
-    lambda e: e.generate(None), lambda e: e.generate(5), lambda e: e.generate([5.0]), lambda e: e.chat(None), lambda e: e.chat([]),
-    lambda e: e.generate("a", {"temperature": 0}), lambda e: e.generate({"prompt": "a", "images": []}),
-    lambda e: e.generate([[1, 2], {"prompt_token_ids": [1], "cache_salt": 5}]),
-    lambda e: e.generate(["a", "b"], greedy(), priority=[1, "x"]),
-    lambda e: SamplingParams(stop=5), lambda e: SamplingParams(bad_words="abc"), lambda e: SamplingParams(stop_token_ids=5),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.generate(None),
+        lambda e: e.generate(5),
+        lambda e: e.generate([5.0]),
+        lambda e: e.chat(None),
+        lambda e: e.chat([]),
+        lambda e: e.generate("a", {"temperature": 0}),
+        lambda e: e.generate({"prompt": "a", "images": []}),
+        lambda e: e.generate([[1, 2], {"prompt_token_ids": [1], "cache_salt": 5}]),
+        lambda e: e.generate(["a", "b"], greedy(), priority=[1, "x"]),
+        lambda e: SamplingParams(stop=5),
+        lambda e: SamplingParams(bad_words="abc"),
+        lambda e: SamplingParams(stop_token_ids=5),
+    ],
+)
 def test_input_of_the_wrong_kind_is_a_value_error_and_leaves_nothing_behind(call, build):
     engine = build("llama", scheduling_policy="priority")
     with pytest.raises(ValueError):
@@ -395,6 +473,7 @@ def test_a_top_k_beyond_the_vocabulary_is_no_limit(build):
 def test_an_end_of_text_id_that_the_model_has_not_is_passed_over(root, build):
     import json
     import shutil
+
     folder = root / "odd-eos"
     shutil.copytree(tiny.write_model(root, "llama"), folder)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,5 @@
-"""Regions over fake drivers: contents, addresses, order and arguments of the driver's calls, failure at every one of them, no leak."""
+"""Regions over fake drivers: contents, addresses, order and arguments of the driver's calls, failure at every
+one of them, no leak."""
 
 import gc
 import logging
@@ -52,7 +53,10 @@ def make(regions, tensors, size, tag="default", seed=None, **options):
 
 
 def test_what_is_kept_comes_back_at_the_same_address_and_the_rest_gives_its_memory_back(regions, fake):
-    weights = [regions.make(size, tag="weights", seed=size, offload=True) for size in (GRAIN, 5 * GRAIN + 512, 33 * GRAIN, 700)]
+    weights = [
+        regions.make(size, tag="weights", seed=size, offload=True)
+        for size in (GRAIN, 5 * GRAIN + 512, 33 * GRAIN, 700)
+    ]
     cache = regions.make(100 * GRAIN, tag="cache", offload=False)
     mapped = fake.books()["bytes"]
     for _ in range(3):
@@ -77,7 +81,7 @@ def test_content_is_kept_unless_it_is_said_that_it_may_go(regions, fake):
     assert report.host_bytes == 14 * GRAIN
     regions.resume()
     assert default.holds(1) and other.holds(2) and graph.holds(4) and not scratch.holds(3)
-    regions.make(GRAIN, tag="scratch")    # says nothing: as before
+    regions.make(GRAIN, tag="scratch")  # says nothing: as before
     assert regions.pause().host_bytes == 14 * GRAIN
 
 
@@ -96,7 +100,7 @@ def test_what_is_in_use_is_told_apart(fake):
     assert regions.in_use() == {"in_use_bytes": 105 * GRAIN, "region_bytes": 0, "process_bytes": 5 * GRAIN}
     trainer.resume()
     ours.free()
-    trainer.close()    # its tensor still holds its memory
+    trainer.close()  # its tensor still holds its memory
     assert regions.in_use() == {"in_use_bytes": 113 * GRAIN, "region_bytes": 0, "process_bytes": 13 * GRAIN}
     theirs.free()
     regions.close()
@@ -120,8 +124,10 @@ def test_tags_choose_and_stages_are_possible(regions, fake):
     regions.pause(["a"], keep=["a"])
     assert regions.paused() == {"a"} and b.holds(2)
     regions.pause()
-    assert regions.usage() == {"a": {"device_bytes": 0, "reserved_bytes": 4 * GRAIN, "host_bytes": 4 * GRAIN},
-                               "b": {"device_bytes": 0, "reserved_bytes": 4 * GRAIN, "host_bytes": 4 * GRAIN}}
+    assert regions.usage() == {
+        "a": {"device_bytes": 0, "reserved_bytes": 4 * GRAIN, "host_bytes": 4 * GRAIN},
+        "b": {"device_bytes": 0, "reserved_bytes": 4 * GRAIN, "host_bytes": 4 * GRAIN},
+    }
     regions.resume(["b"])
     assert b.holds(2) and regions.paused() == {"a"}
     regions.resume()
@@ -166,7 +172,7 @@ def test_dead_bytes_are_not_copied(regions, fake):
     assert regions.pause().host_bytes == 3 * GRAIN
     regions.resume()
     for start, size in ((GRAIN, GRAIN), (15 * GRAIN + 7, 2 * GRAIN)):
-        assert bytes(tensor.bytes[start:start + size]) == whole[start:start + size]
+        assert bytes(tensor.bytes[start : start + size]) == whole[start : start + size]
 
 
 def test_memory_freed_while_paused_is_not_taken_again(regions, fake):
@@ -207,7 +213,7 @@ def test_a_failed_allocation_is_pytorchs_error_with_the_reason_and_leaves_nothin
         regions._pools.empty(40 * GRAIN)
     assert "no physical memory" in error.value.__notes__[0] and "'big'" in error.value.__notes__[0]
     assert fake.books()["bytes"] == 0
-    regions.make(20 * GRAIN, tag="big")      # the error poisons nothing
+    regions.make(20 * GRAIN, tag="big")  # the error poisons nothing
 
 
 def test_a_resume_that_finds_no_memory_changes_nothing_and_can_be_tried_again(regions, fake):
@@ -264,6 +270,7 @@ def test_content_from_a_file_is_read_again(regions, fake):
 
     def broken():
         raise OSError("gone")
+
     with regions.region("weights", offload="file", reread=broken):
         pass
     regions.pause()
@@ -365,7 +372,10 @@ def test_failure_at_every_call_of_the_driver(fake, kind):
     for k in range(1, 400):
         regions = make_regions(fake.path, kind, map_threads=2)
         tensors = []
-        kept = [make(regions, tensors, size * GRAIN, tag=tag, seed=size, offload=True) for size, tag in ((3, "a"), (9, "b"), (5, "a"))]
+        kept = [
+            make(regions, tensors, size * GRAIN, tag=tag, seed=size, offload=True)
+            for size, tag in ((3, "a"), (9, "b"), (5, "a"))
+        ]
         make(regions, tensors, 20 * GRAIN, tag="c")
         regions.prepare_host(wait=True)
         fake.fail_at(k)
@@ -401,7 +411,7 @@ def test_failure_at_every_call_of_an_allocation(fake, kind):
         try:
             regions = make_regions(fake.path, kind)
             tensor = make(regions, [], 20 * GRAIN)
-        except RuntimeError:      # OutOfMemoryError is one
+        except RuntimeError:  # OutOfMemoryError is one
             assert fake.books()["bytes"] == 0
         hit = bool(fake.failed())
         fake.library.fake_reset()
@@ -426,7 +436,9 @@ def test_malloc_free_pause_and_resume_against_a_model(fake):
         tag, action = rng.choice("ab"), rng.random()
         paused = regions.paused()
         if action < 0.45 and tag not in paused:
-            size = rng.choice([rng.randrange(1, 2000), rng.randrange(1, 12) * GRAIN, rng.randrange(1, 40 * GRAIN)])
+            size = rng.choice(
+                [rng.randrange(1, 2000), rng.randrange(1, 12) * GRAIN, rng.randrange(1, 40 * GRAIN)]
+            )
             tensor = make(regions, [], size, tag=tag, seed=step, offload=True)
             for other, _ in alive["a"] + alive["b"]:
                 assert tensor.address + size <= other.address or other.address + other.size <= tensor.address
@@ -510,5 +522,9 @@ def test_without_a_compiler_and_a_built_library_the_error_says_what_to_install(m
 
 
 def test_near_ranges_become_one():
-    assert merged([(0, 512), (512, 100), (70_000, 10), (1 << 20, 5)]) == [(0, 612), (70_000, 10), (1 << 20, 5)]
+    assert merged([(0, 512), (512, 100), (70_000, 10), (1 << 20, 5)]) == [
+        (0, 612),
+        (70_000, 10),
+        (1 << 20, 5),
+    ]
     assert merged([(0, 612), (600 + 65_536, 10)]) == [(0, 610 + 65_536)]

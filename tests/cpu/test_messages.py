@@ -9,8 +9,15 @@ import pytest
 
 from tests.fake_server import FakeServer, tool_server
 
-CALL = '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-TOOL = {"name": "weather", "description": "tells", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CALL = (
+    '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": '
+    '"Paris"}}\n</tool_call>'
+)
+TOOL = {
+    "name": "weather",
+    "description": "tells",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +32,22 @@ def client(served):
 
 
 def ask(client, **options):
-    return client.messages.create(**{"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hello"}], **options})
+    return client.messages.create(
+        **{"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hello"}], **options}
+    )
 
 
 def test_text_is_answered_with_usage(served, client):
     served.say("Hello there")
     served.engine.cached_tokens = 3
-    message = ask(client, system="Be brief.", extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5})    # no longer the client's own
+    # no longer the client's own
+    message = ask(client, system="Be brief.", extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5})
     served.engine.cached_tokens = 0
-    assert message.content[0].text == "Hello there" and message.stop_reason == "end_turn" and message.role == "assistant"
+    assert (
+        message.content[0].text == "Hello there"
+        and message.stop_reason == "end_turn"
+        and message.role == "assistant"
+    )
     assert message.usage.output_tokens == 12 and message.usage.cache_read_input_tokens == 3
     assert message.usage.input_tokens == len(served.last_request().prompt_token_ids) - 3
     assert served.last_prompt() == "<system>Be brief.<user>hello<assistant><think>\n\n</think>\n\n"
@@ -45,7 +59,11 @@ def test_why_it_stopped_is_told(served, client):
     served.say("Hello there")
     assert ask(client, max_tokens=3).stop_reason == "max_tokens"
     message = ask(client, stop_sequences=["th"])
-    assert message.stop_reason == "stop_sequence" and message.stop_sequence == "th" and message.content[0].text == "Hello "
+    assert (
+        message.stop_reason == "stop_sequence"
+        and message.stop_sequence == "th"
+        and message.content[0].text == "Hello "
+    )
 
 
 def test_thoughts_text_and_calls_are_blocks(served, client):
@@ -59,16 +77,26 @@ def test_thoughts_text_and_calls_are_blocks(served, client):
 
 def test_the_clients_stream_adds_up_to_the_whole(served, client):
     served.say(CALL)
-    with client.messages.stream(model="tiny", max_tokens=200, messages=[{"role": "user", "content": "hello"}], tools=[TOOL]) as stream:
+    with client.messages.stream(
+        model="tiny", max_tokens=200, messages=[{"role": "user", "content": "hello"}], tools=[TOOL]
+    ) as stream:
         events = [e for e in stream if e.type not in ("text", "thinking", "input_json", "signature")]
         message = stream.get_final_message()
     kinds = [e.type for e in events]
     assert [k for i, k in enumerate(kinds) if i == 0 or kinds[i - 1] != k] == [
-        "message_start", *["content_block_start", "content_block_delta", "content_block_stop"] * 3, "message_delta", "message_stop"]
-    assert [b.type for b in message.content] == ["thinking", "text", "tool_use"] and message.content[2].input == {"city": "Paris"}
+        "message_start",
+        *["content_block_start", "content_block_delta", "content_block_stop"] * 3,
+        "message_delta",
+        "message_stop",
+    ]
+    assert [b.type for b in message.content] == ["thinking", "text", "tool_use"] and message.content[
+        2
+    ].input == {"city": "Paris"}
     assert message.stop_reason == "tool_use" and message.usage.output_tokens == len(served.engine.reply) + 1
     served.say("Hello")
-    with client.messages.stream(model="tiny", max_tokens=20, messages=[{"role": "user", "content": "hello"}]) as stream:
+    with client.messages.stream(
+        model="tiny", max_tokens=20, messages=[{"role": "user", "content": "hello"}]
+    ) as stream:
         assert "".join(stream.text_stream) == "Hello"
 
 
@@ -76,33 +104,65 @@ def test_cut_arguments_do_not_break_the_client(served, client):
     served.say('<tool_call>{"name": "weather", "arguments": {"city": "Par\\u00e9", "n": tru')
     message = ask(client, tools=[TOOL])
     assert message.content[0].input == {}
-    with client.messages.stream(model="tiny", max_tokens=200, messages=[{"role": "user", "content": "hello"}], tools=[TOOL]) as stream:
+    with client.messages.stream(
+        model="tiny", max_tokens=200, messages=[{"role": "user", "content": "hello"}], tools=[TOOL]
+    ) as stream:
         assert stream.get_final_message().content[0].input == {"city": "Paré"}
 
 
 def test_a_conversation_with_tools_comes_back(served, client):
     served.say("It is sunny.")
-    ask(client, tools=[TOOL], messages=[
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "I ask."},
-                                          {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},
-                                     {"type": "text", "text": "So?"}]}])
-    assert served.last_prompt().endswith('<user>hello<assistant>(thought: Hm.)I ask.<tool_call>weather{"city": "Paris"}</tool_call>'
-                                         '<tool>sunny<user>So?<assistant><think>\n\n</think>\n\n')
+    ask(
+        client,
+        tools=[TOOL],
+        messages=[
+            {"role": "user", "content": "hello"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "text", "text": "I ask."},
+                    {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "call_1",
+                        "content": [{"type": "text", "text": "sunny"}],
+                    },
+                    {"type": "text", "text": "So?"},
+                ],
+            },
+        ],
+    )
+    assert served.last_prompt().endswith(
+        '<user>hello<assistant>(thought: Hm.)I ask.<tool_call>weather{"city": "Paris"}</tool_call>'
+        "<tool>sunny<user>So?<assistant><think>\n\n</think>\n\n"
+    )
 
 
 def test_what_anthropics_servers_wrote_for_themselves_is_left_out_and_told_once(served, client, caplog):
     served.say("Yes.")
     for _ in range(2):
-        ask(client, messages=[
-            {"role": "user", "content": "hello"},
-            {"role": "assistant", "content": [
-                {"type": "redacted_thinking", "data": "xx"},
-                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
-                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
-                {"type": "text", "text": "Hi."}]},
-            {"role": "user", "content": "So?"}])
+        ask(
+            client,
+            messages=[
+                {"role": "user", "content": "hello"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "redacted_thinking", "data": "xx"},
+                        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+                        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                        {"type": "text", "text": "Hi."},
+                    ],
+                },
+                {"role": "user", "content": "So?"},
+            ],
+        )
         assert served.last_prompt().startswith("<user>hello<assistant>Hi.<user>So?<assistant>")
     assert len([m for m in caplog.messages if "left out" in m]) == 3
 
@@ -110,17 +170,35 @@ def test_what_anthropics_servers_wrote_for_themselves_is_left_out_and_told_once(
 def test_a_picture_in_a_tools_result_is_named_as_the_model_sees_none(served, client):
     served.say("I see none.")
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
-    ask(client, tools=[TOOL], messages=[
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "weather", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c",
-                                      "content": [{"type": "text", "text": "map:"}, image]}]}])
+    ask(
+        client,
+        tools=[TOOL],
+        messages=[
+            {"role": "user", "content": "hello"},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c", "name": "weather", "input": {}}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c",
+                        "content": [{"type": "text", "text": "map:"}, image],
+                    }
+                ],
+            },
+        ],
+    )
     assert "<tool>map:\n[image left out: this model reads text alone]<assistant>" in served.last_prompt()
 
 
 def test_an_answer_that_was_begun_is_gone_on_with(served, client):
     served.say(" there")
-    message = ask(client, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hello"}])
+    message = ask(
+        client, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hello"}]
+    )
     assert message.content[0].text == " there" and served.last_prompt() == "<user>hello<assistant>Hello"
 
 
@@ -130,9 +208,15 @@ def test_tool_choices(served, client):
     assert message.content[0].input == {"city": "Rome"} and message.stop_reason == "tool_use"
     served.say('[{"name": "weather", "parameters": {"city": "Rome"}}]')
     message = ask(client, tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
-    assert message.content[0].input == {"city": "Rome"} and served.last_request().params.structured_outputs.json["maxItems"] == 1
+    assert (
+        message.content[0].input == {"city": "Rome"}
+        and served.last_request().params.structured_outputs.json["maxItems"] == 1
+    )
     served.say("No.")
-    assert ask(client, tools=[TOOL], tool_choice={"type": "none"}).content[0].text == "No." and "weather" not in served.last_prompt()
+    assert (
+        ask(client, tools=[TOOL], tool_choice={"type": "none"}).content[0].text == "No."
+        and "weather" not in served.last_prompt()
+    )
     served.say('{"a": 1}')
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "schema": schema}
@@ -149,8 +233,9 @@ def test_anthropics_own_tools_are_left_out_and_told_once(served, client, caplog)
     for _ in range(2):
         message = ask(client, tools=[OWN, TOOL, {"type": "bash_20250124", "name": "bash"}])
         assert message.content[-1].name == "weather" and "bash" not in served.last_prompt()
-    assert [("web_search_20250305" in m, "bash_20250124" in m)
-            for m in caplog.messages if "left out" in m] == [(True, False), (False, True)]
+    assert [
+        ("web_search_20250305" in m, "bash_20250124" in m) for m in caplog.messages if "left out" in m
+    ] == [(True, False), (False, True)]
 
 
 def test_more_tokens_than_fit_are_as_many_as_fit(served, client):
@@ -168,23 +253,35 @@ def test_tokens_are_counted(served, client):
     assert ask(client, **asked).usage.input_tokens == count
 
 
-@pytest.mark.parametrize("options, error", [
-    ({"model": "other"}, anthropic.NotFoundError), ({"messages": []}, anthropic.BadRequestError),
-    ({"max_tokens": 0}, anthropic.BadRequestError),
-    ({"messages": [{"role": "robot", "content": "x"}]}, anthropic.BadRequestError),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, anthropic.BadRequestError),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, anthropic.BadRequestError),
-    ({"tools": [OWN], "tool_choice": {"type": "tool", "name": "web_search"}}, anthropic.BadRequestError),
-    ({"tools": [OWN], "tool_choice": {"type": "any"}}, anthropic.BadRequestError),
-    ({"tool_choice": {"type": "tool", "name": "x"}}, anthropic.BadRequestError),
-    ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
-    ({"messages": [{"role": "user", "content": "x" * 5000}]}, anthropic.BadRequestError),
-])
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"model": "other"}, anthropic.NotFoundError),
+        ({"messages": []}, anthropic.BadRequestError),
+        ({"max_tokens": 0}, anthropic.BadRequestError),
+        ({"messages": [{"role": "robot", "content": "x"}]}, anthropic.BadRequestError),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            anthropic.BadRequestError,
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            anthropic.BadRequestError,
+        ),
+        ({"tools": [OWN], "tool_choice": {"type": "tool", "name": "web_search"}}, anthropic.BadRequestError),
+        ({"tools": [OWN], "tool_choice": {"type": "any"}}, anthropic.BadRequestError),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, anthropic.BadRequestError),
+        ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, anthropic.BadRequestError),
+    ],
+)
 def test_errors_have_anthropics_shape(client, options, error):
     with pytest.raises(error) as caught:
         ask(client, **options)
     assert caught.value.body["type"] == "error" and len(caught.value.body["error"]["message"]) > 10
-    assert caught.value.body["error"]["type"] == ("not_found_error" if error is anthropic.NotFoundError else "invalid_request_error")
+    assert caught.value.body["error"]["type"] == (
+        "not_found_error" if error is anthropic.NotFoundError else "invalid_request_error"
+    )
 
 
 def test_a_wrong_key_and_a_failing_engine_are_told_in_that_shape(served, client):
@@ -192,8 +289,13 @@ def test_a_wrong_key_and_a_failing_engine_are_told_in_that_shape(served, client)
         ask(client.with_options(api_key="wrong"))
     assert caught.value.body["error"]["type"] == "authentication_error"
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(served.url + "/v1/messages", data=b"{", headers={"x-api-key": "sesame"}))
-    assert refused.value.code == 400 and json.loads(refused.value.read())["error"]["type"] == "invalid_request_error"
+        urllib.request.urlopen(
+            urllib.request.Request(served.url + "/v1/messages", data=b"{", headers={"x-api-key": "sesame"})
+        )
+    assert (
+        refused.value.code == 400
+        and json.loads(refused.value.read())["error"]["type"] == "invalid_request_error"
+    )
     served.say("Hello there")
     served.engine.error_after = 4
     try:

@@ -1,4 +1,5 @@
-"""Engines with tiers below the device, on the CPU: the same tokens, found again, whatever happens in between."""
+"""Engines with tiers below the device, on the CPU: the same tokens, found again, whatever happens in
+between."""
 
 import contextlib
 import random
@@ -22,7 +23,8 @@ from shoal.memory.slab import HostSlab
 from tests import tiny
 
 BLOCK = 16
-SMALL = dict(num_gpu_blocks_override=14, max_model_len=192, kv_load_policy="always")    # 224 tokens on the device
+# 224 tokens on the device
+SMALL = dict(num_gpu_blocks_override=14, max_model_len=192, kv_load_policy="always")
 HOST = dict(kv_host_bytes=16 << 20)
 
 
@@ -60,8 +62,17 @@ def all_blocks(tmp_path):
     return sorted(path for path in (tmp_path / "kv").rglob("*.kv"))
 
 
-@pytest.mark.parametrize("options", [{}, dict(kv_offload_policy="register"), dict(kv_eviction_policy="lfu"), dict(async_scheduling=True),
-                                     dict(max_num_batched_tokens=24)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(kv_offload_policy="register"),
+        dict(kv_eviction_policy="lfu"),
+        dict(async_scheduling=True),
+        dict(max_num_batched_tokens=24),
+    ],
+    ids=str,
+)
 def test_a_cache_too_small_for_all_prompts_finds_them_in_host_memory(options, build, expected):
     llm = build(**SMALL, **HOST, **options)
     assert one_by_one(llm, prompts()) == (expected, [0] * 9)
@@ -77,13 +88,14 @@ def test_a_cache_too_small_for_all_prompts_finds_them_in_host_memory(options, bu
 
 def test_conversations_give_the_same_tokens_with_and_without_tiers(build, disk):
     """Eight conversations of four turns, three at a time, in a cache of a third of what they need."""
+
     def talk(llm):
         r = random.Random(2)
         histories = [[r.randrange(256) for _ in range(40)] for _ in range(8)]
         answers = []
         for _ in range(4):
             for at in range(0, 8, 3):
-                group = histories[at:at + 3]
+                group = histories[at : at + 3]
                 for history in group:
                     history += [r.randrange(256) for _ in range(6)]
                 for history, answer in zip(group, together(llm, group, max_tokens=10)):
@@ -96,7 +108,9 @@ def test_conversations_give_the_same_tokens_with_and_without_tiers(build, disk):
     llm = build(num_gpu_blocks_override=18, **options, **HOST, **disk)
     assert talk(llm) == alone
     assert llm.stats().external_prefix_cache_hits > 300
-    small_host = build(num_gpu_blocks_override=18, **options, kv_host_bytes=12 * llm.core.runner.block_bytes, **disk)
+    small_host = build(
+        num_gpu_blocks_override=18, **options, kv_host_bytes=12 * llm.core.runner.block_bytes, **disk
+    )
     assert talk(small_host) == alone
     staged = build(num_gpu_blocks_override=18, **options, **disk)
     assert talk(staged) == alone
@@ -107,7 +121,9 @@ def test_what_one_request_fetches_another_does_not_fetch_again(build, expected):
     one_by_one(llm, prompts())
     before = llm.stats().kv_tiers["host"].fetched_blocks
     first = prompts()[0]
-    assert together(llm, [first + [7], first + [8], first + [9]]) == together(llm, [first + [7], first + [8], first + [9]])
+    assert together(llm, [first + [7], first + [8], first + [9]]) == together(
+        llm, [first + [7], first + [8], first + [9]]
+    )
     assert llm.stats().kv_tiers["host"].fetched_blocks - before <= 6
 
 
@@ -138,6 +154,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeyp
     def clock():
         now[0] += 0.001
         return now[0]
+
     monkeypatch.setattr(offloader.books, "clock", clock)
     assert offloader.flush(1000.0) > 0 and now[0] < 500
     offloader.check()
@@ -159,7 +176,7 @@ def test_damaged_files_cost_time_and_no_token(build, expected, disk, tmp_path):
     for path in all_blocks(tmp_path)[::3]:
         data = bytearray(path.read_bytes())
         data[r.randrange(len(data))] ^= 0x10
-        path.write_bytes(data if r.random() < 0.5 else data[:r.randrange(len(data))])
+        path.write_bytes(data if r.random() < 0.5 else data[: r.randrange(len(data))])
     second = build(**SMALL, **disk)
     assert together(second, prompts()) == expected
     tokens, cached = one_by_one(second, prompts())
@@ -169,9 +186,10 @@ def test_damaged_files_cost_time_and_no_token(build, expected, disk, tmp_path):
 
 def test_a_disk_that_vanishes_leaves_an_engine_that_works(build, expected, disk, tmp_path):
     import shutil
+
     llm = build(**SMALL, **disk)
     one_by_one(llm, prompts()[:4])
-    while (tmp_path / "kv").exists():    # the engine may write meanwhile
+    while (tmp_path / "kv").exists():  # the engine may write meanwhile
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)
     assert one_by_one(llm, prompts())[0] == expected
     llm.core.tiers.offloader.check()
@@ -190,11 +208,16 @@ def test_new_weights_find_nothing_of_the_old_ones(tiers, build, root, disk, tmp_
     llm.update_weights(str(tiny.write_model(root, "qwen3")))
     tokens, cached = one_by_one(llm, prompts())
     assert tokens == old
-    assert cached.count(96 if tiers == "disk" else 0) >= 7, "files are named after the weights' content; an update loses writes under way"
+    assert cached.count(96 if tiers == "disk" else 0) >= 7, (
+        "files are named after the weights' content; an update loses writes under way"
+    )
 
 
-def test_new_weights_without_their_folder_leave_an_engine_that_works(build, expected, disk, tmp_path, root, caplog):
+def test_new_weights_without_their_folder_leave_an_engine_that_works(
+    build, expected, disk, tmp_path, root, caplog
+):
     import shutil
+
     llm = build(**SMALL, **disk)
     one_by_one(llm, prompts()[:2])
     llm.update_weights(str(tiny.write_model(root, "qwen3")))
@@ -252,7 +275,9 @@ def test_others_run_while_a_prefix_is_on_its_way(build, expected, disk):
     start(llm, prompts()[0], "slow")
     for _ in range(3):
         assert llm.core.step() == []
-    assert [seq.request.request_id for seq in llm.core.scheduler.running] == ["slow"] and llm.core.scheduler.fetches
+    assert [seq.request.request_id for seq in llm.core.scheduler.running] == [
+        "slow"
+    ] and llm.core.scheduler.fetches
     assert together(llm, [[1, 2, 3]]) == together(llm, [[1, 2, 3]])
     assert llm.core.scheduler.fetches
     slow.gate.set()
@@ -289,7 +314,9 @@ def test_an_engine_may_end_or_sleep_while_a_prefix_is_on_its_way(build, disk):
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(kept, build, expected, disk, monkeypatch):
+def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(
+    kept, build, expected, disk, monkeypatch
+):
     first = build(**SMALL, **disk)
     one_by_one(first, prompts())
     first.exit()
@@ -299,8 +326,9 @@ def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(kept,
 
     def evicted(keys, start):
         found = lookup(keys, start)
-        tier.forget(keys[start + kept:])    # by the tier's own threads, to make room
+        tier.forget(keys[start + kept :])  # by the tier's own threads, to make room
         return found
+
     monkeypatch.setattr(offloader, "lookup", evicted)
     assert one_by_one(llm, prompts()[:2]) == (expected[:2], [16 * kept] * 2)
     offloader.check()
@@ -320,6 +348,7 @@ def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
 
     def interrupted(*_):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(offloader.fetcher, "_was_copied_in", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
@@ -329,7 +358,8 @@ def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
 
 
 class Recorded:
-    """Transfers that end at the next poll; whether they were to wait for steps in flight, and the copies out that copies in come behind."""
+    """Transfers that end at the next poll; whether they were to wait for steps in flight, and the copies out
+    that copies in come behind."""
 
     def __init__(self, num_slots):
         self.ready, self.begun, self.waits, self.ordered, self.behind = list(range(num_slots)), [], [], [], []
@@ -361,11 +391,22 @@ class Recorded:
 
 
 class Small:
-    """An engine of three blocks without the rest of it. Its tokens are computed at once, or when `books.num_completed` says so."""
+    """An engine of three blocks without the rest of it. Its tokens are computed at once, or when
+    `books.num_completed` says so."""
 
     def __init__(self):
-        self.scheduler = scheduler = Scheduler(num_blocks=3, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6)
-        policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=3, max_leaving=9, copy_blocks=9, always_fetch=True)
+        self.scheduler = scheduler = Scheduler(
+            num_blocks=3, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6
+        )
+        policy = OffloadPolicy(
+            block_size=2,
+            block_bytes=1,
+            keeps=True,
+            watermark=3,
+            max_leaving=9,
+            copy_blocks=9,
+            always_fetch=True,
+        )
         self.transfers = Recorded(8)
         self.offloader = scheduler.tiers = Offloader(scheduler, HostTier(8), self.transfers, {}, policy)
         scheduler.pool.listeners.append(self.offloader)
@@ -400,7 +441,9 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
     scheduler.abort("b")
     offloader.books.num_completed = 2 if completed else 1
     assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.fetches) == 1
-    assert offloader.transfers.waits[1:] == [not completed] * 2, "out with what b has left, in with what a had"
+    assert offloader.transfers.waits[1:] == [not completed] * 2, (
+        "out with what b has left, in with what a had"
+    )
     offloader.check()
 
 
@@ -410,7 +453,9 @@ def test_what_a_fetch_takes_and_nothing_below_has_is_copied_out_before():
     assert small.begin("c", [1, 2, 3, 4, 5]) is None and len(small.scheduler.fetches) == 1
     assert small.transfers.behind == [2], "the first copy out was of a's blocks, the second is of b's"
     small.scheduler.abort("c")
-    assert small.begin("d", [6, 7, 8, 9, 6]) is None and small.transfers.behind == [2, 0], "its blocks are fetched, nothing was lost"
+    assert small.begin("d", [6, 7, 8, 9, 6]) is None and small.transfers.behind == [2, 0], (
+        "its blocks are fetched, nothing was lost"
+    )
     assert small.offloader.num_dropped == 0
     small.offloader.check()
 
@@ -420,7 +465,7 @@ def test_nobody_gets_the_blocks_of_a_fetch_before_what_they_have_held_was_copied
     small = Small()
     small.come_and_go()
     small.offloader.poll()
-    poll, small.transfers.poll = small.transfers.poll, list    # nothing ends any more
+    poll, small.transfers.poll = small.transfers.poll, list  # nothing ends any more
     if how == "its blocks do not come":
         small.offloader.fetcher.begin = partial(begin_without_slots, small.offloader.fetcher)
     assert small.begin("c", [1, 2, 3, 4, 5]) is None
@@ -432,7 +477,9 @@ def test_nobody_gets_the_blocks_of_a_fetch_before_what_they_have_held_was_copied
     small.transfers.poll = poll
     small.offloader.poll()
     plan = small.scheduler.schedule()
-    assert [entry.seq.request.request_id for entry in plan.scheduled] == (["d"] if how == "it leaves" else ["c"])
+    assert [entry.seq.request.request_id for entry in plan.scheduled] == (
+        ["d"] if how == "it leaves" else ["c"]
+    )
     small.offloader.check()
     small.scheduler.check()
 
@@ -446,11 +493,16 @@ def begin_without_slots(fetcher, fetch, where, block_size):
 
 
 def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_them():
-    """A short prompt and a long one with the same head start in one schedule: the long one's hits are blocks that the short one took."""
-    scheduler = Scheduler(num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16)
+    """A short prompt and a long one with the same head start in one schedule: the long one's hits are blocks
+    that the short one took."""
+    scheduler = Scheduler(
+        num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16
+    )
     policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=8, max_leaving=9, copy_blocks=9)
     transfers = Recorded(32)
-    offloader = scheduler.tiers = Offloader(scheduler, HostTier(32), transfers, {}, policy, token_s=0.0005, block_s={"host": 0.0001})
+    offloader = scheduler.tiers = Offloader(
+        scheduler, HostTier(32), transfers, {}, policy, token_s=0.0005, block_s={"host": 0.0001}
+    )
     scheduler.pool.listeners.append(offloader)
 
     def step(**prompts):
@@ -469,7 +521,9 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     scheduler.abort("other")
     transfers.copied_out.clear()
     plan = step(short=[1, 2, 3, 4, 5], again=[*range(1, 14)])
-    assert [entry.seq.request.request_id for entry in plan.scheduled] == ["short"] and len(scheduler.fetches) == 1
+    assert [entry.seq.request.request_id for entry in plan.scheduled] == ["short"] and len(
+        scheduler.fetches
+    ) == 1
     [copied] = transfers.copied_out
     assert not set(copied) & set(plan.scheduled[0].seq.block_ids)
     offloader.check()
@@ -478,7 +532,7 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
 def test_where_not_all_can_be_saved_heads_are_rather_than_tails():
     small = Small()
     small.offloader.poll()
-    small.offloader.slots.take(5)    # room for three: two of a's, then one
+    small.offloader.slots.take(5)  # room for three: two of a's, then one
     head = small.come_and_go()[0]
     small.transfers.copied_out.clear()
     assert small.begin("c", [1, 2, 3, 4, 5]) is None
@@ -486,9 +540,20 @@ def test_where_not_all_can_be_saved_heads_are_rather_than_tails():
 
 
 def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_copied_out():
-    """Two sequences compute the same; the block of the first is on its way out when that sequence leaves and its block is taken."""
-    scheduler = Scheduler(num_blocks=4, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6)
-    policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=4, max_leaving=9, copy_blocks=9, on_registration=True)
+    """Two sequences compute the same; the block of the first is on its way out when that sequence leaves and
+    its block is taken."""
+    scheduler = Scheduler(
+        num_blocks=4, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6
+    )
+    policy = OffloadPolicy(
+        block_size=2,
+        block_bytes=1,
+        keeps=True,
+        watermark=4,
+        max_leaving=9,
+        copy_blocks=9,
+        on_registration=True,
+    )
     transfers = Recorded(8)
     offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy)
     scheduler.tiers = offloader
@@ -514,6 +579,7 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
 
     def never():
         raise TimeoutError
+
     monkeypatch.setattr(llm.core.runner, "kv_abandon", never)
     monkeypatch.setattr(llm.core.tiers.offloader, "offload", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -528,6 +594,7 @@ def test_an_engine_that_cannot_write_its_blocks_at_the_end_ends_all_the_same(err
 
     def broken(_):
         raise error("no")
+
     monkeypatch.setattr(llm.core.tiers.offloader, "flush", broken)
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
         llm.exit()
@@ -543,8 +610,12 @@ def test_what_a_closed_tier_lacks_is_forgotten_by_nobody(build, disk):
 
 def test_while_nothing_may_leave_nobody_looks_for_what_might():
     now, looks = [100.0], []
-    scheduler = Scheduler(num_blocks=16, block_size=2, max_num_seqs=4, max_num_batched_tokens=99, max_model_len=32)
-    policy = OffloadPolicy(block_size=2, block_bytes=10, keeps=True, watermark=16, max_leaving=9, copy_blocks=9, bytes_per_s=40.0)
+    scheduler = Scheduler(
+        num_blocks=16, block_size=2, max_num_seqs=4, max_num_batched_tokens=99, max_model_len=32
+    )
+    policy = OffloadPolicy(
+        block_size=2, block_bytes=10, keeps=True, watermark=16, max_leaving=9, copy_blocks=9, bytes_per_s=40.0
+    )
     offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, clock=lambda: now[0])
     scheduler.tiers = offloader
     scheduler.pool.listeners.append(offloader)
@@ -588,8 +659,13 @@ def test_beyond_the_bandwidth_blocks_are_dropped_and_counted(build, expected):
 
 
 def test_listeners_hear_of_every_tier(build, disk):
-    llm = build(**SMALL, **HOST, **disk, kv_offload_policy="register",
-                kv_events_config=dict(enable_kv_cache_events=True, publisher="null"))
+    llm = build(
+        **SMALL,
+        **HOST,
+        **disk,
+        kv_offload_policy="register",
+        kv_events_config=dict(enable_kv_cache_events=True, publisher="null"),
+    )
     one_by_one(llm, prompts()[:3])
     while llm.core.tick():
         time.sleep(0.001)
@@ -598,12 +674,29 @@ def test_listeners_hear_of_every_tier(build, disk):
     assert media == {"GPU", "CPU", "STORAGE"}
 
 
-@pytest.mark.parametrize("options", [
-    dict(kv_host_bytes=-1), dict(kv_host_bytes=True), dict(kv_host_bytes=1 << 60), dict(kv_host_bytes=100), dict(kv_disk_bytes=1 << 20),
-    dict(kv_disk_path="/tmp/kv"), dict(kv_disk_path="", kv_disk_bytes=1), dict(kv_disk_path="/proc/nowhere", kv_disk_bytes=1 << 30),
-    dict(kv_offload_policy="never"), dict(kv_load_policy="sometimes"), dict(kv_eviction_policy="mru"), dict(kv_offload_min_uses=0),
-    dict(kv_offload_bandwidth=0), dict(kv_flush_timeout=-1.0), dict(kv_flush_timeout=float("inf")),
-    dict(kv_host_bytes=1 << 20, enable_prefix_caching=False), dict(kv_store="nonsense://x")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kv_host_bytes=-1),
+        dict(kv_host_bytes=True),
+        dict(kv_host_bytes=1 << 60),
+        dict(kv_host_bytes=100),
+        dict(kv_disk_bytes=1 << 20),
+        dict(kv_disk_path="/tmp/kv"),
+        dict(kv_disk_path="", kv_disk_bytes=1),
+        dict(kv_disk_path="/proc/nowhere", kv_disk_bytes=1 << 30),
+        dict(kv_offload_policy="never"),
+        dict(kv_load_policy="sometimes"),
+        dict(kv_eviction_policy="mru"),
+        dict(kv_offload_min_uses=0),
+        dict(kv_offload_bandwidth=0),
+        dict(kv_flush_timeout=-1.0),
+        dict(kv_flush_timeout=float("inf")),
+        dict(kv_host_bytes=1 << 20, enable_prefix_caching=False),
+        dict(kv_store="nonsense://x"),
+    ],
+    ids=str,
+)
 def test_impossible_options_are_refused_by_name(options, folder):
     name = next(iter(options))
     with pytest.raises(ConfigError, match=name):
@@ -614,6 +707,7 @@ def test_impossible_options_are_refused_by_name(options, folder):
 def test_host_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(option, build, disk, monkeypatch):
     def nothing(*_):
         raise MemoryError("no memory")
+
     monkeypatch.setattr("shoal.engine.kv_commands.HostSlab", nothing)
     with pytest.raises(ConfigError, match=f"{option}.*no memory"):
         build(**SMALL, **(HOST if option == "kv_host_bytes" else disk))
@@ -632,7 +726,29 @@ def test_a_slab_of_which_nothing_can_be_pinned_is_refused(monkeypatch):
 
 def test_options_of_tiers_are_flags_of_the_command():
     from shoal.cli import build_parser
-    given = build_parser().parse_args(["serve", "m", "--kv-host-bytes", "5", "--kv-disk-path", "/x", "--kv-disk-bytes", "7", "--kv-store",
-                                       "memory://", "--kv-offload-policy", "register", "--kv-load-policy", "always"])
-    assert (given.kv_host_bytes, given.kv_disk_path, given.kv_disk_bytes, given.kv_store) == (5, "/x", 7, "memory://")
+
+    given = build_parser().parse_args(
+        [
+            "serve",
+            "m",
+            "--kv-host-bytes",
+            "5",
+            "--kv-disk-path",
+            "/x",
+            "--kv-disk-bytes",
+            "7",
+            "--kv-store",
+            "memory://",
+            "--kv-offload-policy",
+            "register",
+            "--kv-load-policy",
+            "always",
+        ]
+    )
+    assert (given.kv_host_bytes, given.kv_disk_path, given.kv_disk_bytes, given.kv_store) == (
+        5,
+        "/x",
+        7,
+        "memory://",
+    )
     assert not EngineConfig().has_kv_tiers

@@ -1,9 +1,10 @@
-"""Random traces with tiers below the device, on the simulated device of test_scheduler_fuzz.py: whatever copies, files and disks do, every
-KV slot that is read holds the history it should.
+"""Random traces with tiers below the device, on the simulated device of test_scheduler_fuzz.py: whatever
+copies, files and disks do, every KV slot that is read holds the history it should.
 
-Steps run at any moment between their launch and the moment when their tokens are seen, in order. Copies move half a block at a time, at
-any moment between their beginning (those that wait: behind the steps launched before) and the poll that tells of their end, and see what
-lies there then: a slot or a block given away too early is read, or written, by somebody else. `trace(seed)` repeats a failing seed.
+Steps run at any moment between their launch and the moment when their tokens are seen, in order. Copies move
+half a block at a time, at any moment between their beginning (those that wait: behind the steps launched
+before) and the poll that tells of their end, and see what lies there then: a slot or a block given away too
+early is read, or written, by somebody else. `trace(seed)` repeats a failing seed.
 """
 
 import dataclasses
@@ -21,14 +22,17 @@ from shoal.engine.transfers import Done
 from shoal.kv.host import HostTier
 
 TRACES_A_TEST = 25
-FIRST_SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(TRACES_A_TEST, 100, TRACES_A_TEST))]
+FIRST_SEEDS = [
+    0,
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(TRACES_A_TEST, 100, TRACES_A_TEST)),
+]
 
 
 @dataclass
 class Transfer:
     ticket: int
     kind: str
-    moves: list          # what is still to be done, in any order
+    moves: list  # what is still to be done, in any order
     intact: list
 
 
@@ -43,7 +47,9 @@ class FakeDisk:
 
 
 class FakeTransfers:
-    def __init__(self, r: random.Random, device: Device, num_slots: int, disks, failing: float, seen: Counter):
+    def __init__(
+        self, r: random.Random, device: Device, num_slots: int, disks, failing: float, seen: Counter
+    ):
         self.r, self.device, self.disks, self.failing, self.seen = r, device, disks, failing, seen
         self.size = device.block_size
         self.slots = [[None] * self.size for _ in range(num_slots)]
@@ -58,13 +64,18 @@ class FakeTransfers:
         def move(i, half):
             block, slot = blocks[i], slots[i]
             for p in half:
-                assert self.device.slots[block * self.size + p] == content[block * self.size + p], "rewritten before it was copied out"
+                assert self.device.slots[block * self.size + p] == content[block * self.size + p], (
+                    "rewritten before it was copied out"
+                )
                 self.slots[slot][p] = self.device.slots[block * self.size + p]
+
         return self._begin(self.out, "copy out", move, len(blocks))
 
     def copy_in(self, slots, blocks, wait, behind):
         self._wait(wait)
-        self.seen["behind a copy out"] += any(transfer.ticket == behind and transfer.moves for transfer in self.out)
+        self.seen["behind a copy out"] += any(
+            transfer.ticket == behind and transfer.moves for transfer in self.out
+        )
 
         def move(i, half):
             if behind:
@@ -72,6 +83,7 @@ class FakeTransfers:
             block, slot = blocks[i], slots[i]
             for p in half:
                 self.device.slots[block * self.size + p] = self.slots[slot][p] if transfer.intact[i] else None
+
         ticket = self._begin(self.into, "copy in", move, len(blocks))
         transfer = self.into[-1]
         return ticket
@@ -88,8 +100,9 @@ class FakeTransfers:
             for i, meta in enumerate(metas):
                 if transfer.intact[i] and len(disk.blocks) < disk.room:
                     disk.blocks[meta.key] = (meta, written[i])
-                else:    # full, or killed before the rename
+                else:  # full, or killed before the rename
                     transfer.intact[i] = False
+
         return self._begin(self.files, "write", move, len(metas), finish)
 
     def read(self, tier, metas, slots):
@@ -100,6 +113,7 @@ class FakeTransfers:
             for p in half:
                 self.slots[slots[i]][p] = found[1][p] if found is not None else ("garbage", -1)
             transfer.intact[i] &= found is not None and found[0] == metas[i]
+
         ticket = self._begin(self.files, "read", move, len(metas))
         transfer = self.files[-1]
         return ticket
@@ -123,7 +137,9 @@ class FakeTransfers:
 
     def poll(self):
         for transfer in [*self.out, *self.into, *self.files]:
-            self._move(transfer, self.r.choice((0, 0, 0, 1) if transfer.kind == "copy out" else (0, 1, 3, 100)))
+            self._move(
+                transfer, self.r.choice((0, 0, 0, 1) if transfer.kind == "copy out" else (0, 1, 3, 100))
+            )
         ended = []
         for queue in (self.out, self.into):
             while queue and not queue[0].moves and self.r.random() < 0.7:
@@ -167,7 +183,8 @@ class FakeTransfers:
 
 
 class TieredDevice(Device):
-    """Runs steps some time after their launch. Remembers when an admission began: a fetch may bring what was valid then."""
+    """Runs steps some time after their launch. Remembers when an admission began: a fetch may bring what was
+    valid then."""
 
     def __init__(self, r, *args):
         super().__init__(*args)
@@ -179,8 +196,16 @@ class TieredDevice(Device):
         for entry in plan.scheduled:
             seq = entry.seq
             key = (seq, seq.num_admissions)
-            frozen = SimpleNamespace(key=key, epoch=self.began.get(key, self.epoch), token_ids=list(seq.token_ids),
-                                     block_ids=list(seq.block_ids), lockstep=seq.lockstep, grammar=None, held=False, request=seq.request)
+            frozen = SimpleNamespace(
+                key=key,
+                epoch=self.began.get(key, self.epoch),
+                token_ids=list(seq.token_ids),
+                block_ids=list(seq.block_ids),
+                lockstep=seq.lockstep,
+                grammar=None,
+                held=False,
+                request=seq.request,
+            )
             entries.append(ScheduledSeq(frozen, entry.row, entry.start, entry.num_tokens, entry.samples))
         tokens = []
         self.pending.append((StepPlan(tuple(entries), plan.num_decodes, plan.num_tokens), tokens))
@@ -197,7 +222,9 @@ class TieredDevice(Device):
         owner = entry.seq.key
         if entry.row not in self.rows or self.rows[entry.row].owner != owner:
             epoch = entry.seq.epoch
-            self.rows[entry.row] = Row(owner, History(entry.seq.request, entry.seq.token_ids[:entry.start]), epoch)
+            self.rows[entry.row] = Row(
+                owner, History(entry.seq.request, entry.seq.token_ids[: entry.start]), epoch
+            )
         return self.rows[entry.row]
 
 
@@ -206,7 +233,11 @@ class TieredTrace(Trace):
 
     def __init__(self, seed: int, disks=None, past: Trace | None = None):
         super().__init__(seed)
-        self.past = [(request, past.outputs[name]) for name, request in past.requests.items()] if past is not None else []
+        self.past = (
+            [(request, past.outputs[name]) for name, request in past.requests.items()]
+            if past is not None
+            else []
+        )
         if past is not None:
             self.r.seed(-seed)
         r, scheduler = self.r, self.scheduler
@@ -218,15 +249,32 @@ class TieredTrace(Trace):
         self.disks = {} if disks is None else disks
         keeps = not self.disks or r.random() < 0.4
         num_slots = r.randint(2, r.choice((8, 2 * num_blocks + 2)))
-        self.transfers = FakeTransfers(r, self.device, num_slots, self.disks, r.choice((0.0, 0.05, 0.3)), self.seen)
+        self.transfers = FakeTransfers(
+            r, self.device, num_slots, self.disks, r.choice((0.0, 0.05, 0.3)), self.seen
+        )
         policy = OffloadPolicy(
-            block_size=self.block_size, block_bytes=10, keeps=keeps, watermark=r.randint(1, num_blocks), max_leaving=r.choice((1, 3, 100)),
+            block_size=self.block_size,
+            block_bytes=10,
+            keeps=keeps,
+            watermark=r.randint(1, num_blocks),
+            max_leaving=r.choice((1, 3, 100)),
             copy_blocks=r.choice((1, 2, 100)),
-            on_registration=r.random() < 0.3, min_uses=r.choice((1, 1, 1, 2)), always_fetch=r.random() < 0.8,
-            bytes_per_s=r.choice((None, None, 50.0)))
+            on_registration=r.random() < 0.3,
+            min_uses=r.choice((1, 1, 1, 2)),
+            always_fetch=r.random() < 0.8,
+            bytes_per_s=r.choice((None, None, 50.0)),
+        )
         self.time = 0.0
-        self.offloader = Offloader(scheduler, HostTier(num_slots, r.choice(("lru", "lfu"))), self.transfers, self.disks, policy,
-                                   token_s=r.choice((0.01, 0.001)), block_s={"host": 0.001, "disk": 0.02 * r.random()}, clock=self.clock)
+        self.offloader = Offloader(
+            scheduler,
+            HostTier(num_slots, r.choice(("lru", "lfu"))),
+            self.transfers,
+            self.disks,
+            policy,
+            token_s=r.choice((0.01, 0.001)),
+            block_s={"host": 0.001, "disk": 0.02 * r.random()},
+            clock=self.clock,
+        )
         scheduler.tiers = self
         scheduler.pool.listeners.append(self.offloader)
 
@@ -240,13 +288,16 @@ class TieredTrace(Trace):
         if not self.past or self.r.random() < 0.5:
             return request
         earlier, outputs = self.r.choice(self.past)
-        prompt = (earlier.prompt_token_ids + outputs + request.prompt_token_ids)[:self.limit - 1]
-        return dataclasses.replace(request, prompt_token_ids=prompt, cache_salt=earlier.cache_salt, adapter=earlier.adapter)
+        prompt = (earlier.prompt_token_ids + outputs + request.prompt_token_ids)[: self.limit - 1]
+        return dataclasses.replace(
+            request, prompt_token_ids=prompt, cache_salt=earlier.cache_salt, adapter=earlier.adapter
+        )
 
     # The scheduler's tiers
 
     def lookup(self, keys, start):
-        return self.offloader.lookup(keys, start) if self.r.random() < self.fetching else 0    # others compute what lies below
+        # others compute what lies below
+        return self.offloader.lookup(keys, start) if self.r.random() < self.fetching else 0
 
     def begin(self, fetch):
         self.seen["fetches"] += 1
@@ -288,11 +339,11 @@ class TieredTrace(Trace):
     def disturb(self):
         epoch = self.device.epoch
         super().disturb()
-        if self.device.epoch != epoch:    # the prefix cache was reset
+        if self.device.epoch != epoch:  # the prefix cache was reset
             self.forget_below()
         r = self.r
         for disk in self.disks.values():
-            if disk.blocks and r.random() < 0.05:    # evicted, or its file is damaged
+            if disk.blocks and r.random() < 0.05:  # evicted, or its file is damaged
                 key = r.choice(list(disk.blocks))
                 del disk.blocks[key]
         if r.random() < 0.01:
@@ -305,14 +356,15 @@ class TieredTrace(Trace):
             self.scheduler.reset_prefix_cache()
             self.device.slots = [None] * len(self.device.slots)
         if r.random() < 0.005:
-            self.time += 100.0    # fetches lose patience
+            self.time += 100.0  # fetches lose patience
 
     def forget_below(self):
         self.offloader.forget_slots()
         for disk in self.disks.values():
             disk.blocks.clear()
         self.transfers.files = [t for t in self.transfers.files if t.kind == "read"] + [
-            t for t in self.transfers.files if t.kind == "write" and not self._fail(t)]
+            t for t in self.transfers.files if t.kind == "write" and not self._fail(t)
+        ]
 
     @staticmethod
     def _fail(transfer):
@@ -356,7 +408,19 @@ def test_whatever_transfers_do_each_request_gets_the_tokens_of_an_undisturbed_ru
     monkeypatch.setattr("shoal.engine.offload.POLL_S", 0.0)
     print(f"seeds {first_seed}..{first_seed + TRACES_A_TEST - 1}")
     seen = sum((trace(seed) for seed in range(first_seed, first_seed + TRACES_A_TEST)), Counter())
-    for name in ("fetches", "fetched tokens", "copy out", "copy in", "read", "write", "failed", "ordered", "preemptions", "sleeps",
-                 "dropped", "beside a step"):
+    for name in (
+        "fetches",
+        "fetched tokens",
+        "copy out",
+        "copy in",
+        "read",
+        "write",
+        "failed",
+        "ordered",
+        "preemptions",
+        "sleeps",
+        "dropped",
+        "beside a step",
+    ):
         assert seen[name] > 5, f"the traces are too tame: {name} {seen[name]}"
     assert seen["behind a copy out"], "no fetch took the place of what was nowhere else"

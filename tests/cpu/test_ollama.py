@@ -10,12 +10,26 @@ from shoal.fake import FakeEngine
 from tests.fake_server import END, FakeServer, byte_tokenizer, ids_of, tool_server
 
 USER = {"role": "user", "content": "Hi"}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
-CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n<tool_call>\n' \
-        '{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-COUNTS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count",
-          "eval_duration"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALLS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+)
+COUNTS = {
+    "total_duration",
+    "load_duration",
+    "prompt_eval_count",
+    "prompt_eval_duration",
+    "eval_count",
+    "eval_duration",
+}
 
 
 def stream(served, path, body):
@@ -59,7 +73,7 @@ def test_a_text_is_answered_through_the_template_or_raw(served):
     assert last["context"] == [*served.last_request().prompt_token_ids, *ids_of("Yes."), END]
     again = served.json("/api/generate", {"prompt": "Why?", "context": last["context"], "stream": False})[1]
     assert served.last_request().prompt_token_ids == last["context"] + ids_of("<user>Why?<assistant>")
-    assert again["context"][:len(last["context"])] == last["context"] and again["response"] == "Yes."
+    assert again["context"][: len(last["context"])] == last["context"] and again["response"] == "Yes."
     raw = served.json("/api/generate", {**body, "raw": True, "stream": False})[1]
     assert served.last_prompt().endswith("Is it?") and "<user>" not in served.last_prompt()
     assert "context" not in raw
@@ -67,9 +81,21 @@ def test_a_text_is_answered_through_the_template_or_raw(served):
 
 def test_options_reach_the_engine(served):
     served.say("abcdefgh")
-    options = {"num_predict": 5, "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.25, "seed": 11,
-               "stop": ["x"], "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-               "num_ctx": 4096, "num_gpu": 99, "num_thread": 8}
+    options = {
+        "num_predict": 5,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "seed": 11,
+        "stop": ["x"],
+        "repeat_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "num_ctx": 4096,
+        "num_gpu": 99,
+        "num_thread": 8,
+    }
     answer = chat(served, options=options, keep_alive="5m")
     assert (answer["done_reason"], answer["eval_count"]) == ("length", 5)
     assert answer["message"]["content"] == "abcde"
@@ -77,7 +103,7 @@ def test_options_reach_the_engine(served):
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (5, 0.5, 7, 0.5)
     assert (params.min_p, params.seed, params.repetition_penalty) == (0.25, 11, 1.5)
     assert (params.presence_penalty, params.frequency_penalty, params.stop) == (0.5, -0.5, ["x"])
-    for num_predict in (-1, -2, 10**6):    # as many as fit
+    for num_predict in (-1, -2, 10**6):  # as many as fit
         assert chat(served, options={"num_predict": num_predict})["done_reason"] == "stop"
         request = served.last_request()
         assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
@@ -89,7 +115,10 @@ def test_options_that_mean_nothing_are_told_once(served, caplog):
     for _ in range(2):
         chat(served, options={"num_ctx": 8192, "mirostat": 1, "num_thread": 8})
     [context, unknown] = sorted(r.getMessage() for r in caplog.records if r.name == "shoal.server.notices")
-    assert "'options.mirostat'" in context + unknown and "num_ctx 8192 is more than the 4096" in context + unknown
+    assert (
+        "'options.mirostat'" in context + unknown
+        and "num_ctx 8192 is more than the 4096" in context + unknown
+    )
 
 
 def test_a_format_is_a_grammar(served):
@@ -112,7 +141,9 @@ def test_tool_calls_come_whole_with_objects_for_arguments(served, streams):
     assert "".join(m["content"] for m in messages).strip() == "One moment."
     calls = [call for m in messages for call in m.get("tool_calls", ())]
     assert [(call["function"]["index"], call["function"]["arguments"]) for call in calls] == [
-        (0, {"city": "Rome"}), (1, {"city": "Oslo"})]
+        (0, {"city": "Rome"}),
+        (1, {"city": "Oslo"}),
+    ]
     assert {call["function"]["name"] for call in calls} == {"weather"}
     assert answers[-1]["done_reason"] == "stop" and "<tools>" in served.last_prompt()
 
@@ -125,34 +156,39 @@ def test_a_conversation_with_tools_and_thoughts_comes_back(served):
     chat(served, messages=[USER, asked, told], think=False)
     prompt = served.last_prompt()
     assert '(thought: Hm.)<tool_call>weather{"city": "Rome"}</tool_call><tool>22 degrees' in prompt
-    assert prompt.endswith("<think>\n\n</think>\n\n")    # told not to think
+    assert prompt.endswith("<think>\n\n</think>\n\n")  # told not to think
     chat(served, messages=[USER, {"role": "assistant", "content": "It is"}])
     assert served.last_prompt().endswith("<assistant>It is")
 
 
 def test_nothing_to_answer_is_a_model_to_load(served):
-    for path, key, empty in (("/api/chat", "message", {"role": "assistant", "content": ""}),
-                             ("/api/generate", "response", "")):
+    for path, key, empty in (
+        ("/api/chat", "message", {"role": "assistant", "content": ""}),
+        ("/api/generate", "response", ""),
+    ):
         for body in ({"model": "tiny"}, {"model": "tiny", "messages": [], "prompt": "", "keep_alive": -1}):
             answer = served.json(path, body)[1]
             assert (answer["done"], answer["done_reason"], answer[key]) == (True, "load", empty)
 
 
-@pytest.mark.parametrize(("path", "body", "status", "words"), [
-    ("/api/chat", {"model": "no such"}, 404, "'no such' does not exist"),
-    ("/api/chat", {"messages": [{**USER, "images": ["aGk="]}]}, 400, "messages[0].images"),
-    ("/api/chat", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages[0].role"),
-    ("/api/chat", {"messages": [USER], "format": "xml"}, 400, "format 'xml'"),
-    ("/api/chat", {"messages": [USER], "think": "a lot"}, 400, "think 'a lot'"),
-    ("/api/chat", {"messages": [USER], "options": {"temperature": "hot"}}, 400, "options.temperature"),
-    ("/api/chat", {"messages": [USER], "options": {"top_p": 2}}, 400, "top_p 2"),
-    ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
-    ("/api/generate", {"prompt": "x", "template": "{{ .Prompt }}"}, 400, "template"),
-    ("/api/generate", {"prompt": "x", "images": ["aGk="]}, 400, "images"),
-    ("/api/generate", {"prompt": "x" * 5000}, 400, "4096"),
-    ("/api/embed", {"input": "x" * 5000, "truncate": False}, 400, "4096"),
-    ("/api/show", b"{", 400, "no JSON"),
-])
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/api/chat", {"model": "no such"}, 404, "'no such' does not exist"),
+        ("/api/chat", {"messages": [{**USER, "images": ["aGk="]}]}, 400, "messages[0].images"),
+        ("/api/chat", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages[0].role"),
+        ("/api/chat", {"messages": [USER], "format": "xml"}, 400, "format 'xml'"),
+        ("/api/chat", {"messages": [USER], "think": "a lot"}, 400, "think 'a lot'"),
+        ("/api/chat", {"messages": [USER], "options": {"temperature": "hot"}}, 400, "options.temperature"),
+        ("/api/chat", {"messages": [USER], "options": {"top_p": 2}}, 400, "top_p 2"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ("/api/generate", {"prompt": "x", "template": "{{ .Prompt }}"}, 400, "template"),
+        ("/api/generate", {"prompt": "x", "images": ["aGk="]}, 400, "images"),
+        ("/api/generate", {"prompt": "x" * 5000}, 400, "4096"),
+        ("/api/embed", {"input": "x" * 5000, "truncate": False}, 400, "4096"),
+        ("/api/show", b"{", 400, "no JSON"),
+    ],
+)
 def test_errors_are_one_text(served, path, body, status, words):
     got, error = served.json(path, body)
     assert got == status and error.keys() == {"error"} and words in error["error"]
@@ -190,30 +226,50 @@ def test_embeddings(served):
     assert served.json("/api/embeddings", {"prompt": ""})[1] == {"embedding": []}
 
 
-SUMMARY = ModelSummary("qwen3", "gguf", 8_190_735_360, "Q4_K", 5_027_783_488, 1.7e9, "ab" * 32,
-                       {"embedding_length": 4096})
+SUMMARY = ModelSummary(
+    "qwen3", "gguf", 8_190_735_360, "Q4_K", 5_027_783_488, 1.7e9, "ab" * 32, {"embedding_length": 4096}
+)
 
 
 def test_models_are_listed_with_a_tag_and_found_with_or_without():
-    with tool_server(model={"names": ["tiny", "org/big:8b"], "summary": SUMMARY,
-                            "generation_config": {"temperature": 0.6, "repetition_penalty": 1.1}}) as server:
+    with tool_server(
+        model={
+            "names": ["tiny", "org/big:8b"],
+            "summary": SUMMARY,
+            "generation_config": {"temperature": 0.6, "repetition_penalty": 1.1},
+        }
+    ) as server:
         models = server.json("/api/tags")[1]["models"]
         assert [m["name"] for m in models] == [m["model"] for m in models] == ["tiny:latest", "org/big:8b"]
         assert models[0]["size"] == 5_027_783_488 and models[0]["digest"] == "ab" * 32
         assert models[0]["modified_at"].startswith("2023-11-14T")
-        details = {"parent_model": "", "format": "gguf", "family": "qwen3", "families": ["qwen3"],
-                   "parameter_size": "8.2B", "quantization_level": "Q4_K"}
+        details = {
+            "parent_model": "",
+            "format": "gguf",
+            "family": "qwen3",
+            "families": ["qwen3"],
+            "parameter_size": "8.2B",
+            "quantization_level": "Q4_K",
+        }
         assert models[0]["details"] == details
-        for path, body in (("/api/show", {"model": "tiny:latest"}), ("/api/show", {"name": "tiny"}),
-                           ("/api/chat", {"model": "tiny:latest"}), ("/api/show", {"model": "org/big:8b"}),
-                           ("/v1/completions", {"model": "tiny:latest", "prompt": "x"})):
+        for path, body in (
+            ("/api/show", {"model": "tiny:latest"}),
+            ("/api/show", {"name": "tiny"}),
+            ("/api/chat", {"model": "tiny:latest"}),
+            ("/api/show", {"model": "org/big:8b"}),
+            ("/v1/completions", {"model": "tiny:latest", "prompt": "x"}),
+        ):
             assert server.json(path, body)[0] == 200, (path, body)
         assert server.json("/api/show", {"model": "tiny:8b"})[0] == 404
         shown = server.json("/api/show", {"model": "tiny"})[1]
         assert shown["capabilities"] == ["completion", "tools", "thinking"]
         assert shown["template"] == server.model.tokenizer.chat_template
-        info = {"general.architecture": "qwen3", "general.parameter_count": 8_190_735_360,
-                "qwen3.embedding_length": 4096, "qwen3.context_length": 4096}
+        info = {
+            "general.architecture": "qwen3",
+            "general.parameter_count": 8_190_735_360,
+            "qwen3.embedding_length": 4096,
+            "qwen3.context_length": 4096,
+        }
         assert shown["model_info"] == info
         assert set(shown["parameters"].splitlines()) == {"temperature 0.6", "repeat_penalty 1.1"}
         [running] = server.json("/api/ps")[1]["models"]
@@ -225,7 +281,7 @@ def test_models_are_listed_with_a_tag_and_found_with_or_without():
 def test_clients_find_the_server_and_a_version_that_is_new_enough(served):
     assert served.request("/", method="HEAD")[0] == 200
     version = served.json("/api/version")[1]["version"]
-    assert tuple(map(int, version.split("."))) >= (0, 9, 0)    # the first that knew `think`
+    assert tuple(map(int, version.split("."))) >= (0, 9, 0)  # the first that knew `think`
 
 
 def test_keys_are_asked_for_as_elsewhere():

@@ -1,4 +1,5 @@
-"""TensorParallel in threads of one process: Gloo needs no more, and two engines in one process are two of everything anyway."""
+"""TensorParallel in threads of one process: Gloo needs no more, and two engines in one process are two of
+everything anyway."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,10 @@ from shoal.layers.parallel import Rendezvous, TensorParallel
 
 def ranks(size, rendezvous=None):
     rendezvous = rendezvous or Rendezvous()
-    others = [lambda r=r: TensorParallel.connect(r, size, "cpu", rendezvous.port, timeout_s=20) for r in range(1, size)]
+    others = [
+        lambda r=r: TensorParallel.connect(r, size, "cpu", rendezvous.port, timeout_s=20)
+        for r in range(1, size)
+    ]
     return together([lambda: rendezvous.connect(0, size, "cpu", timeout_s=20), *others])
 
 

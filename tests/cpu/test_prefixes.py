@@ -1,4 +1,5 @@
-"""Which sequences are read together: the tree against brute force, and what the device is told of it against the sequences' blocks."""
+"""Which sequences are read together: the tree against brute force, and what the device is told of it against
+the sequences' blocks."""
 
 import itertools
 import random
@@ -28,14 +29,17 @@ def saved(groups):
 def tree_of(paths):
     tree = PrefixTree(16, MAX_GROUPS)
     for row, path in enumerate(paths):
-        tree.place(row, [*path, -row - 2])    # the last block is never shared
+        tree.place(row, [*path, -row - 2])  # the last block is never shared
     return tree
 
 
 def test_common_prefixes_of_any_length():
     for a, b in itertools.product(range(9), repeat=2):
         for common in range(min(a, b) + 1):
-            left, right = (*range(common), *range(100, 100 + a - common)), (*range(common), *range(200, 200 + b - common))
+            left, right = (
+                (*range(common), *range(100, 100 + a - common)),
+                (*range(common), *range(200, 200 + b - common)),
+            )
             assert num_common(left, right) == common
 
 
@@ -43,8 +47,12 @@ def test_four_system_prompts_make_four_groups():
     prompts = [list(range(start, start + 32)) for start in (0, 100, 200, 300)]
     tree = tree_of([prompts[i % 4] + [1000 + i] for i in range(256)])
     groups = tree.groups(range(256))
-    assert sorted(len(group.rows) for group in groups) == [64] * 4 and all(group.num_blocks == 32 for group in groups)
-    assert {frozenset(row % 4 for row in group.rows) for group in groups} == {frozenset([i]) for i in range(4)}
+    assert sorted(len(group.rows) for group in groups) == [64] * 4 and all(
+        group.num_blocks == 32 for group in groups
+    )
+    assert {frozenset(row % 4 for row in group.rows) for group in groups} == {
+        frozenset([i]) for i in range(4)
+    }
 
 
 @pytest.mark.parametrize(("system", "document", "expected"), [(1, 200, [8, 8]), (200, 1, [16])])
@@ -68,11 +76,13 @@ def test_few_or_short_or_single_are_no_group():
 def test_no_more_groups_than_the_device_has_room_for(cheap_groups):
     paths = [[1000 * group + i for i in range(2 + group)] for group in range(90) for _ in range(2)]
     groups = tree_of(paths).groups(range(180))
-    assert sorted(group.num_blocks for group in groups) == list(range(92 - MAX_GROUPS, 92))    # the longest
+    assert sorted(group.num_blocks for group in groups) == list(range(92 - MAX_GROUPS, 92))  # the longest
 
 
 def brute_force(paths):
-    """The most blocks that any partition into groups with a common prefix saves; each sequence adds itself to a prefix, or to none."""
+    """The most blocks that any partition into groups with a common prefix saves; each sequence adds itself to
+    a prefix, or to none."""
+
     def best(members, depth):
         whole = (len(members) - 1) * depth
         branches = {}
@@ -80,6 +90,7 @@ def brute_force(paths):
             if len(path) > depth:
                 branches.setdefault(path[depth], []).append(path)
         return max(whole, sum(best(branch, depth + 1) for branch in branches.values() if len(branch) > 1))
+
     return best(paths, 0)
 
 
@@ -89,11 +100,12 @@ def test_random_trees_are_cut_as_well_as_can_be(cheap_groups):
     rng = random.Random(seed)
     for _ in range(150):
         tree, paths = PrefixTree(16, MAX_GROUPS), {}
-        for step in range(rng.randint(1, 40)):    # rows change hands, so that entries leave the tree as well
+        for step in range(rng.randint(1, 40)):  # rows change hands, so that entries leave the tree as well
             row = rng.randrange(12)
             path, node = [], 0
             for depth in range(rng.randint(0, 7)):
-                node = node * 3 + 1 + (0 if rng.random() < 0.8 else rng.randrange(3))    # a block stands for all before it
+                # a block stands for all before it
+                node = node * 3 + 1 + (0 if rng.random() < 0.8 else rng.randrange(3))
                 path.append(10000 * depth + node)
             paths[row] = path
             tree.place(row, [*path, -1 - step])
@@ -102,7 +114,10 @@ def test_random_trees_are_cut_as_well_as_can_be(cheap_groups):
         members = [row for group in groups for row in group.rows]
         assert len(members) == len(set(members)) and set(members) <= set(rows)
         for group in groups:
-            assert len({tuple(paths[row][:group.num_blocks]) for row in group.rows}) == 1 and group.num_blocks > 0 < len(group.rows) - 1
+            assert (
+                len({tuple(paths[row][: group.num_blocks]) for row in group.rows}) == 1
+                and group.num_blocks > 0 < len(group.rows) - 1
+            )
         assert saved(groups) == brute_force([tuple(paths[row]) for row in rows])
 
 
@@ -125,41 +140,62 @@ class Device:
     def run(self, plan):
         packed, _ = self.builder.build(plan, self.layout.num_rows)
         sections = {name: packed[a:b] for name, (a, b) in section_spans(packed[:HEADER_SIZE]).items()}
-        assert len(set(sections["addresses"].tolist())) == len(sections["addresses"]), "an address comes twice"
+        assert len(set(sections["addresses"].tolist())) == len(sections["addresses"]), (
+            "an address comes twice"
+        )
         self.state[sections["addresses"]] = sections["values"]
-        lens, members, table = (self.state[self.layout.prefix_address:][span] for span in self.layout.prefix_spans)
+        lens, members, table = (
+            self.state[self.layout.prefix_address :][span] for span in self.layout.prefix_spans
+        )
         table = table.reshape(MAX_GROUPS, len(GroupField))
         num_groups = packed[Header.NUM_GROUPS]
         assert not table[num_groups:].any()
         found = np.zeros_like(lens)
         for start, count, length, row in table[:num_groups]:
-            for index in members[start:start + count]:
+            for index in members[start : start + count]:
                 entry = plan.scheduled[index]
                 assert index < plan.num_decodes and found[index] == 0 and 0 < length <= entry.start
                 base = self.layout.row_address(row) + FIELDS
-                assert self.state[base:base + length // BLOCK].tolist() == entry.seq.block_ids[:length // BLOCK]
+                assert (
+                    self.state[base : base + length // BLOCK].tolist()
+                    == entry.seq.block_ids[: length // BLOCK]
+                )
                 found[index] = length
         assert found.tolist() == lens.tolist()
         self.most_shared = max(self.most_shared, int((lens > 0).sum()))
 
 
 def test_the_device_holds_the_groups_of_every_step(cheap_groups):
-    """Random traffic over a few prompts: sequences join and leave at any step, steps are in flight, blocks run out."""
+    """Random traffic over a few prompts: sequences join and leave at any step, steps are in flight, blocks
+    run out."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
     most_shared = preemptions = 0
     for run in range(12):
         device = Device(8, 16)
-        scheduler = Scheduler(num_blocks=(16, 24, 60)[run % 3], block_size=BLOCK, max_num_seqs=8,
-                              max_num_batched_tokens=rng.choice([9, 40]), max_model_len=60)
+        scheduler = Scheduler(
+            num_blocks=(16, 24, 60)[run % 3],
+            block_size=BLOCK,
+            max_num_seqs=8,
+            max_num_batched_tokens=rng.choice([9, 40]),
+            max_model_len=60,
+        )
         prompts = [[p * 100 + i for i in range(rng.randint(1, 30))] for p in range(3)]
         in_flight, added = [], 0
         for _ in range(120):
             if rng.random() < 0.3:
                 prompt = rng.choice(prompts)
-                ids = prompt[:rng.randint(1, len(prompt))] + [5000 + rng.randrange(3) for _ in range(rng.randint(0, 6))]
-                scheduler.add(Request(str(added), ids, SamplingParams(max_tokens=rng.randint(1, 15), seed=1, ignore_eos=True)))
+                ids = prompt[: rng.randint(1, len(prompt))] + [
+                    5000 + rng.randrange(3) for _ in range(rng.randint(0, 6))
+                ]
+                scheduler.add(
+                    Request(
+                        str(added),
+                        ids,
+                        SamplingParams(max_tokens=rng.randint(1, 15), seed=1, ignore_eos=True),
+                    )
+                )
                 added += 1
             if added and rng.random() < 0.05:
                 scheduler.abort(str(rng.randrange(added)))
@@ -171,13 +207,18 @@ def test_the_device_holds_the_groups_of_every_step(cheap_groups):
                 done = in_flight.pop(0)
                 scheduler.update(done, [rng.randrange(50) for entry in done.scheduled if entry.samples])
         scheduler.check()
-        most_shared, preemptions = max(most_shared, device.most_shared), preemptions + scheduler.stats().num_preemptions
+        most_shared, preemptions = (
+            max(most_shared, device.most_shared),
+            preemptions + scheduler.stats().num_preemptions,
+        )
     assert most_shared >= 4 and preemptions
 
 
 def test_steps_that_change_no_membership_send_no_groups(cheap_groups):
     device = Device(4, 16)
-    scheduler = Scheduler(num_blocks=60, block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60)
+    scheduler = Scheduler(
+        num_blocks=60, block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60
+    )
     for name in "abc":
         scheduler.add(Request(name, list(range(10)), SamplingParams(max_tokens=20, seed=1, ignore_eos=True)))
     sizes = []
@@ -187,4 +228,5 @@ def test_steps_that_change_no_membership_send_no_groups(cheap_groups):
         device.run(plan)
         sizes.append(int((device.builder.prefixes != before).sum()))
         scheduler.update(plan, [token] * sum(entry.samples for entry in plan.scheduled))
-    assert sizes[1] == 3 + 2 + 2 and not any(sizes[2:])    # lengths, members (the first is 0), the group (its start and row are 0)
+    # lengths, members (the first is 0), the group (its start and row are 0)
+    assert sizes[1] == 3 + 2 + 2 and not any(sizes[2:])

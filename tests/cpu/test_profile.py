@@ -12,7 +12,9 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    with LLM(str(tiny.write_model(tmp_path_factory.mktemp("model"), "llama")), dtype="float32", max_model_len=64) as llm:
+    with LLM(
+        str(tiny.write_model(tmp_path_factory.mktemp("model"), "llama")), dtype="float32", max_model_len=64
+    ) as llm:
         yield llm
 
 

@@ -67,29 +67,50 @@ def test_an_answered_request_is_one_line_with_its_tokens_and_times(server, lines
     assert found["request_id"] == "seven"
     assert found["level"] == "info" and found["client"] == "127.0.0.1" and found["model"] == "tiny"
     prompts = [request.prompt_token_ids for request in server.engine.seen[-num_answers:]]
-    assert found["prompt_tokens"] * body.get("n", 1) == sum(map(len, prompts))    # a prompt counts once
+    assert found["prompt_tokens"] * body.get("n", 1) == sum(map(len, prompts))  # a prompt counts once
     assert found["completion_tokens"] == out and found["finish_reason"] == ("length" if out else "stop")
     assert ("ttft_seconds" in found) == ("tokens_per_second" in found) == bool(out)
     assert found["seconds"] >= found.get("ttft_seconds", 0) >= 0
-    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d INFO    127.0.0.1 POST {path} 200 \d+\.\d\d\ds "
-                        r"model=tiny in=\d+ .*id=seven", line)
+    assert re.fullmatch(
+        rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d INFO    127.0.0.1 POST {path} 200 \d+\.\d\d\ds "
+        r"model=tiny in=\d+ .*id=seven",
+        line,
+    )
     assert "treasure" not in line + str(found) and "Never" not in line + str(found)
 
 
-@pytest.mark.parametrize(("path", "body", "status", "words"), [
-    (COMPLETE, {"prompt": SECRET, "temperature": -1}, 400, "temperature -1"),
-    (COMPLETE, {"prompt": SECRET, "model": "no such model"}, 404, "the model 'no such model' does not exist"),
-    (CHAT, {"messages": [SECRET]}, 400, "message"),
-    (CHAT, {"messages": [{"role": "user", "content": {"it's": SECRET * 9}}]}, 400, "content"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "t\\\"", "x": f'"{SECRET}'}]}]}, 400, "part"),
-    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": SECRET}]}], "max_tokens": 5}, 400,
-     "content"),
-    ("/api/generate", {"prompt": SECRET, "think": True}, 400, "does not think aloud"),
-    ("/nowhere", {"prompt": SECRET}, 404, "there is nothing at"),
-    ("/metrics", {"prompt": SECRET}, 405, "not POST"),
-])
-def test_a_refusal_is_told_with_its_reason_and_not_what_was_said(server, lines, fields, path, body, status,
-                                                                 words):
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        (COMPLETE, {"prompt": SECRET, "temperature": -1}, 400, "temperature -1"),
+        (
+            COMPLETE,
+            {"prompt": SECRET, "model": "no such model"},
+            404,
+            "the model 'no such model' does not exist",
+        ),
+        (CHAT, {"messages": [SECRET]}, 400, "message"),
+        (CHAT, {"messages": [{"role": "user", "content": {"it's": SECRET * 9}}]}, 400, "content"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": 't\\"', "x": f'"{SECRET}'}]}]},
+            400,
+            "part",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": SECRET}]}], "max_tokens": 5},
+            400,
+            "content",
+        ),
+        ("/api/generate", {"prompt": SECRET, "think": True}, 400, "does not think aloud"),
+        ("/nowhere", {"prompt": SECRET}, 404, "there is nothing at"),
+        ("/metrics", {"prompt": SECRET}, 405, "not POST"),
+    ],
+)
+def test_a_refusal_is_told_with_its_reason_and_not_what_was_said(
+    server, lines, fields, path, body, status, words
+):
     assert server.request(path, body)[0] == status
     [line], [found] = lines(), fields()
     assert (found["status"], found["level"], found["path"]) == (status, "warning", path)
@@ -193,8 +214,11 @@ def test_throughput_is_told_while_there_is_work(caplog):
     busy = [as_json(r) for r in told()]
     assert any(one["running"] == 1 and one["kv_cache_usage"] > 0 for one in busy)
     assert busy[0]["model"] == "tiny"
-    assert re.fullmatch(r"tiny: prompt [\d.]+ tokens/s, generation [\d.]+ tokens/s, running \d, waiting 0, "
-                        r"KV cache [\d.]+%, prefix cache hits -", told()[0].getMessage())
+    assert re.fullmatch(
+        r"tiny: prompt [\d.]+ tokens/s, generation [\d.]+ tokens/s, running \d, waiting 0, "
+        r"KV cache [\d.]+%, prefix cache hits -",
+        told()[0].getMessage(),
+    )
 
 
 def test_nothing_is_told_of_a_server_without_work(server, caplog):
@@ -210,9 +234,17 @@ def test_nothing_is_told_of_a_server_without_work(server, caplog):
     assert not [r for r in caplog.records if r.name == "shoal.server.throughput"]
 
 
-@pytest.mark.parametrize(("options", "is_warned"), [
-    ({}, False), ({"host": "::1"}, False), ({"host": "localhost"}, False), ({"host": "0.0.0.0"}, True), ({"host": "::"}, True),
-    ({"host": "0.0.0.0", "api_key": ["sesame"]}, False)])
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        ({}, False),
+        ({"host": "::1"}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "0.0.0.0", "api_key": ["sesame"]}, False),
+    ],
+)
 def test_an_open_port_without_a_key_is_warned_of(options, is_warned, caplog, monkeypatch):
     monkeypatch.delenv("SHOAL_API_KEY", raising=False)
     serve.warn_of_open_port(ServerConfig(**options), 8000)

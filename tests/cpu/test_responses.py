@@ -7,9 +7,22 @@ import pytest
 
 from tests.fake_server import FakeServer
 
-CALL = '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-TOOL = {"type": "function", "name": "weather", "description": "tells", "strict": False,
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}}
+CALL = (
+    '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": '
+    '"Paris"}}\n</tool_call>'
+)
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "tells",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
 
 
 def ask(client, **options):
@@ -57,14 +70,39 @@ def test_the_clients_stream_adds_up_to_the_whole(served, client):
     assert [e.sequence_number for e in events] == list(range(len(events)))
     kinds = [e.type.removeprefix("response.") for e in events]
     assert [k for i, k in enumerate(kinds) if i == 0 or kinds[i - 1] != k] == [
-        "created", "in_progress",
-        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done",
-        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done",
-        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed"]
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "I ask." == final.output_text
-    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == '{"city": "Paris"}'
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert (
+        "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        == "I ask."
+        == final.output_text
+    )
+    assert (
+        "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
+        == '{"city": "Paris"}'
+    )
     assert final.output[2].arguments == '{"city": "Paris"}' and final.usage.output_tokens > 0
-    assert [i.id for i in final.output] == [e.item.id for e in events if e.type == "response.output_item.added"]
+    assert [i.id for i in final.output] == [
+        e.item.id for e in events if e.type == "response.output_item.added"
+    ]
 
 
 def test_a_cut_stream_ends_with_incomplete(served, client):
@@ -76,36 +114,63 @@ def test_a_cut_stream_ends_with_incomplete(served, client):
 def test_a_conversation_comes_back_as_items(served, client):
     served.say(CALL)
     first = ask(client, tools=[TOOL])
-    items = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
-             *[item.to_dict() for item in first.output],
-             {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "sunny"}]
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        *[item.to_dict() for item in first.output],
+        {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "sunny"},
+    ]
     served.say("It is sunny.")
     assert ask(client, input=items, instructions="You help.").output_text == "It is sunny."
-    assert served.last_prompt() == ('<system>You help.\n\nBe brief.<user>hello<assistant>(thought: Let me see.)I ask.'
-                             '<tool_call>weather{"city": "Paris"}</tool_call><tool>sunny<assistant>')
+    assert served.last_prompt() == (
+        "<system>You help.\n\nBe brief.<user>hello<assistant>(thought: Let me see.)I ask."
+        '<tool_call>weather{"city": "Paris"}</tool_call><tool>sunny<assistant>'
+    )
 
 
 def test_what_codex_did_with_another_server_comes_back(served, client, caplog):
     served.say("Done.")
-    patch = {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin", "call_id": "1",
-             "status": "completed"}
-    shell = {"type": "local_shell_call", "call_id": "2", "status": "completed",
-             "action": {"type": "exec", "command": ["ls"]}}
-    items = [{"role": "user", "content": "hello"},
-             {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAA"},
-             {"type": "web_search_call", "id": "ws_1", "status": "completed",
-              "action": {"type": "search", "query": "q"}},
-             patch, {"type": "custom_tool_call_output", "call_id": "1", "output": "Success"},
-             shell, {"type": "function_call_output", "call_id": "2",
-                     "output": [{"type": "input_text", "text": "a.py"}]}]
-    options = {"store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
-               "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "low"}}
+    patch = {
+        "type": "custom_tool_call",
+        "name": "apply_patch",
+        "input": "*** Begin",
+        "call_id": "1",
+        "status": "completed",
+    }
+    shell = {
+        "type": "local_shell_call",
+        "call_id": "2",
+        "status": "completed",
+        "action": {"type": "exec", "command": ["ls"]},
+    }
+    items = [
+        {"role": "user", "content": "hello"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAA"},
+        {
+            "type": "web_search_call",
+            "id": "ws_1",
+            "status": "completed",
+            "action": {"type": "search", "query": "q"},
+        },
+        patch,
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "Success"},
+        shell,
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "a.py"}]},
+    ]
+    options = {
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "text": {"verbosity": "low"},
+    }
     for _ in range(2):
         assert ask(client, input=items, **options).output_text == "Done."
     assert served.last_prompt() == (
         '<user>hello<assistant><tool_call>apply_patch{"input": "*** Begin"}</tool_call><tool>Success'
         '<assistant><tool_call>local_shell{"type": "exec", "command": ["ls"]}</tool_call><tool>a.py'
-        '<assistant>')
+        "<assistant>"
+    )
     [told] = [m for m in caplog.messages if "left out" in m]
     assert "web_search_call" in told
 
@@ -113,9 +178,14 @@ def test_what_codex_did_with_another_server_comes_back(served, client, caplog):
 def test_a_picture_in_a_tools_output_is_named_as_the_model_sees_none(served, client):
     served.say("I see none.")
     output = [{"type": "input_image", "image_url": "data:image/png;base64,aaaa"}]
-    ask(client, input=[{"role": "user", "content": "hello"},
-                       {"type": "function_call", "name": "view_image", "arguments": "{}", "call_id": "c"},
-                       {"type": "function_call_output", "call_id": "c", "output": output}])
+    ask(
+        client,
+        input=[
+            {"role": "user", "content": "hello"},
+            {"type": "function_call", "name": "view_image", "arguments": "{}", "call_id": "c"},
+            {"type": "function_call_output", "call_id": "c", "output": output},
+        ],
+    )
     assert "<tool>[input_image left out: this model reads text alone]<assistant>" in served.last_prompt()
 
 
@@ -128,17 +198,21 @@ def test_a_named_tool_and_a_schema_become_grammars(served, client):
     assert served.last_request().params.structured_outputs.json == TOOL["parameters"]
     assert "<think>\n\n</think>" in served.last_prompt()
     schema = TOOL["parameters"]
-    answer = ask(client, text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}})
+    answer = ask(
+        client, text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    )
     assert answer.output_text == '{"city": "Rome"}'
     assert served.last_request().params.structured_outputs.json == schema
     ask(client, reasoning={"effort": "none"})
     assert "<think>\n\n</think>" in served.last_prompt()
 
 
-HOSTED = [{"type": "web_search", "external_web_access": True},
-          {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
-          {"type": "mcp", "server_label": "x", "server_url": "https://example.org"},
-          {"type": "namespace", "name": "n", "tools": [TOOL]}]
+HOSTED = [
+    {"type": "web_search", "external_web_access": True},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
+    {"type": "mcp", "server_label": "x", "server_url": "https://example.org"},
+    {"type": "namespace", "name": "n", "tools": [TOOL]},
+]
 
 
 def test_tools_of_other_servers_are_left_out_and_told_once_in_the_log(served, client, caplog):
@@ -150,8 +224,11 @@ def test_tools_of_other_servers_are_left_out_and_told_once_in_the_log(served, cl
     assert len(told) == len(HOSTED) and "web_search" in told[0] and "openai" in told[0].lower()
     served.say("Hello")
     assert ask(client, tools=HOSTED).output_text == "Hello"
-    allowed = {"type": "allowed_tools", "mode": "required",
-               "tools": [{"type": "function", "name": "weather"}, {"type": "web_search"}]}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "weather"}, {"type": "web_search"}],
+    }
     served.say('[{"name": "weather", "parameters": {"city": "Rome"}}]')
     answer = ask(client, tools=[*HOSTED, TOOL], tool_choice=allowed)
     assert answer.output[0].arguments == '{"city": "Rome"}' and answer.tool_choice.type == "allowed_tools"
@@ -174,22 +251,41 @@ def test_more_tokens_than_fit_are_as_many_as_fit(served, client):
     assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
 
 
-@pytest.mark.parametrize("options, param", [
-    ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"store": True}, "store"), ({"background": True}, "background"),
-    ({"conversation": "conv_1"}, "conversation"), ({"truncation": "auto"}, "truncation"), ({"top_logprobs": 2}, "top_logprobs"),
-    ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, None),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": HOSTED, "tool_choice": "required"}, "tool_choice"),
-    ({"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice"),
-    ({"tools": HOSTED, "tool_choice": {"type": "custom", "name": "apply_patch"}}, "tool_choice"),
-    ({"tools": [TOOL],
-      "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}},
-     "tool_choice"),
-    ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": None}]},
-     "input[0].arguments"),
-    ({"extra_body": {"max_tokens": 5}}, "max_tokens"), ({"extra_body": {"n": 2}}, "n"),
-])
+@pytest.mark.parametrize(
+    "options, param",
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, None),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": HOSTED, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": HOSTED, "tool_choice": {"type": "custom", "name": "apply_patch"}}, "tool_choice"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "x"}],
+                },
+            },
+            "tool_choice",
+        ),
+        (
+            {"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": None}]},
+            "input[0].arguments",
+        ),
+        ({"extra_body": {"max_tokens": 5}}, "max_tokens"),
+        ({"extra_body": {"n": 2}}, "n"),
+    ],
+)
 def test_what_cannot_be_had_is_refused_with_the_fields_name(client, options, param):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **options)

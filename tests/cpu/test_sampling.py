@@ -30,7 +30,7 @@ def test_few_logits_are_shaped_on_one_thread_and_the_others_are_there_again_afte
 
     shaper = LogitShaper(types.SimpleNamespace(keep_bits=keep_bits), 4, 100, CPU)
     masks = np.zeros((1, 4), np.int32)
-    masks[0, 3] = 1    # token 96 alone
+    masks[0, 3] = 1  # token 96 alone
     extras = Extras(grammars=[GrammarRow(1, object(), [], None)], masks=masks)
     shaped = shaper.shape(torch.zeros(2, 100), extras)
     assert seen == [1] and torch.get_num_threads() == 3

@@ -11,7 +11,13 @@ LENGTH, STOP, ABORT = FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT
 
 
 def make(**options):
-    defaults = {"num_blocks": 100, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200}
+    defaults = {
+        "num_blocks": 100,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 200,
+    }
     return Scheduler(**{**defaults, **options})
 
 
@@ -19,13 +25,26 @@ def request(name, prompt, *, priority=0, arrival=0.0, salt=None, adapter=None, b
     """`prompt`: token ids, or a number of tokens that nobody else has."""
     if isinstance(prompt, int):
         prompt = [sum(map(ord, name)) * 1000 + i for i in range(prompt)]
-    return Request(name, list(prompt), SamplingParams(**{"max_tokens": 50, **params}), priority=priority, arrival=arrival, cache_salt=salt,
-                   adapter=adapter, eos_token_ids=(EOS,), bad_word_ids=bad_word_ids)
+    return Request(
+        name,
+        list(prompt),
+        SamplingParams(**{"max_tokens": 50, **params}),
+        priority=priority,
+        arrival=arrival,
+        cache_salt=salt,
+        adapter=adapter,
+        eos_token_ids=(EOS,),
+        bad_word_ids=bad_word_ids,
+    )
 
 
 def summary(plan):
     """(request id, start, number of tokens) of every entry."""
-    return [(e.seq.request.request_id, e.start, e.num_tokens) for e in plan.scheduled] if plan is not None else None
+    return (
+        [(e.seq.request.request_id, e.start, e.num_tokens) for e in plan.scheduled]
+        if plan is not None
+        else None
+    )
 
 
 def num_samples(plan):
@@ -65,6 +84,7 @@ def names(queue):
 
 # Budget and chunks
 
+
 def test_prompts_are_computed_together_and_then_decoded_together():
     s = make()
     for name, n in (("a", 5), ("b", 9), ("c", 1)):
@@ -74,7 +94,10 @@ def test_prompts_are_computed_together_and_then_decoded_together():
     assert (plan.num_decodes, plan.num_tokens) == (0, 15) and all(e.samples for e in plan.scheduled)
     update(s, plan)
     plan = s.schedule()
-    assert summary(plan) == [("b", 9, 1), ("a", 5, 1), ("c", 1, 1)] and (plan.num_decodes, plan.num_tokens) == (3, 3)
+    assert summary(plan) == [("b", 9, 1), ("a", 5, 1), ("c", 1, 1)] and (
+        plan.num_decodes,
+        plan.num_tokens,
+    ) == (3, 3)
 
 
 def test_a_long_prompt_is_cut_to_the_budget_and_samples_once_at_its_end():
@@ -88,7 +111,7 @@ def test_a_long_prompt_is_cut_to_the_budget_and_samples_once_at_its_end():
 def test_steps_are_counted_by_their_tokens():
     s = make(max_num_batched_tokens=10)
     s.add(request("a", 25, max_tokens=4))
-    run(s)    # 10, 10, 5, then three of one token
+    run(s)  # 10, 10, 5, then three of one token
     stats = s.stats()
     by_tokens = dict(zip(STEP_TOKENS, stats.steps_by_tokens))
     assert stats.step_tokens == 28 and by_tokens == {**dict.fromkeys(STEP_TOKENS, 0), 1: 3, 8: 1, 16: 2}
@@ -99,7 +122,7 @@ def test_those_who_wait_for_more_than_room_are_told_apart():
     for name in ("a", "b", "c"):
         s.add(request(name, 4))
     step(s)
-    s.waiting[0].held = True    # its grammar is being compiled
+    s.waiting[0].held = True  # its grammar is being compiled
     assert (s.stats().num_waiting, s.stats().num_deferred) == (2, 1)
 
 
@@ -177,6 +200,7 @@ def test_no_more_sequences_than_rows_and_the_lowest_free_row_first():
 
 # Order and admission
 
+
 def test_first_come_first_served_and_the_head_is_not_overtaken():
     s = make(num_blocks=6)
     s.add(request("a", 12))
@@ -198,7 +222,13 @@ def test_a_prompt_starts_only_when_all_of_it_fits():
 
 def test_priority_orders_by_priority_then_arrival_then_order():
     s = make(policy="priority", max_num_seqs=1)
-    for name, priority, arrival in (("late", 1, 2.0), ("early", 1, 1.0), ("second", 0, 5.0), ("urgent", -1, 9.0), ("third", 0, 5.0)):
+    for name, priority, arrival in (
+        ("late", 1, 2.0),
+        ("early", 1, 1.0),
+        ("second", 0, 5.0),
+        ("urgent", -1, 9.0),
+        ("third", 0, 5.0),
+    ):
         s.add(request(name, 3, priority=priority, arrival=arrival, max_tokens=1))
     order = []
     while s.has_work:
@@ -215,20 +245,25 @@ def test_priorities_mean_nothing_under_fcfs():
 
 # Preemption
 
+
 def test_the_last_sequence_is_put_out_for_one_that_needs_a_block_and_resumes_where_it_was():
     s = make(num_blocks=4, enable_prefix_caching=False)
     s.add(request("a", 8, max_tokens=8))
     s.add(request("b", 8, max_tokens=5))
     a, b = s.waiting
     step(s, [1, 2])
-    assert step(s, [1]) == [("a", 8, 1)]                        # a's third block: b has to go
-    assert names(s.waiting) == ["b"] and (b.num_computed, b.row, b.block_ids) == (0, -1, []) and s.stats().num_preemptions == 1
+    assert step(s, [1]) == [("a", 8, 1)]  # a's third block: b has to go
+    assert (
+        names(s.waiting) == ["b"]
+        and (b.num_computed, b.row, b.block_ids) == (0, -1, [])
+        and s.stats().num_preemptions == 1
+    )
     assert b.output_token_ids == [2]
     s.add(request("c", 1))
     for _ in range(6):
         assert [name for name, *_ in step(s, [1])] == ["a"], "nobody overtakes b"
     assert a.finish_reason is LENGTH
-    assert step(s, [2, 3])[0] == ("b", 0, 9)                    # all nine tokens it had, at once
+    assert step(s, [2, 3])[0] == ("b", 0, 9)  # all nine tokens it had, at once
     run(s, 2)
     assert b.output_token_ids == [2] * 5 and b.num_prompt_tokens == 8
 
@@ -259,7 +294,7 @@ def test_whoever_was_put_out_comes_before_newcomers_that_would_fit():
     s.add(request("b", 12))
     step(s)
     s.add(request("c", 1))
-    assert step(s) == [("a", 8, 1)] and names(s.waiting) == ["b", "c"]    # two blocks are free, and c needs one
+    assert step(s) == [("a", 8, 1)] and names(s.waiting) == ["b", "c"]  # two blocks are free, and c needs one
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again():
@@ -267,10 +302,12 @@ def test_a_preempted_sequence_finds_its_own_blocks_again():
     s.add(request("a", 8, max_tokens=2))
     s.add(request("b", 8))
     step(s)
-    assert step(s) == [("a", 8, 1)]                             # took b's tail block; a has ended
+    assert step(s) == [("a", 8, 1)]  # took b's tail block; a has ended
     assert step(s) == [("b", 4, 5)]
     [b] = s.running
-    assert b.num_cached_tokens == 0 and s.stats().prefix_cache_hits == 0, "its own blocks are not counted as hits"
+    assert b.num_cached_tokens == 0 and s.stats().prefix_cache_hits == 0, (
+        "its own blocks are not counted as hits"
+    )
 
 
 def test_a_sequence_alone_can_use_the_whole_cache_and_ends_with_length():
@@ -286,10 +323,15 @@ def test_nothing_is_left_behind_by_many_requests_in_a_small_cache():
         s.add(request(str(i), 1 + i % 17, max_tokens=1 + i % 20))
     assert all(len(q.output_token_ids) == q.request.params.max_tokens for q in run(s).values())
     stats = s.stats()
-    assert stats.num_preemptions and (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 12)
+    assert stats.num_preemptions and (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (
+        0,
+        0,
+        12,
+    )
 
 
 # Ends
+
 
 def test_max_tokens_and_max_model_len_end_with_length():
     s = make(max_model_len=10)
@@ -298,7 +340,10 @@ def test_max_tokens_and_max_model_len_end_with_length():
     s.add(request("open", 9, max_tokens=None))
     done = run(s)
     assert {name: (len(q.output_token_ids), q.finish_reason) for name, q in done.items()} == {
-        "few": (2, LENGTH), "many": (7, LENGTH), "open": (1, LENGTH)}
+        "few": (2, LENGTH),
+        "many": (7, LENGTH),
+        "open": (1, LENGTH),
+    }
 
 
 def test_an_end_of_text_id_stops_without_a_reason_and_is_part_of_the_tokens():
@@ -329,9 +374,15 @@ def test_ignore_eos_ignores_end_of_text_but_not_stop_ids():
 
 def test_nothing_stops_before_min_tokens():
     s = make()
-    a, b = s.add(request("a", 3, min_tokens=3)), s.add(request("b", 3, min_tokens=3, stop_token_ids=[EOS], ignore_eos=True))
+    a, b = (
+        s.add(request("a", 3, min_tokens=3)),
+        s.add(request("b", 3, min_tokens=3, stop_token_ids=[EOS], ignore_eos=True)),
+    )
     run(s, EOS)
-    assert (len(a.output_token_ids), a.stop_reason) == (3, None) and (len(b.output_token_ids), b.stop_reason) == (3, EOS)
+    assert (len(a.output_token_ids), a.stop_reason) == (3, None) and (
+        len(b.output_token_ids),
+        b.stop_reason,
+    ) == (3, EOS)
 
 
 def test_a_stop_on_the_last_token_is_a_stop():
@@ -368,11 +419,11 @@ def test_abort_works_wherever_a_request_is_and_ignores_strangers():
 
 # Requests that can't be
 
-@pytest.mark.parametrize("options, prompt, words", [
-    ({}, 200, "max_model_len 200"),
-    ({"num_blocks": 5}, 20, "whole KV cache"),
-    ({}, 0, "empty"),
-])
+
+@pytest.mark.parametrize(
+    "options, prompt, words",
+    [({}, 200, "max_model_len 200"), ({"num_blocks": 5}, 20, "whole KV cache"), ({}, 0, "empty")],
+)
 def test_prompts_that_can_never_run_are_refused_and_nothing_else_notices(options, prompt, words):
     s = make(**options)
     s.add(request("a", 3))
@@ -395,11 +446,12 @@ def test_an_id_may_be_used_again_only_after_its_end():
 
 # The prefix cache
 
+
 def test_full_blocks_of_a_finished_sequence_are_found_outputs_included():
     s = make()
     prompt = list(range(1, 11))
     s.add(request("a", prompt, max_tokens=4))
-    run(s, 50)                                                  # 14 tokens, of which the last was never computed
+    run(s, 50)  # 14 tokens, of which the last was never computed
     b = s.add(request("b", [*prompt, 50, 50, 50, 50, 50, 50]))
     assert step(s) == [("b", 12, 4)] and b.num_cached_tokens == 12
     stats = s.stats()
@@ -457,7 +509,7 @@ def test_suffixes_are_evicted_before_the_prefix_they_share():
     for name in "ab":
         s.add(request(name, [*prefix, *([ord(name)] * 4)], max_tokens=2))
         run(s)
-    s.add(request("stranger", 12, max_tokens=2))                # four blocks: all but the shared two
+    s.add(request("stranger", 12, max_tokens=2))  # four blocks: all but the shared two
     run(s)
     s.add(request("c", [*prefix, 5]))
     assert step(s) == [("c", 8, 1)]
@@ -469,7 +521,7 @@ def test_a_prompt_that_does_not_fit_beside_its_own_hits_waits_and_loses_nothing(
     run(s)
     s.add(request("b", 12))
     step(s)
-    s.add(request("c", range(1, 25)))                           # two hits and four blocks more; b holds three
+    s.add(request("c", range(1, 25)))  # two hits and four blocks more; b holds three
     assert step(s) == [("b", 12, 1)] and s.stats().num_free_blocks == 3
     s.abort("b")
     assert step(s) == [("c", 8, 16)]
@@ -488,7 +540,7 @@ def test_a_prompt_waits_for_a_prefix_that_is_being_computed_and_others_pass_it()
     s.add(request("a", range(1, 15)))
     s.add(request("same", range(1, 15)))
     s.add(request("other", 3))
-    assert step(s) == [("a", 0, 6), ("other", 0, 3)]            # block 1 of `same` is half done
+    assert step(s) == [("a", 0, 6), ("other", 0, 3)]  # block 1 of `same` is half done
     assert step(s) == [("other", 3, 1), ("a", 6, 6), ("same", 12, 2)]
 
 
@@ -521,7 +573,7 @@ def test_reset_forgets_what_is_free_and_what_runs():
     s.add(request("b", prompt))
     assert step(s) == [("b", 0, 9)]
     assert s.reset_prefix_cache() is False
-    run(s)                                                      # b goes on; nothing of it may be found, its later blocks neither
+    run(s)  # b goes on; nothing of it may be found, its later blocks neither
     c = s.add(request("c", [*prompt, *[7] * 40], max_tokens=1))
     assert step(s) == [("c", 0, 49)]
     assert c.num_cached_tokens == 0
@@ -539,6 +591,7 @@ def test_nobody_waits_for_a_prefix_begun_before_a_reset():
 
 
 # Steps in flight
+
 
 def test_a_decode_is_scheduled_before_its_token_is_known():
     s = make()
@@ -581,7 +634,10 @@ def test_results_name_the_sample_they_came_from():
         s.add(request(name, 5))
     plan = s.schedule()
     s.abort("b")
-    assert [(r.seq.request.request_id, r.sample, r.token_id) for r in s.update(plan, [4, 5, 6])] == [("a", 0, 4), ("c", 2, 6)]
+    assert [(r.seq.request.request_id, r.sample, r.token_id) for r in s.update(plan, [4, 5, 6])] == [
+        ("a", 0, 4),
+        ("c", 2, 6),
+    ]
 
 
 def test_abort_with_a_step_in_flight_frees_everything_and_drops_its_token():
@@ -608,7 +664,7 @@ def test_a_sequence_preempted_with_a_token_in_flight_keeps_it_and_waits_for_it()
     s.add(request("a", 8, max_tokens=2))
     b = s.add(request("b", 8))
     first = s.schedule()
-    second = s.schedule()                                       # before first's tokens are seen: b is put out
+    second = s.schedule()  # before first's tokens are seen: b is put out
     assert summary(second) == [("a", 8, 1)] and names(s.waiting) == ["b"] and b.num_pending == 1
     assert s.schedule() is None, "a has all it asked for, and b's token is not known yet"
     assert update(s, first, [7, 8]) == {"a": (7, None), "b": (8, None)}
@@ -640,14 +696,18 @@ def test_a_reset_with_steps_in_flight_and_no_room_keeps_every_token():
         token += len(tokens)
         for name, (token_id, _) in update(s, plan, tokens).items():
             outputs[name].append(token_id)
-    assert s.stats().num_preemptions and a.output_token_ids == outputs["a"] and b.output_token_ids == outputs["b"]
+    assert (
+        s.stats().num_preemptions
+        and a.output_token_ids == outputs["a"]
+        and b.output_token_ids == outputs["b"]
+    )
     assert len(outputs["a"]) == len(outputs["b"]) == 6
 
 
 def test_blocks_of_generated_tokens_are_found_only_once_their_tokens_are_known():
     s = make()
     s.add(request("a", [1, 2, 3]))
-    plans = [s.schedule() for _ in range(3)]                    # positions 0..4 are computed, tokens 3 and 4 are pending
+    plans = [s.schedule() for _ in range(3)]  # positions 0..4 are computed, tokens 3 and 4 are pending
     s.add(request("b", [1, 2, 3, 4, 5], max_tokens=1))
     plans.append(s.schedule())
     assert summary(plans[3])[1] == ("b", 0, 5)
@@ -659,7 +719,8 @@ def test_blocks_of_generated_tokens_are_found_only_once_their_tokens_are_known()
 def test_a_sequence_in_lockstep_waits_for_its_token_and_others_don_t():
     s = make()
     s.add(request("free", 5))
-    s.add(request("lockstep", 5, bad_word_ids=((3, 4),)))       # whether 4 may be drawn depends on the token before
+    # whether 4 may be drawn depends on the token before
+    s.add(request("lockstep", 5, bad_word_ids=((3, 4),)))
     s.add(request("banned", 5, bad_word_ids=((3,),)))
     first, second = s.schedule(), s.schedule()
     assert summary(second) == [("free", 5, 1), ("banned", 5, 1)]

@@ -1,7 +1,9 @@
-"""Random traces through scheduler and block pool, on a device that remembers which history each KV slot was written with.
+"""Random traces through scheduler and block pool, on a device that remembers which history each KV slot was
+written with.
 
-A token is a function of the whole history before it, so a sequence that reads one wrong slot, or is preempted and resumed wrongly, ends
-with other tokens than the uninterrupted run. A failing seed is in the test's output; `trace(seed)` repeats it.
+A token is a function of the whole history before it, so a sequence that reads one wrong slot, or is preempted
+and resumed wrongly, ends with other tokens than the uninterrupted run. A failing seed is in the test's
+output; `trace(seed)` repeats it.
 """
 
 import random
@@ -16,11 +18,15 @@ from shoal.engine.scheduler import Scheduler, StepPlan
 VOCAB = 40
 EOS = (0, 1)
 TRACES_A_TEST = 25
-FIRST_SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(TRACES_A_TEST, 200, TRACES_A_TEST))]
+FIRST_SEEDS = [
+    0,
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(TRACES_A_TEST, 200, TRACES_A_TEST)),
+]
 
 
 class History:
-    """Running hashes of a token sequence: `hashes[p]` stands for tokens 0..p, under the request's salt and adapter."""
+    """Running hashes of a token sequence: `hashes[p]` stands for tokens 0..p, under the request's salt and
+    adapter."""
 
     def __init__(self, request: Request, token_ids: list[int]):
         self.hashes: list[int] = []
@@ -37,7 +43,8 @@ class History:
 
 
 class ToyGrammar:
-    """Takes tokens in turn, each once; one refuses, some end it. After some it is asked a few times before it is ready."""
+    """Takes tokens in turn, each once; one refuses, some end it. After some it is asked a few times before it
+    is ready."""
 
     REFUSED, ENDS = frozenset((7, 8, 9)), frozenset(range(30, 33))
 
@@ -60,7 +67,9 @@ class ToyGrammar:
         self._is_closed = True
 
     def accept(self, token_id: int) -> bool:
-        assert not self.ended and self.error is None and not self._is_closed, "a token after the grammar's end"
+        assert not self.ended and self.error is None and not self._is_closed, (
+            "a token after the grammar's end"
+        )
         assert self._num_delays < 0, "a token before the grammar was ready"
         self._num_delays = 2 if token_id % 8 == 0 else 0
         if token_id in self.REFUSED:
@@ -74,17 +83,19 @@ class ToyGrammar:
 class Row:
     def __init__(self, owner, history: History, epoch: int):
         self.owner, self.history, self.epoch = owner, history, epoch
-        self.token: int | None = None    # the next input of a decode
+        self.token: int | None = None  # the next input of a decode
 
 
 class Device:
-    """Runs plans in the order they come: stores the KV of a step's tokens, then every sequence reads its history by its block table."""
+    """Runs plans in the order they come: stores the KV of a step's tokens, then every sequence reads its
+    history by its block table."""
 
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
-        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)    # (history, epoch of the writer's admission)
+        # (history, epoch of the writer's admission)
+        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, Row] = {}
-        self.epoch = 0    # prefix cache resets so far
+        self.epoch = 0  # prefix cache resets so far
 
     def run(self, plan: StepPlan) -> list[int]:
         reads, tokens = [], []
@@ -98,14 +109,16 @@ class Device:
                 assert entry.start >= len(seq.token_ids) or seq.token_ids[entry.start] == row.token
                 step_tokens = [row.token]
             else:
-                step_tokens = seq.token_ids[entry.start:entry.start + entry.num_tokens]
+                step_tokens = seq.token_ids[entry.start : entry.start + entry.num_tokens]
                 assert len(step_tokens) == entry.num_tokens > 0, "a prefill of tokens that nobody knows"
             for token in step_tokens:
                 row.history.append(token)
             end, size = entry.start + entry.num_tokens, self.block_size
             if seq.lockstep and entry.samples:
                 assert end == len(seq.token_ids), "drawn before the host has seen the last token"
-                assert seq.grammar is None or seq.grammar.taken == seq.output_token_ids, "a grammar that is not where its sequence is"
+                assert seq.grammar is None or seq.grammar.taken == seq.output_token_ids, (
+                    "a grammar that is not where its sequence is"
+                )
             assert not seq.held
             slots = [seq.block_ids[p // size] * size + p % size for p in range(end)]
             for p in range(entry.start, end):
@@ -117,14 +130,18 @@ class Device:
         for row, slots in reads:
             for p, slot in enumerate(slots):
                 found = self.slots[slot]
-                assert found is not None and found[0] == row.history.hashes[p], f"position {p} reads another history"
+                assert found is not None and found[0] == row.history.hashes[p], (
+                    f"position {p} reads another history"
+                )
                 assert found[1] >= row.epoch, "a hit from before a reset"
         return tokens
 
     def _row(self, entry) -> Row:
         owner = (entry.seq, entry.seq.num_admissions)
         if entry.row not in self.rows or self.rows[entry.row].owner != owner:
-            self.rows[entry.row] = Row(owner, History(entry.seq.request, entry.seq.token_ids[:entry.start]), self.epoch)
+            self.rows[entry.row] = Row(
+                owner, History(entry.seq.request, entry.seq.token_ids[: entry.start]), self.epoch
+            )
         return self.rows[entry.row]
 
 
@@ -154,23 +171,30 @@ def uninterrupted(request: Request, limit: int) -> tuple[list[int], FinishReason
 class Trace:
     """One random configuration under one random load."""
 
-    patience = 4    # steps a token
+    patience = 4  # steps a token
 
     def __init__(self, seed: int):
         self.r = r = random.Random(seed)
         self.block_size = r.choice((1, 2, 4, 8))
         max_model_len = r.randint(10, 80)
-        num_blocks = r.randint(2, 2 * max_model_len // self.block_size)    # from less than the longest sequence to room for a few
+        # from less than the longest sequence to room for a few
+        num_blocks = r.randint(2, 2 * max_model_len // self.block_size)
         self.limit = min(max_model_len, num_blocks * self.block_size)
         self.scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=self.block_size, max_num_seqs=r.choice((1, 2, 4, 8)),
-            max_num_batched_tokens=r.choice((1, 3, 8, 16, 64)), max_model_len=max_model_len, enable_prefix_caching=r.random() < 0.85,
-            policy=r.choice(("fcfs", "priority")), long_prefill_token_threshold=r.choice((0, 0, 2, 5)))
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=r.choice((1, 2, 4, 8)),
+            max_num_batched_tokens=r.choice((1, 3, 8, 16, 64)),
+            max_model_len=max_model_len,
+            enable_prefix_caching=r.random() < 0.85,
+            policy=r.choice(("fcfs", "priority")),
+            long_prefill_token_threshold=r.choice((0, 0, 2, 5)),
+        )
         self.device = Device(num_blocks, self.block_size)
         self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
         self.max_depth = r.choice((0, 1, 1, 2, 3))
         self.requests: dict[str, Request] = {}
-        self.held = []    # sequences whose grammar is not ready
+        self.held = []  # sequences whose grammar is not ready
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, tuple[FinishReason, int | str | None]] = {}
         self.seen = Counter[str]()
@@ -179,23 +203,39 @@ class Trace:
         r = self.r
         base: list[int] = []
         salt, adapter = r.choice((None, None, None, "a")), r.choice((None, None, None, "a"))
-        if self.requests and r.random() < 0.8:    # another turn of a conversation, or a sibling of it
+        if self.requests and r.random() < 0.8:  # another turn of a conversation, or a sibling of it
             earlier = r.choice(list(self.requests.values())[-6:])
             base = earlier.prompt_token_ids + self.outputs[earlier.request_id]
-            base = base[:r.choice((len(base), r.randint(0, len(base))))]
+            base = base[: r.choice((len(base), r.randint(0, len(base))))]
             if r.random() < 0.8:
                 salt, adapter = earlier.cache_salt, earlier.adapter
         structured = StructuredOutputsParams(regex=".") if r.random() < 0.15 else None
         embed = structured is None and r.random() < 0.1
-        prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(0 if base else 1, r.choice((3, 20))))])[:self.limit - (not embed)]
+        prompt = (base + [r.randrange(VOCAB) for _ in range(r.randint(0 if base else 1, r.choice((3, 20))))])[
+            : self.limit - (not embed)
+        ]
         max_tokens = r.choice((1, 2, 5, 20, 50, 50, None))
         params = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=r.random() < 0.8, min_tokens=r.randint(0, max_tokens or 30) if r.random() < 0.3 else 0,
-            stop_token_ids=r.sample(range(VOCAB), r.choice((0, 0, 0, 2))), prompt_logprobs=0 if r.random() < 0.1 else None,
-            structured_outputs=structured)
+            max_tokens=max_tokens,
+            ignore_eos=r.random() < 0.8,
+            min_tokens=r.randint(0, max_tokens or 30) if r.random() < 0.3 else 0,
+            stop_token_ids=r.sample(range(VOCAB), r.choice((0, 0, 0, 2))),
+            prompt_logprobs=0 if r.random() < 0.1 else None,
+            structured_outputs=structured,
+        )
         lockstep = ((3, 4),) if r.random() < 0.1 else ()
-        return Request(f"r{len(self.requests)}", prompt, params, priority=r.randint(-1, 1), arrival=r.randint(0, 3), eos_token_ids=EOS,
-                       cache_salt=salt, adapter=adapter, bad_word_ids=lockstep, embed=embed)
+        return Request(
+            f"r{len(self.requests)}",
+            prompt,
+            params,
+            priority=r.randint(-1, 1),
+            arrival=r.randint(0, 3),
+            eos_token_ids=EOS,
+            cache_salt=salt,
+            adapter=adapter,
+            bad_word_ids=lockstep,
+            embed=embed,
+        )
 
     def run(self, num_requests: int) -> None:
         steps = 0
@@ -213,19 +253,32 @@ class Trace:
             self.step()
             self.scheduler.check()
             steps += 1
-            work = sum(len(r.prompt_token_ids) + len(self.outputs[r.request_id]) for r in self.requests.values())
+            work = sum(
+                len(r.prompt_token_ids) + len(self.outputs[r.request_id]) for r in self.requests.values()
+            )
             assert steps <= 200 + self.patience * (self.max_depth + 1) * work, "no progress"
         self.compare()
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
         if plan is None:
-            waiting = any(seq.grammar is not None and seq.grammar.is_waiting
-                          for seq in (*self.scheduler.running, *self.scheduler.waiting))
-            assert (self.in_flight or self.held or self.scheduler.fetches or waiting
-                    or not self.scheduler.has_work), "work, and nothing runs"
+            waiting = any(
+                seq.grammar is not None and seq.grammar.is_waiting
+                for seq in (*self.scheduler.running, *self.scheduler.waiting)
+            )
+            assert (
+                self.in_flight
+                or self.held
+                or self.scheduler.fetches
+                or waiting
+                or not self.scheduler.has_work
+            ), "work, and nothing runs"
         else:
-            assert plan.num_tokens == sum(e.num_tokens for e in plan.scheduled) <= self.scheduler._max_num_batched_tokens
+            assert (
+                plan.num_tokens
+                == sum(e.num_tokens for e in plan.scheduled)
+                <= self.scheduler._max_num_batched_tokens
+            )
             self.seen["mixed"] += 0 < plan.num_decodes < len(plan.scheduled)
             self.seen["chunked"] += not all(e.samples for e in plan.scheduled)
             self.in_flight.append((plan, self.launch(plan)))
@@ -260,7 +313,9 @@ class Trace:
             else:
                 self.outputs[request_id].append(result.token_id)
             self.seen["ended by a grammar"] += result.seq.grammar is not None and result.seq.grammar.ended
-            self.seen["pending when preempted"] += result.seq.num_admissions > 0 and result.seq.row == -1 and result.finish_reason is None
+            self.seen["pending when preempted"] += (
+                result.seq.num_admissions > 0 and result.seq.row == -1 and result.finish_reason is None
+            )
             if result.finish_reason is not None:
                 self.finished[request_id] = (result.finish_reason, result.seq.stop_reason)
 
@@ -268,7 +323,11 @@ class Trace:
         r, scheduler = self.r, self.scheduler
         if self.requests and r.random() < 0.05:
             request_id = r.choice(list(self.requests))
-            seq = scheduler.abort(request_id) if r.random() < 0.7 else scheduler.finish(request_id, FinishReason.STOP, "text")
+            seq = (
+                scheduler.abort(request_id)
+                if r.random() < 0.7
+                else scheduler.finish(request_id, FinishReason.STOP, "text")
+            )
             assert (seq is None) == (request_id in self.finished)
             if seq is not None:
                 self.finished[request_id] = (seq.finish_reason, seq.stop_reason)
@@ -284,13 +343,17 @@ class Trace:
             tokens, reason, stop_reason = uninterrupted(request, self.limit)
             outputs, end = self.outputs[request_id], self.finished[request_id]
             if end[0] is FinishReason.ABORT or end[1] == "text":
-                assert outputs == tokens[:len(outputs)] and (len(outputs) < len(tokens) or request.embed or reason is FinishReason.ERROR)
+                assert outputs == tokens[: len(outputs)] and (
+                    len(outputs) < len(tokens) or request.embed or reason is FinishReason.ERROR
+                )
             else:
                 assert (outputs, *end) == (tokens, reason, stop_reason)
         stats = self.scheduler.stats()
         assert stats.num_free_blocks == stats.num_blocks and not stats.num_running and not stats.num_waiting
         assert self.scheduler._free_rows and stats.prefix_cache_hits <= stats.prefix_cache_queries
-        self.seen.update(requests=len(self.requests), preemptions=stats.num_preemptions, hits=stats.prefix_cache_hits)
+        self.seen.update(
+            requests=len(self.requests), preemptions=stats.num_preemptions, hits=stats.prefix_cache_hits
+        )
 
 
 def trace(seed: int) -> Counter[str]:
@@ -307,6 +370,16 @@ def trace(seed: int) -> Counter[str]:
 def test_any_load_gives_each_request_the_tokens_of_an_undisturbed_run(first_seed):
     print(f"seeds {first_seed}..{first_seed + TRACES_A_TEST - 1}")
     seen = sum((trace(seed) for seed in range(first_seed, first_seed + TRACES_A_TEST)), Counter[str]())
-    for name in ("preemptions", "hits", "mixed", "chunked", "dropped", "pending when preempted", "ended from outside",
-                 "embeddings", "ended by a grammar", "refused by a grammar"):
+    for name in (
+        "preemptions",
+        "hits",
+        "mixed",
+        "chunked",
+        "dropped",
+        "pending when preempted",
+        "ended from outside",
+        "embeddings",
+        "ended by a grammar",
+        "refused by a grammar",
+    ):
         assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"

@@ -28,61 +28,114 @@ def check_error(status, text, expected):
     return error
 
 
-@pytest.mark.parametrize("path, body, param", [
-    (CHAT, b"{not json", None), (CHAT, b"\xff\xfe", None), (CHAT, b'{"messages": [{"role": "\xff"}]}', None), (CHAT, b"", None),
-    (CHAT, b"[]", None),
-    (CHAT, b'{"messages":' + b"[" * 20_000, "messages[0]"), (CHAT, b'{"messages":[{"a":' + b"[" * 20_000, None),
-    (COMPLETE, b'{"prompt": "\\ud800"}', None), (COMPLETE, b'{"prompt": "x", "temperature": NaN}', None),
-    (COMPLETE, b'{"prompt": "x", "temperature": 1e999}', "temperature"),
-    (CHAT, {}, "messages"), (CHAT, {"messages": "hi"}, "messages"), (CHAT, {"messages": []}, "messages"),
-    (CHAT, {"messages": [1]}, "messages[0]"), (CHAT, {"messages": [{}]}, "messages[0].role"),
-    (CHAT, {"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (CHAT, {"messages": [*USER, {"role": "user", "content": [{"type": "image_url"}]}]},
-     "messages[1].content"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": None}]}]},
-     "messages[0].tool_calls[0]"),
-    (CHAT, {"messages": [{"role": "assistant", "function_call": 5}]}, "messages[0].function_call"),
-    ("/tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 30}, "top_logprobs"),
-    (COMPLETE, {"prompt": "x", "logprobs": 30}, "logprobs"),
-    (CHAT, {"messages": USER, "modalities": ["text", "audio"], "audio": {"voice": "alloy"}}, "modalities"),
-    (CHAT, {"messages": USER, "functions": [{"name": "a b"}]}, "tools[0]"),
-    (CHAT, {"messages": USER, "guided_regex": "a", "structured_outputs": {"regex": "b"}},
-     "structured_outputs"),
-    (CHAT, {"messages": USER, "guided_choice": "a"}, "guided_choice"),
-    (CHAT, {"messages": USER, "structured_outputs": {"structural_tag": {"type": "x"}}},
-     "structured_outputs.structural_tag"),
-    (CHAT, {"messages": [{"role": "user", "content": "x" * 999}]}, "prompt"),
-    (CHAT, {"messages": USER, "temperature": "hot"}, "temperature"), (CHAT, {"messages": USER, "temperature": -1}, "temperature"),
-    (CHAT, {"messages": USER, "max_tokens": -5}, "max_tokens"), (CHAT, {"messages": USER, "max_tokens": 10**30}, "max_tokens"),
-    (COMPLETE, {"prompt": "x", "max_tokens": 256}, "max_tokens"),
-    (CHAT, {"messages": USER, "n": 0}, "n"),
-    (CHAT, {"messages": USER, "n": 10**6}, "n"), (CHAT, {"messages": USER, "top_logprobs": 3}, "top_logprobs"),
-    (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "stream_options"),
-    (CHAT, {"messages": USER, "response_format": {"type": "structural_tag"}}, "response_format.type"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
-    (CHAT, {"messages": USER, "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-    (CHAT, {"messages": USER, "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-    (CHAT, {"messages": USER, "structured_outputs": {"grammar": "%%"}}, "structured_outputs.grammar"),
-    (CHAT, {"messages": USER, "structured_outputs": {}}, "structured_outputs"),
-    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0]"),
-    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),
-    (COMPLETE, {}, "prompt"), (COMPLETE, {"prompt": ""}, "prompt"), (COMPLETE, {"prompt": []}, "prompt"),
-    (COMPLETE, {"prompt": [99999]}, "prompt"), (COMPLETE, {"prompt": [-1]}, "prompt[0]"), (COMPLETE, {"prompt": ["a", 1]}, "prompt"),
-    (COMPLETE, {"prompt": [10**40]}, "prompt[0]"), (COMPLETE, {"prompt": "x", "logit_bias": {"zzz": 1}}, "logit_bias"),
-    (COMPLETE, {"prompt": "x", "stop": 17}, "stop"), (COMPLETE, {"prompt": "x", "stop": [""]}, "stop"),
-    (COMPLETE, {"prompt": "x", "stop": ["a"] * 257}, "stop"), (COMPLETE, {"prompt": "x", "bad_words": ["a"] * 257}, "bad_words"),
-    (COMPLETE, {"prompt": "x", "stop": "a" * 1001}, "stop"), (COMPLETE, {"prompt": "x", "bad_words": ["a" * 1001]}, "bad_words[0]"),
-    (COMPLETE, {"prompt": "x", "best_of": 3}, "best_of"), (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix"),
-    (COMPLETE, {"prompt": "x", "seed": 2**70}, "seed"), (COMPLETE, {"prompt": "x", "priority": 2**40}, "priority"),
-    (COMPLETE, {"prompt": "x", "timeout": 0}, "timeout"), (COMPLETE, {"prompt": "x", "stream": "yes"}, "stream"),
-    (COMPLETE, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"), (COMPLETE, {"prompt": "x", "min_tokens": 99}, "min_tokens"),
-    ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format"), ("/v1/embeddings", {"input": []}, "input"),
-    ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "x", "messages": USER}, "prompt"),
-    ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
-], ids=repr)
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        (CHAT, b"{not json", None),
+        (CHAT, b"\xff\xfe", None),
+        (CHAT, b'{"messages": [{"role": "\xff"}]}', None),
+        (CHAT, b"", None),
+        (CHAT, b"[]", None),
+        (CHAT, b'{"messages":' + b"[" * 20_000, "messages[0]"),
+        (CHAT, b'{"messages":[{"a":' + b"[" * 20_000, None),
+        (COMPLETE, b'{"prompt": "\\ud800"}', None),
+        (COMPLETE, b'{"prompt": "x", "temperature": NaN}', None),
+        (COMPLETE, b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": "hi"}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [1]}, "messages[0]"),
+        (CHAT, {"messages": [{}]}, "messages[0].role"),
+        (CHAT, {"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            CHAT,
+            {"messages": [*USER, {"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[1].content",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": None}]}]},
+            "messages[0].tool_calls[0]",
+        ),
+        (CHAT, {"messages": [{"role": "assistant", "function_call": 5}]}, "messages[0].function_call"),
+        ("/tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 30}, "top_logprobs"),
+        (COMPLETE, {"prompt": "x", "logprobs": 30}, "logprobs"),
+        (
+            CHAT,
+            {"messages": USER, "modalities": ["text", "audio"], "audio": {"voice": "alloy"}},
+            "modalities",
+        ),
+        (CHAT, {"messages": USER, "functions": [{"name": "a b"}]}, "tools[0]"),
+        (
+            CHAT,
+            {"messages": USER, "guided_regex": "a", "structured_outputs": {"regex": "b"}},
+            "structured_outputs",
+        ),
+        (CHAT, {"messages": USER, "guided_choice": "a"}, "guided_choice"),
+        (
+            CHAT,
+            {"messages": USER, "structured_outputs": {"structural_tag": {"type": "x"}}},
+            "structured_outputs.structural_tag",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 999}]}, "prompt"),
+        (CHAT, {"messages": USER, "temperature": "hot"}, "temperature"),
+        (CHAT, {"messages": USER, "temperature": -1}, "temperature"),
+        (CHAT, {"messages": USER, "max_tokens": -5}, "max_tokens"),
+        (CHAT, {"messages": USER, "max_tokens": 10**30}, "max_tokens"),
+        (COMPLETE, {"prompt": "x", "max_tokens": 256}, "max_tokens"),
+        (CHAT, {"messages": USER, "n": 0}, "n"),
+        (CHAT, {"messages": USER, "n": 10**6}, "n"),
+        (CHAT, {"messages": USER, "top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT, {"messages": USER, "response_format": {"type": "structural_tag"}}, "response_format.type"),
+        (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            CHAT,
+            {
+                "messages": USER,
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+            "response_format",
+        ),
+        (CHAT, {"messages": USER, "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        (CHAT, {"messages": USER, "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        (CHAT, {"messages": USER, "structured_outputs": {"grammar": "%%"}}, "structured_outputs.grammar"),
+        (CHAT, {"messages": USER, "structured_outputs": {}}, "structured_outputs"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0]"),
+        (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),
+        (COMPLETE, {}, "prompt"),
+        (COMPLETE, {"prompt": ""}, "prompt"),
+        (COMPLETE, {"prompt": []}, "prompt"),
+        (COMPLETE, {"prompt": [99999]}, "prompt"),
+        (COMPLETE, {"prompt": [-1]}, "prompt[0]"),
+        (COMPLETE, {"prompt": ["a", 1]}, "prompt"),
+        (COMPLETE, {"prompt": [10**40]}, "prompt[0]"),
+        (COMPLETE, {"prompt": "x", "logit_bias": {"zzz": 1}}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "stop": 17}, "stop"),
+        (COMPLETE, {"prompt": "x", "stop": [""]}, "stop"),
+        (COMPLETE, {"prompt": "x", "stop": ["a"] * 257}, "stop"),
+        (COMPLETE, {"prompt": "x", "bad_words": ["a"] * 257}, "bad_words"),
+        (COMPLETE, {"prompt": "x", "stop": "a" * 1001}, "stop"),
+        (COMPLETE, {"prompt": "x", "bad_words": ["a" * 1001]}, "bad_words[0]"),
+        (COMPLETE, {"prompt": "x", "best_of": 3}, "best_of"),
+        (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix"),
+        (COMPLETE, {"prompt": "x", "seed": 2**70}, "seed"),
+        (COMPLETE, {"prompt": "x", "priority": 2**40}, "priority"),
+        (COMPLETE, {"prompt": "x", "timeout": 0}, "timeout"),
+        (COMPLETE, {"prompt": "x", "stream": "yes"}, "stream"),
+        (COMPLETE, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
+        (COMPLETE, {"prompt": "x", "min_tokens": 99}, "min_tokens"),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": USER}, "prompt"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ],
+    ids=repr,
+)
 def test_bad_requests_name_what_is_wrong(path, body, param, server):
     status, _, text = server.request(path, body)
     assert check_error(status, text, 400)["param"] == param, text
@@ -92,7 +145,11 @@ def test_paths_and_methods(server):
     check_error(*server.request("/nowhere", {})[::2], 404)
     check_error(*server.request("/v1/models/other")[::2], 404)
     check_error(*server.request(CHAT, {"messages": USER, "model": "other"})[::2], 404)
-    for path, method, allowed in ((CHAT, "GET", "POST"), ("/health", "DELETE", "GET, HEAD"), ("/v1/models", "POST", "GET, HEAD")):
+    for path, method, allowed in (
+        (CHAT, "GET", "POST"),
+        ("/health", "DELETE", "GET, HEAD"),
+        ("/v1/models", "POST", "GET, HEAD"),
+    ):
         status, headers, text = server.request(path, method=method)
         check_error(status, text, 405)
         assert headers["Allow"] == allowed
@@ -106,10 +163,14 @@ def test_large_bodies_are_refused_by_their_length_and_by_their_size(server):
     check_error(*server.request(COMPLETE, body)[::2], 413)
     # without a length: the same, counted
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
-    connection = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 2)
+    connection = server.raw(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 2
+    )
     assert read_until(connection, b"\r\n").startswith(b"HTTP/1.1 413")
     # an announced one is refused before it is sent
-    connection = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n")
+    connection = server.raw(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n"
+    )
     assert read_until(connection, b"\r\n").startswith(b"HTTP/1.1 413")
     assert server.request("/health")[0] == 200
 
@@ -120,7 +181,11 @@ def test_bodies_have_a_limit_together():
         first = server.raw(head + b" " * 40_000)
         eventually(lambda: server.app.body_bytes == 40_000)
         answer = read_until(server.raw(head + b" " * 40_000), b"}}")
-        assert answer.startswith(b"HTTP/1.1 429") and b"retry-after" in answer and b"max-total-body-bytes" in answer
+        assert (
+            answer.startswith(b"HTTP/1.1 429")
+            and b"retry-after" in answer
+            and b"max-total-body-bytes" in answer
+        )
         assert server.request(COMPLETE, {"prompt": "a", "max_tokens": 1})[0] == 200
         first.close()
         eventually(lambda: server.app.body_bytes == 0)
@@ -128,7 +193,10 @@ def test_bodies_have_a_limit_together():
 
 
 def test_slow_clients_are_told_and_hold_nobody_up(server):
-    bodies = [server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{") for _ in range(40)]
+    bodies = [
+        server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        for _ in range(40)
+    ]
     heads = [server.raw(b"POST /v1/completions HTTP/1.1\r\nHo") for _ in range(40)]
     silent = [server.raw(b"") for _ in range(5)]
     assert server.json(COMPLETE, {"prompt": "a", "max_tokens": 4})[1]["usage"]["completion_tokens"] == 4
@@ -144,15 +212,24 @@ def test_heads_have_a_limit(server):
         connection.sendall(b"X: " + b"y" * (1 << 20))
         assert read_until(connection, b"\r\n").startswith(b"HTTP/1.1 431")
     except (ConnectionResetError, BrokenPipeError):
-        pass    # refused while we were still sending
+        pass  # refused while we were still sending
     assert server.request("/health")[0] == 200
 
 
-@pytest.mark.parametrize("head", [b"nonsense\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n",
-                                  b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    ],
+)
 def test_what_is_no_http_gets_an_error_as_well(head, server):
     answer = read_until(server.raw(head), b"}}")
-    assert answer.startswith(b"HTTP/1.1 400") and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert (
+        answer.startswith(b"HTTP/1.1 400")
+        and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    )
 
 
 def test_a_broken_percent_path_is_not_found(server):
@@ -163,14 +240,70 @@ def test_garbage_never_breaks_the_server(server):
     seed = random.randrange(10**9)
     print("seed", seed)
     rng = random.Random(seed)
-    values = [None, True, -1, 0, 1, 10**25, 1.5, -0.0, "", "x", "\u0000", [], [[]], {}, [None], {"a": {}}, [1, "a"], "x" * 300]
-    fields = ["model", "messages", "prompt", "n", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "top_logprobs", "logit_bias",
-              "max_tokens", "stream", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice", "echo", "input",
-              "tokens", "dimensions", "chat_template_kwargs", "prompt_logprobs", "bad_words", "timeout", "token_ids", "sampling_params"]
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        10**25,
+        1.5,
+        -0.0,
+        "",
+        "x",
+        "\u0000",
+        [],
+        [[]],
+        {},
+        [None],
+        {"a": {}},
+        [1, "a"],
+        "x" * 300,
+    ]
+    fields = [
+        "model",
+        "messages",
+        "prompt",
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "max_tokens",
+        "stream",
+        "stream_options",
+        "response_format",
+        "structured_outputs",
+        "tools",
+        "tool_choice",
+        "echo",
+        "input",
+        "tokens",
+        "dimensions",
+        "chat_template_kwargs",
+        "prompt_logprobs",
+        "bad_words",
+        "timeout",
+        "token_ids",
+        "sampling_params",
+    ]
     for _ in range(400):
-        body = {"prompt": "a", "messages": USER, "input": "a", "tokens": [1], "token_ids": [1], "max_tokens": 3}
+        body = {
+            "prompt": "a",
+            "messages": USER,
+            "input": "a",
+            "tokens": [1],
+            "token_ids": [1],
+            "max_tokens": 3,
+        }
         body |= {name: rng.choice(values) for name in rng.sample(fields, rng.randint(1, 4))}
-        path = rng.choice([CHAT, COMPLETE, "/v1/embeddings", "/tokenize", "/detokenize", "/inference/v1/generate"])
+        path = rng.choice(
+            [CHAT, COMPLETE, "/v1/embeddings", "/tokenize", "/detokenize", "/inference/v1/generate"]
+        )
         status, _, text = server.request(path, body)
         assert status in (200, 400, 404), (path, body, status, text)
         if status != 200:
@@ -180,7 +313,7 @@ def test_garbage_never_breaks_the_server(server):
 
 def test_what_nobody_foresaw_is_logged_and_told_without_a_stack(caplog):
     with FakeServer() as server:
-        server.engine.generate = None    # type: ignore[assignment,method-assign]
+        server.engine.generate = None  # type: ignore[assignment,method-assign]
         status, _, text = server.request(COMPLETE, {"prompt": "a"})
         check_error(status, text, 500)
         assert any(r.exc_info for r in caplog.records)
@@ -200,11 +333,16 @@ def test_errors_come_before_a_stream_begins_or_within_it():
 
 def test_a_grammar_that_cannot_be_followed_is_the_clients_mistake():
     async def generate(request):
-        yield Output(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason="grammar",
-                     error="the grammar cannot go on")
+        yield Output(
+            request.request_id,
+            [],
+            finish_reason=FinishReason.ERROR,
+            stop_reason="grammar",
+            error="the grammar cannot go on",
+        )
 
     with FakeServer() as server:
-        server.engine.generate = generate    # type: ignore[method-assign]
+        server.engine.generate = generate  # type: ignore[method-assign]
         status, _, text = server.request(COMPLETE, {"prompt": "a"})
         check_error(status, text, 400)
         assert "the grammar cannot go on" in text
@@ -220,15 +358,37 @@ def test_keys_are_asked_for_where_they_should(tmp_path, monkeypatch):
         for key in ("given", "from-file", "padded", "from-env", "second"):
             assert server.request("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
             assert server.request("/v1/models", headers={"x-api-key": key})[0] == 200
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "given"}, {"Authorization": ""},
-                        {"x-api-key": ""}, {"Authorization": "Bearer "}, {"Authorization": "Basic given"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "given"},
+            {"Authorization": ""},
+            {"x-api-key": ""},
+            {"Authorization": "Bearer "},
+            {"Authorization": "Basic given"},
+        ):
             for path in ("/v1/models", "/load"):
                 status, answer_headers, text = server.request(path, headers=headers)
-                assert check_error(status, text, 401)["code"] == "invalid_api_key" and answer_headers["WWW-Authenticate"] == "Bearer"
-        for path in ("/v1/completions", "/tokenize", "/detokenize", "/inference/v1/generate", "/v1/embeddings", CHAT):
+                assert (
+                    check_error(status, text, 401)["code"] == "invalid_api_key"
+                    and answer_headers["WWW-Authenticate"] == "Bearer"
+                )
+        for path in (
+            "/v1/completions",
+            "/tokenize",
+            "/detokenize",
+            "/inference/v1/generate",
+            "/v1/embeddings",
+            CHAT,
+        ):
             assert server.request(path, {})[0] == 401, path
-        assert server.request("/v1/models", headers={"x-api-key": "", "Authorization": "Bearer given"})[0] == 200
-        assert server.request("/v1/models", headers={"x-api-key": "given", "Authorization": "Bearer wrong"})[0] == 200
+        assert (
+            server.request("/v1/models", headers={"x-api-key": "", "Authorization": "Bearer given"})[0] == 200
+        )
+        assert (
+            server.request("/v1/models", headers={"x-api-key": "given", "Authorization": "Bearer wrong"})[0]
+            == 200
+        )
         assert server.request("/is_sleeping", admin=True)[0] == 401
         for path in ("/health", "/ping", "/version", "/metrics", "/"):
             assert server.request(path)[0] == 200, path
@@ -245,21 +405,44 @@ def test_web_pages_may_not_operate_the_server_unless_their_site_is_named():
 
 
 def test_cors_is_off_unless_origins_are_named():
-    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "X-One, authorization"}
+    asks = {
+        "Origin": "https://a.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "X-One, authorization",
+    }
     with FakeServer() as server:
         assert server.request(CHAT, method="OPTIONS", headers=asks)[0] == 400
-        assert server.request("/health", headers={"Origin": "https://a.example"})[1]["Access-Control-Allow-Origin"] is None
+        assert (
+            server.request("/health", headers={"Origin": "https://a.example"})[1][
+                "Access-Control-Allow-Origin"
+            ]
+            is None
+        )
     with FakeServer(allowed_origins=["https://a.example"], allow_credentials=True, api_key=["k"]) as server:
-        status, headers, _ = server.request(CHAT, method="OPTIONS", headers=asks)       # browsers send no key with it
+        # browsers send no key with it
+        status, headers, _ = server.request(CHAT, method="OPTIONS", headers=asks)
         assert status == 204 and headers["Access-Control-Allow-Origin"] == "https://a.example"
-        assert headers["Access-Control-Allow-Methods"] == "POST" and headers["Access-Control-Allow-Headers"] == "x-one, authorization"
+        assert (
+            headers["Access-Control-Allow-Methods"] == "POST"
+            and headers["Access-Control-Allow-Headers"] == "x-one, authorization"
+        )
         assert headers["Access-Control-Allow-Credentials"] == "true"
         status, headers, _ = server.request("/v1/models", headers={"Origin": "https://a.example"})
-        assert status == 401 and headers["Access-Control-Allow-Origin"] == "https://a.example" and headers["Vary"] == "origin"
-        assert server.request(CHAT, method="OPTIONS", headers={**asks, "Origin": "https://b.example"})[0] == 400
+        assert (
+            status == 401
+            and headers["Access-Control-Allow-Origin"] == "https://a.example"
+            and headers["Vary"] == "origin"
+        )
+        assert (
+            server.request(CHAT, method="OPTIONS", headers={**asks, "Origin": "https://b.example"})[0] == 400
+        )
     with FakeServer(allowed_origins=["*"], allowed_methods=["GET"], allowed_headers=["X-One"]) as server:
-        assert server.request("/health", headers={"Origin": "https://b.example"})[1]["Access-Control-Allow-Origin"] == "*"
+        assert (
+            server.request("/health", headers={"Origin": "https://b.example"})[1][
+                "Access-Control-Allow-Origin"
+            ]
+            == "*"
+        )
         text = server.request(CHAT, method="OPTIONS", headers=asks)[2]
         assert re.search("method and headers", text)
 
@@ -269,10 +452,16 @@ def test_cors_is_off_unless_origins_are_named():
 def test_an_offer_to_speak_http2_is_declined_and_the_request_answered(framing, at_once, server):
     """Java's client makes it with each request, and so does `curl --http2`."""
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
-    said, framed = ((f"Content-Length: {len(body)}", body) if framing == "length"
-                    else ("Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)))
-    head = (f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
-            f"{said}\r\n\r\n").encode()
+    said, framed = (
+        (f"Content-Length: {len(body)}", body)
+        if framing == "length"
+        else ("Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+    )
+    head = (
+        f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: "
+        "h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+        f"{said}\r\n\r\n"
+    ).encode()
     connection = server.raw(head + framed if at_once else head)
     for _ in range(3):
         if not at_once:
@@ -283,7 +472,9 @@ def test_an_offer_to_speak_http2_is_declined_and_the_request_answered(framing, a
         connection.sendall(head + framed if at_once else head)
     connection.sendall(b"" if at_once else framed)
     read_until(connection, b'"cached_tokens":0}}}')
-    connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" * 2)
+    connection.sendall(
+        b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" * 2
+    )
     answers = read_until(connection, b"}")
     if answers.count(b"200 OK") < 2:
         answers += read_until(connection, b"}")
@@ -291,6 +482,9 @@ def test_an_offer_to_speak_http2_is_declined_and_the_request_answered(framing, a
 
 
 def test_keep_alive_connections_serve_one_request_after_another(server):
-    connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 1}) * 2 + post(COMPLETE, {"prompt": "a", "max_tokens": 0}))
+    connection = server.raw(
+        post(COMPLETE, {"prompt": "a", "max_tokens": 1}) * 2
+        + post(COMPLETE, {"prompt": "a", "max_tokens": 0})
+    )
     answers = read_until(connection, b'"code":null}}')
     assert answers.count(b"HTTP/1.1 200") == 2 and answers.count(b"HTTP/1.1 400") == 1

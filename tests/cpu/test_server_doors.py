@@ -15,10 +15,14 @@ def server():
 
 
 def status(server, path, body=None, admin=False, **headers):
-    return server.request(path, body, admin=admin, headers={k.replace("_", "-"): v for k, v in headers.items()})[0]
+    return server.request(
+        path, body, admin=admin, headers={k.replace("_", "-"): v for k, v in headers.items()}
+    )[0]
 
 
-@pytest.mark.parametrize("content_type", ["application/json", "text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "text/plain", "application/x-www-form-urlencoded"]
+)
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://localhost:1", "null", "http://127.0.0.1"])
 def test_pages_of_other_sites_may_not_have_it_compute(origin, content_type, server):
     assert status(server, COMPLETE, BODY, Origin=origin, Content_Type=content_type) == 403
@@ -28,7 +32,9 @@ def test_its_own_pages_programs_and_pages_behind_a_proxy_may(server):
     assert status(server, COMPLETE, BODY) == 200
     assert status(server, COMPLETE, BODY, Origin=f"http://127.0.0.1:{server.port}") == 200
     assert status(server, COMPLETE, BODY, Origin="https://Chat.Example", Host="chat.example") == 200
-    assert status(server, COMPLETE, BODY, Origin="https://chat.example", X_Forwarded_Host="chat.example") == 200
+    assert (
+        status(server, COMPLETE, BODY, Origin="https://chat.example", X_Forwarded_Host="chat.example") == 200
+    )
     assert status(server, COMPLETE, BODY, Origin="vscode-webview://1a2b") == 200
 
 
@@ -37,11 +43,26 @@ def test_sites_that_are_allowed_and_clients_with_keys_may():
         assert status(server, COMPLETE, BODY, Origin="https://friend.example") == 200
         assert status(server, COMPLETE, BODY, Origin="https://evil.example") == 403
     with FakeServer(api_key=["sesame"]) as server:
-        assert status(server, COMPLETE, BODY, Origin="https://page.example", Authorization="Bearer sesame") == 200
-        assert status(server, "/pause", b"", admin=True, Origin="https://page.example", Authorization="Bearer sesame") == 403
+        assert (
+            status(server, COMPLETE, BODY, Origin="https://page.example", Authorization="Bearer sesame")
+            == 200
+        )
+        assert (
+            status(
+                server,
+                "/pause",
+                b"",
+                admin=True,
+                Origin="https://page.example",
+                Authorization="Bearer sesame",
+            )
+            == 403
+        )
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example"]
+)
 def test_the_admin_port_does_not_answer_under_a_borrowed_name(host, server):
     assert status(server, "/check_weights", admin=True, Host=host) == 403
     assert status(server, "/pause", b"", admin=True, Host=host) == 403
@@ -52,10 +73,15 @@ def test_the_admin_port_answers_under_its_own_names_and_with_keys_under_any(serv
     for host in (f"127.0.0.1:{server.admin_port}", "localhost", "LOCALHOST:8001", "[::1]:8001", "10.0.0.7"):
         assert status(server, "/is_sleeping", admin=True, Host=host) == 200, host
     with FakeServer(api_key=["sesame"]) as locked:
-        assert status(locked, "/is_sleeping", admin=True, Host="ops.example", Authorization="Bearer sesame") == 200
+        assert (
+            status(locked, "/is_sleeping", admin=True, Host="ops.example", Authorization="Bearer sesame")
+            == 200
+        )
 
 
-@pytest.mark.parametrize("folder", ["%00", "~nosuchuser/x", "/etc", "../../etc", "a/../../b", "x" * 60_000, "a%0Ab"])
+@pytest.mark.parametrize(
+    "folder", ["%00", "~nosuchuser/x", "/etc", "../../etc", "a/../../b", "x" * 60_000, "a%0Ab"]
+)
 def test_traces_are_written_below_their_folder_alone(folder, server):
     code, body = server.json(f"/start_profile?folder={folder}", b"", admin=True)
     assert code == 400 and body["error"]["param"] == "folder" and "--profile-dir" in body["error"]["message"]
@@ -63,7 +89,9 @@ def test_traces_are_written_below_their_folder_alone(folder, server):
 
 def test_a_folder_below_is_taken(server):
     assert status(server, "/start_profile?folder=today/one", b"", admin=True) == 200
-    assert server.json("/stop_profile", b"", admin=True)[1] == {"files": ["traces/today/one/fake.trace.json.gz"]}
+    assert server.json("/stop_profile", b"", admin=True)[1] == {
+        "files": ["traces/today/one/fake.trace.json.gz"]
+    }
     assert status(server, "/start_profile", b"", admin=True) == 200
     assert server.json("/stop_profile", b"", admin=True)[1] == {"files": ["traces/fake.trace.json.gz"]}
 

@@ -32,11 +32,21 @@ class Reluctant(FakeEngine):
 
 
 def served(engine):
-    return ServedModel(["m"], engine, byte_tokenizer(), max_model_len=256, vocab_size=300, eos_token_ids=(END,), max_num_seqs=4)
+    return ServedModel(
+        ["m"],
+        engine,
+        byte_tokenizer(),
+        max_model_len=256,
+        vocab_size=300,
+        eos_token_ids=(END,),
+        max_num_seqs=4,
+    )
 
 
 def generation(model, n=1, max_tokens=200, **options):
-    return Generation(model, [Prompt(ids_of("ab"))], SamplingParams(n=n, max_tokens=max_tokens), request_id="r", **options)
+    return Generation(
+        model, [Prompt(ids_of("ab"))], SamplingParams(n=n, max_tokens=max_tokens), request_id="r", **options
+    )
 
 
 def test_an_answer_that_met_its_stop_string_ends_in_the_engine_while_others_go_on():
@@ -45,7 +55,9 @@ def test_an_answer_that_met_its_stop_string_ends_in_the_engine_while_others_go_o
         connection = server.raw(post("/v1/completions", body))
         read_until(connection, b'"finish_reason":"stop"')
         eventually(lambda: len(server.engine._running) == 1)
-        assert server.model.admission.active == 2, "the other one ended too soon for this test to say anything"
+        assert server.model.admission.active == 2, (
+            "the other one ended too soon for this test to say anything"
+        )
         connection.close()
 
 
@@ -55,7 +67,11 @@ def test_what_lies_behind_a_stop_string_counts_nowhere_however_tokens_were_merge
         body = {"prompt": "x", "max_tokens": 100, "stop": "wor", "logprobs": 1, "return_token_ids": True}
         _, answer = server.json("/v1/completions", body)
         [choice] = answer["choices"]
-        assert choice["text"] == "hello " and choice["finish_reason"] == "stop" and choice["token_ids"] == ids_of("hello wor")
+        assert (
+            choice["text"] == "hello "
+            and choice["finish_reason"] == "stop"
+            and choice["token_ids"] == ids_of("hello wor")
+        )
         assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) == 9
         assert server.metric("vllm:generation_tokens_total") == 9
 
@@ -66,7 +82,11 @@ def test_a_request_sent_away_before_its_first_token_is_no_first_token():
         eventually(lambda: server.engine._running)
         assert server.request("/sleep", b"", admin=True)[0] == 200
         assert b'"finish_reason":"abort"' in read_until(connection, b"}}")
-        assert server.metric("vllm:time_to_first_token_seconds_count") == server.metric("vllm:prompt_tokens_total") == 0
+        assert (
+            server.metric("vllm:time_to_first_token_seconds_count")
+            == server.metric("vllm:prompt_tokens_total")
+            == 0
+        )
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -98,7 +118,7 @@ def test_a_deadline_that_comes_while_a_whole_answer_is_let_go_spoils_nothing():
         async with generation(model, max_tokens=3, timeout=0.3) as answers:
             async for [delta] in answers:
                 if len(delta.token_ids):
-                    break    # leaving takes half a second
+                    break  # leaving takes half a second
         assert model.admission.active == 0
         with pytest.raises(ApiError, match="longer than"):
             async with generation(served(FakeEngine(300, token_seconds=60.0)), timeout=0.1) as answers:

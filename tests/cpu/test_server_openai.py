@@ -26,7 +26,9 @@ def served(server):
 
 
 def chat(client, **options):
-    return client.chat.completions.create(**{"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, **options})
+    return client.chat.completions.create(
+        **{"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, **options}
+    )
 
 
 def complete(client, **options):
@@ -46,20 +48,29 @@ def test_a_chat_stream_is_the_whole_answer_in_pieces(client):
         mine = [p.choices[0] for p in parts if p.choices and p.choices[0].index == index]
         assert mine[0].delta.role == "assistant" and mine[-1].finish_reason == "length"
         assert "".join(c.delta.content or "" for c in mine) == TEXT[:16]
-    assert parts[-1].usage.completion_tokens == 32 and not parts[-1].choices and len({p.id for p in parts}) == 1
+    assert (
+        parts[-1].usage.completion_tokens == 32 and not parts[-1].choices and len({p.id for p in parts}) == 1
+    )
     assert all(p.usage is None for p in parts[:-1])
 
 
 def test_usage_can_be_in_every_chunk(server):
-    events = server.events("/v1/completions", {"prompt": "a", "max_tokens": 5, "stream": True,
-                                               "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    events = server.events(
+        "/v1/completions",
+        {
+            "prompt": "a",
+            "max_tokens": 5,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    )
     counts = [e["usage"]["completion_tokens"] for e in events]
     assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 5
 
 
 def test_max_completion_tokens_and_max_tokens(client):
     assert chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=3).usage.completion_tokens == 3
-    assert chat(client, max_tokens=openai.NOT_GIVEN).usage.total_tokens == 256      # what is left
+    assert chat(client, max_tokens=openai.NOT_GIVEN).usage.total_tokens == 256  # what is left
     assert complete(client, max_tokens=openai.NOT_GIVEN).usage.completion_tokens == 16
     assert complete(client, max_tokens=openai.NOT_GIVEN, prompt=[1] * 250).usage.completion_tokens == 6
 
@@ -97,7 +108,9 @@ def test_completion_logprobs_and_echo(client):
     answer = complete(client, prompt="ab", echo=True, logprobs=2, max_tokens=3).choices[0]
     assert answer.text == "abhel" and answer.logprobs.tokens == list("abhel")
     assert answer.logprobs.token_logprobs[0] is None and answer.logprobs.top_logprobs[0] is None
-    assert answer.logprobs.text_offset == [0, 1, 2, 3, 4] and all(len(t) == 2 for t in answer.logprobs.top_logprobs[1:])
+    assert answer.logprobs.text_offset == [0, 1, 2, 3, 4] and all(
+        len(t) == 2 for t in answer.logprobs.top_logprobs[1:]
+    )
     parts = list(complete(client, prompt="ab", echo=True, logprobs=2, max_tokens=3, stream=True))
     assert "".join(p.choices[0].text for p in parts) == "abhel"
     assert [o for p in parts for o in p.choices[0].logprobs.text_offset] == [0, 1, 2, 3, 4]
@@ -108,35 +121,72 @@ def test_no_tokens_with_echo_is_the_prompt_alone(server, client):
     for stream in (False, True):
         answer = complete(client, echo=True, logprobs=1, max_tokens=0, stream=stream)
         [choice] = [c for part in (answer if stream else [answer]) for c in part.choices]
-        assert choice.text == "hello" and choice.finish_reason == "length" and choice.logprobs.tokens == list("hello")
+        assert (
+            choice.text == "hello"
+            and choice.finish_reason == "length"
+            and choice.logprobs.tokens == list("hello")
+        )
         assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.token_logprobs) == 5
     status, answer = server.json("/v1/completions", {"prompt": "hello", "max_tokens": 0})
     assert status == 400 and answer["error"]["param"] == "max_tokens"
 
 
 def test_prompt_logprobs_and_token_ids(server):
-    status, answer = server.json("/v1/completions", {"prompt": "abc", "max_tokens": 2, "prompt_logprobs": 1, "return_token_ids": True})
+    status, answer = server.json(
+        "/v1/completions", {"prompt": "abc", "max_tokens": 2, "prompt_logprobs": 1, "return_token_ids": True}
+    )
     choice = answer["choices"][0]
-    assert status == 200 and choice["token_ids"] == ids_of("he") and choice["prompt_token_ids"] == ids_of("abc")
-    assert choice["prompt_logprobs"][0] is None and choice["prompt_logprobs"][1][str(ids_of("b")[0])]["decoded_token"] == "b"
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "return_token_ids": True, "prompt_logprobs": 0}
+    assert (
+        status == 200 and choice["token_ids"] == ids_of("he") and choice["prompt_token_ids"] == ids_of("abc")
+    )
+    assert (
+        choice["prompt_logprobs"][0] is None
+        and choice["prompt_logprobs"][1][str(ids_of("b")[0])]["decoded_token"] == "b"
+    )
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+        "return_token_ids": True,
+        "prompt_logprobs": 0,
+    }
     answer = server.json("/v1/chat/completions", body)[1]
-    assert answer["choices"][0]["token_ids"] == ids_of("he") and len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
+    assert answer["choices"][0]["token_ids"] == ids_of("he") and len(answer["prompt_logprobs"]) == len(
+        answer["prompt_token_ids"]
+    )
     events = server.events("/v1/chat/completions", {**body, "stream": True})
     assert events[0]["prompt_token_ids"] == answer["prompt_token_ids"]
     assert [i for e in events for c in e["choices"] for i in c.get("token_ids", ())] == ids_of("he")
 
 
 def test_sampling_fields_reach_the_engine_by_their_names(server):
-    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 11, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-              "repetition_penalty": 1.5, "stop_token_ids": [9], "min_tokens": 2, "ignore_eos": True, "allowed_token_ids": [1, 2],
-              "skip_special_tokens": False, "bad_words": ["bad"], "logit_bias": {"5": -3}}
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 11,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "stop_token_ids": [9],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "allowed_token_ids": [1, 2],
+        "skip_special_tokens": False,
+        "bad_words": ["bad"],
+        "logit_bias": {"5": -3},
+    }
     body = {"prompt": "a", "max_tokens": 4, "priority": 3, "cache_salt": "salt", **fields}
     assert server.json("/v1/completions", body)[0] == 200
     request = server.engine.seen[-1]
     for name, value in fields.items():
         assert getattr(request.params, name) == ({5: -3.0} if name == "logit_bias" else value), name
-    assert (request.priority, request.cache_salt, request.params.max_tokens, request.eos_token_ids) == (3, "salt", 4, (257,))
+    assert (request.priority, request.cache_salt, request.params.max_tokens, request.eos_token_ids) == (
+        3,
+        "salt",
+        4,
+        (257,),
+    )
     assert request.bad_word_ids[0] == tuple(ids_of("bad"))
 
 
@@ -160,11 +210,15 @@ def test_the_models_own_defaults_are_used_where_the_request_is_silent():
 def test_structured_outputs_reach_the_engine(server):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    for given, expected in (({"response_format": {"type": "json_object"}}, ("json_object", True)),
-                            ({"response_format": named}, ("json", schema)),
-                            ({"structured_outputs": {"regex": "[0-9]+"}}, ("regex", "[0-9]+")),
-                            ({"structured_outputs": {"choice": ["yes", "no"]}}, ("choice", ["yes", "no"]))):
-        status, answer = server.json("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **given})
+    for given, expected in (
+        ({"response_format": {"type": "json_object"}}, ("json_object", True)),
+        ({"response_format": named}, ("json", schema)),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, ("regex", "[0-9]+")),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("choice", ["yes", "no"])),
+    ):
+        status, answer = server.json(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **given}
+        )
         assert status == 200, answer
         assert getattr(server.engine.seen[-1].params.structured_outputs, expected[0]) == expected[1]
     assert server.json("/v1/completions", {"prompt": "x", "response_format": {"type": "text"}})[0] == 200
@@ -172,16 +226,29 @@ def test_structured_outputs_reach_the_engine(server):
 
 
 def test_embeddings_as_numbers_and_base64(server, client):
-    data = client.embeddings.create(model=NAME, input=["a", "b"]).data                # the client asks for base64
+    data = client.embeddings.create(model=NAME, input=["a", "b"]).data  # the client asks for base64
     plain = client.embeddings.create(model=NAME, input=["a", "b"], encoding_format="float").data
-    assert [len(d.embedding) for d in data] == [64, 64] and data[0].embedding == pytest.approx(plain[0].embedding, abs=1e-6)
-    raw = server.json("/v1/embeddings", {"input": [[1, 2]], "encoding_format": "base64"})[1]["data"][0]["embedding"]
+    assert [len(d.embedding) for d in data] == [64, 64] and data[0].embedding == pytest.approx(
+        plain[0].embedding, abs=1e-6
+    )
+    raw = server.json("/v1/embeddings", {"input": [[1, 2]], "encoding_format": "base64"})[1]["data"][0][
+        "embedding"
+    ]
     assert len(struct.unpack("<64f", base64.b64decode(raw))) == 64
-    short = client.embeddings.create(model=NAME, input="a", dimensions=3, encoding_format="float").data[0].embedding
+    short = (
+        client.embeddings.create(model=NAME, input="a", dimensions=3, encoding_format="float")
+        .data[0]
+        .embedding
+    )
     assert sum(v * v for v in short) == pytest.approx(1.0) and len(short) == 3
     assert server.json("/v1/embeddings", {"input": "a", "dimensions": 65})[0] == 400
     assert server.json("/v1/embeddings", {"input": "a" * 300})[0] == 400
-    assert server.json("/v1/embeddings", {"input": "a" * 300, "truncate_prompt_tokens": -1})[1]["usage"]["prompt_tokens"] == 256
+    assert (
+        server.json("/v1/embeddings", {"input": "a" * 300, "truncate_prompt_tokens": -1})[1]["usage"][
+            "prompt_tokens"
+        ]
+        == 256
+    )
 
 
 def test_a_model_is_found_by_a_name_of_any_characters():
@@ -202,7 +269,12 @@ def test_models_are_listed_under_all_their_names():
 
 def test_tokenize_and_back(server):
     status, answer = server.json("/tokenize", {"prompt": "hi there", "return_token_strs": True})
-    assert status == 200 and answer["count"] == 8 and answer["max_model_len"] == 256 and answer["token_strs"][0] == "h"
+    assert (
+        status == 200
+        and answer["count"] == 8
+        and answer["max_model_len"] == 256
+        and answer["token_strs"][0] == "h"
+    )
     assert server.json("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"] == "hi there"
     messages = server.json("/tokenize", {"messages": [{"role": "user", "content": "x"}]})[1]["tokens"]
     assert server.json("/detokenize", {"tokens": messages})[1]["prompt"] == "<user>x<assistant>"
@@ -212,7 +284,10 @@ def test_chat_template_options(server):
     body = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "sure,"}]}
     server.json("/v1/chat/completions", {**body, "continue_final_message": True, "max_tokens": 1})
     assert server.engine.seen[-1].prompt_token_ids == ids_of("<user>x<assistant>sure,")
-    server.json("/v1/chat/completions", {**body, "add_generation_prompt": False, "max_tokens": 1, "truncate_prompt_tokens": 5})
+    server.json(
+        "/v1/chat/completions",
+        {**body, "add_generation_prompt": False, "max_tokens": 1, "truncate_prompt_tokens": 5},
+    )
     assert server.engine.seen[-1].prompt_token_ids == ids_of("sure,")
     status, answer = server.json("/v1/chat/completions", {**body, "chat_template": "{{ 1 }}"})
     assert status == 400 and answer["error"]["param"] == "chat_template"
@@ -225,16 +300,32 @@ def test_chat_template_options(server):
 
 def test_long_texts_are_tokenized_beside_the_loop():
     with FakeServer(model={"max_model_len": 10**6}) as long:
-        assert long.json("/v1/completions", {"prompt": "x" * 50_000, "max_tokens": 1})[1]["usage"]["prompt_tokens"] == 50_000
+        assert (
+            long.json("/v1/completions", {"prompt": "x" * 50_000, "max_tokens": 1})[1]["usage"][
+                "prompt_tokens"
+            ]
+            == 50_000
+        )
         body = {"messages": [{"role": "user", "content": "y" * 50_000}], "max_tokens": 1}
         assert long.json("/v1/chat/completions", body)[1]["usage"]["prompt_tokens"] > 50_000
 
 
-@pytest.mark.parametrize("path, body", [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 50_000}]}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "y"}], "documents": [{"text": "y" * 50_000}]}),
-    ("/v1/completions", {"prompt": ["y" * 100] * 500}), ("/v1/completions", {"prompt": "y", "structured_outputs": {"regex": "(.*a){200}"}}),
-], ids=["parts", "documents", "many", "grammar"])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 50_000}]}]},
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "y"}], "documents": [{"text": "y" * 50_000}]},
+        ),
+        ("/v1/completions", {"prompt": ["y" * 100] * 500}),
+        ("/v1/completions", {"prompt": "y", "structured_outputs": {"regex": "(.*a){200}"}}),
+    ],
+    ids=["parts", "documents", "many", "grammar"],
+)
 def test_what_takes_long_is_done_beside_the_loop(path, body):
     with FakeServer(model={"max_model_len": 10**6}) as server:
         works, threads = [], server.model._threads
@@ -254,59 +345,89 @@ def test_tools_and_reasoning_are_parsed_in_streams_and_whole_answers():
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         answer = chat(client, tools=[tool], max_tokens=200).choices[0]
         call = answer.message.tool_calls[0]
-        assert (call.function.name, json.loads(call.function.arguments)) == ("pick", {"n": 1}) and answer.finish_reason == "tool_calls"
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "pick",
+            {"n": 1},
+        ) and answer.finish_reason == "tool_calls"
         assert answer.message.reasoning_content == "hm" and not answer.message.content
         messages = [{"role": "user", "content": "hi"}]
-        with client.chat.completions.stream(model=NAME, messages=messages, tools=[tool], max_tokens=200) as stream:
+        with client.chat.completions.stream(
+            model=NAME, messages=messages, tools=[tool], max_tokens=200
+        ) as stream:
             whole = stream.get_final_completion().choices[0]
         call = whole.message.tool_calls[0]
-        assert (call.function.name, json.loads(call.function.arguments), whole.finish_reason) == ("pick", {"n": 1}, "tool_calls")
+        assert (call.function.name, json.loads(call.function.arguments), whole.finish_reason) == (
+            "pick",
+            {"n": 1},
+            "tool_calls",
+        )
         plain = chat(client, max_tokens=200, extra_body={"include_reasoning": False}).choices[0].message
         assert not hasattr(plain, "reasoning_content") and plain.content.startswith("<tool_call>")
 
 
 def test_more_tokens_than_fit_are_as_many_as_fit_in_chats(client, served):
-    for options in ({"max_tokens": 8192},
-                    {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": 32_000, "stream": True}):
+    for options in (
+        {"max_tokens": 8192},
+        {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": 32_000, "stream": True},
+    ):
         answer = chat(client, **options)
         if "stream" in options:
             assert "".join(part.choices[0].delta.content or "" for part in answer).startswith(TEXT)
         request = served.last_request()
         assert request.params.max_tokens == 256 - len(request.prompt_token_ids)
-    prompt = chat(client, max_tokens=8192, messages=[{"role": "user", "content": "a" * 300}],
-                  extra_body={"truncate_prompt_tokens": -1})
+    prompt = chat(
+        client,
+        max_tokens=8192,
+        messages=[{"role": "user", "content": "a" * 300}],
+        extra_body={"truncate_prompt_tokens": -1},
+    )
     assert prompt.usage.prompt_tokens == 255 and prompt.usage.completion_tokens == 1
     with pytest.raises(openai.BadRequestError, match="maximum context length is 256"):
         chat(client, max_tokens=8192, messages=[{"role": "user", "content": "a" * 300}])
 
 
-@pytest.mark.parametrize("given, kind, value", [
-    ({"guided_json": {"type": "object"}, "guided_whitespace_pattern": " ?"}, "json", {"type": "object"}),
-    ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, "regex", "a+"),
-    ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
-    ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
-])
+@pytest.mark.parametrize(
+    "given, kind, value",
+    [
+        ({"guided_json": {"type": "object"}, "guided_whitespace_pattern": " ?"}, "json", {"type": "object"}),
+        ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+    ],
+)
 def test_vllms_older_names_of_structured_outputs_mean_the_same(server, client, given, kind, value):
     for ask in (chat, complete):
         ask(client, extra_body=given)
         wanted = server.last_request().params.structured_outputs
-        assert getattr(wanted,
-                       kind) == value and wanted.whitespace_pattern == given.get("guided_whitespace_pattern")
+        assert getattr(wanted, kind) == value and wanted.whitespace_pattern == given.get(
+            "guided_whitespace_pattern"
+        )
 
 
 def test_fields_that_nobody_takes_are_told_once_a_client(server, client, caplog):
-    body = {"temprature": 0.5, "store": True, "metadata": {"a": "b"}, "service_tier": "auto",
-            "prompt_cache_key": "x", "prediction": {}}
+    body = {
+        "temprature": 0.5,
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "prompt_cache_key": "x",
+        "prediction": {},
+    }
     for _ in range(2):
-        chat(client, stream=True,
-             stream_options={"include_usage": True, "include_obfuscation": False, "usage": True},
-             extra_body=body).close()
+        chat(
+            client,
+            stream=True,
+            stream_options={"include_usage": True, "include_obfuscation": False, "usage": True},
+            extra_body=body,
+        ).close()
         complete(client, extra_body={"structured_outputs": {"regex": "a+", "whitespace": " "}})
     told = [m.split(": it is ignored")[0] for m in caplog.messages if "it is ignored" in m]
-    assert sorted(told) == ["/v1/chat/completions takes no field 'prediction'",
-                            "/v1/chat/completions takes no field 'stream_options.usage'",
-                            "/v1/chat/completions takes no field 'temprature'",
-                            "/v1/completions takes no field 'structured_outputs.whitespace'"]
+    assert sorted(told) == [
+        "/v1/chat/completions takes no field 'prediction'",
+        "/v1/chat/completions takes no field 'stream_options.usage'",
+        "/v1/chat/completions takes no field 'temprature'",
+        "/v1/completions takes no field 'structured_outputs.whitespace'",
+    ]
     assert all("OpenAI/Python" in m for m in caplog.messages if "it is ignored" in m)
     server.json("/v1/completions", {"prompt": "a", "temprature": 1}, headers={"User-Agent": "another"})
     last = [m for m in caplog.messages if "it is ignored" in m][-1]
@@ -321,30 +442,68 @@ def test_warnings_have_an_end(caplog):
 
 
 def test_the_token_level_endpoint(server):
-    body = {"token_ids": [1, 2, 3], "request_id": "r-1", "sampling_params": {"max_tokens": 5, "logprobs": 2, "temperature": 0.0},
-            "priority": -1, "cache_salt": "s"}
+    body = {
+        "token_ids": [1, 2, 3],
+        "request_id": "r-1",
+        "sampling_params": {"max_tokens": 5, "logprobs": 2, "temperature": 0.0},
+        "priority": -1,
+        "cache_salt": "s",
+    }
     status, answer = server.json("/inference/v1/generate", body)
-    assert status == 200 and answer["token_ids"] == ids_of("hello") and answer["request_id"] == "r-1" and answer["version"] == 1
-    assert answer["finish_reason"] == "length" and len(answer["logprobs"]) == 5 and answer["num_cached_tokens"] == 0
+    assert (
+        status == 200
+        and answer["token_ids"] == ids_of("hello")
+        and answer["request_id"] == "r-1"
+        and answer["version"] == 1
+    )
+    assert (
+        answer["finish_reason"] == "length"
+        and len(answer["logprobs"]) == 5
+        and answer["num_cached_tokens"] == 0
+    )
     request = server.engine.seen[-1]
-    assert request.prompt_token_ids == [1, 2, 3] and not request.params.detokenize and (request.priority, request.cache_salt) == (-1, "s")
+    assert (
+        request.prompt_token_ids == [1, 2, 3]
+        and not request.params.detokenize
+        and (request.priority, request.cache_salt) == (-1, "s")
+    )
     events = server.events("/inference/v1/generate", {**body, "stream": True})
-    assert [i for e in events for i in e["token_ids"]] == ids_of("hello") and events[-1]["finish_reason"] == "length"
-    for wrong in ({"version": 2}, {"token_ids": []}, {"sampling_params": {"n": 2}}, {"sampling_params": {"stop": ["a"]}}):
+    assert [i for e in events for i in e["token_ids"]] == ids_of("hello") and events[-1][
+        "finish_reason"
+    ] == "length"
+    for wrong in (
+        {"version": 2},
+        {"token_ids": []},
+        {"sampling_params": {"n": 2}},
+        {"sampling_params": {"stop": ["a"]}},
+    ):
         assert server.json("/inference/v1/generate", {**body, **wrong})[0] == 400, wrong
 
 
 def test_request_ids_are_the_callers(server):
     _, headers, text = server.request("/v1/completions", {"prompt": "a"}, headers={"X-Request-Id": "mine"})
     assert headers["x-request-id"] == "mine" and json.loads(text)["id"] == "cmpl-mine"
-    assert server.json("/v1/completions", {"prompt": "a", "request_id": "two\nlines"})[1]["id"] == "cmpl-two\nlines"
+    assert (
+        server.json("/v1/completions", {"prompt": "a", "request_id": "two\nlines"})[1]["id"]
+        == "cmpl-two\nlines"
+    )
 
 
 def test_ids_alone_are_served_without_a_tokenizer():
     with FakeServer(model={"tokenizer": None}) as server:
-        status, answer = server.json("/v1/completions", {"prompt": [1, 2], "max_tokens": 3, "return_token_ids": True})
-        assert status == 200 and answer["choices"][0]["token_ids"] == ids_of("hel") and answer["choices"][0]["text"] == ""
-        for path, body in (("/v1/completions", {"prompt": "text"}), ("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]}),
-                           ("/v1/completions", {"prompt": [1], "stop": "x"}),
-                           ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
+        status, answer = server.json(
+            "/v1/completions", {"prompt": [1, 2], "max_tokens": 3, "return_token_ids": True}
+        )
+        assert (
+            status == 200
+            and answer["choices"][0]["token_ids"] == ids_of("hel")
+            and answer["choices"][0]["text"] == ""
+        )
+        for path, body in (
+            ("/v1/completions", {"prompt": "text"}),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/completions", {"prompt": [1], "stop": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
             assert server.json(path, body)[0] == 400, path

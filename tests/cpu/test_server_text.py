@@ -14,8 +14,11 @@ from shoal.server.text_threads import Overtime, TextThreads, _Job
 from tests.fake_server import FakeServer, byte_tokenizer
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
-FOREVER = ("{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
-           "{% endfor %}")
+FOREVER = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor "
+    "%}"
+    "{% endfor %}"
+)
 HUNGRY = "{{ 'x' * 10 ** 12 }}"
 
 
@@ -63,7 +66,9 @@ def test_of_a_text_that_may_fit_a_part_is_tokenized_first(server, seen, monkeypa
 
 
 def test_a_text_that_is_cut_to_its_end_may_be_long(server):
-    code, body = server.json(COMPLETE, {"prompt": "a" * 20_000, "truncate_prompt_tokens": 10, "max_tokens": 1})
+    code, body = server.json(
+        COMPLETE, {"prompt": "a" * 20_000, "truncate_prompt_tokens": 10, "max_tokens": 1}
+    )
     assert code == 200 and body["usage"]["prompt_tokens"] == 10
     assert server.json("/tokenize", {"prompt": "a" * 20_000})[1]["count"] == 20_000
 
@@ -80,10 +85,14 @@ def test_more_messages_than_tokens_are_refused(server):
     assert code == 400 and body["error"]["param"] == "messages" and "300" in body["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [
-    b'{"prompt": "a", "x": [' + b",".join([b"[]"] * 200_000) + b"]}",
-    b'{"prompt": "a", "allowed_token_ids": [' + b",".join([b"1"] * 1_200_000) + b"]}",
-], ids=["lists", "values"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "a", "x": [' + b",".join([b"[]"] * 200_000) + b"]}",
+        b'{"prompt": "a", "allowed_token_ids": [' + b",".join([b"1"] * 1_200_000) + b"]}",
+    ],
+    ids=["lists", "values"],
+)
 def test_json_of_too_many_values_is_not_read(body, server, monkeypatch):
     monkeypatch.setattr(protocol, "decode", lambda *_: pytest.fail("it was read"))
     code, answer = server.json(COMPLETE, body)
@@ -91,13 +100,18 @@ def test_json_of_too_many_values_is_not_read(body, server, monkeypatch):
 
 
 def test_lists_of_tokens_are_no_longer_than_the_vocabulary(server):
-    for name, value in (("allowed_token_ids", [1] * 301), ("stop_token_ids", [1] * 301), ("logit_bias", {i: 1.0 for i in range(301)})):
+    for name, value in (
+        ("allowed_token_ids", [1] * 301),
+        ("stop_token_ids", [1] * 301),
+        ("logit_bias", {i: 1.0 for i in range(301)}),
+    ):
         code, body = server.json(COMPLETE, {"prompt": "a", name: value})
         assert code == 400 and body["error"]["param"] == name and "300 tokens" in body["error"]["message"]
 
 
 def test_collections_go_on_after_a_large_body(server):
     import gc
+
     assert server.json(COMPLETE, {"prompt": "a", "max_tokens": 1, "user": "x" * 100_000})[0] == 200
     assert gc.isenabled()
 
@@ -111,7 +125,7 @@ def trusting():
 def test_a_template_that_does_not_end_is_ended(trusting, monkeypatch):
     monkeypatch.setattr(server_model, "TEMPLATE_SECONDS", 0.3)
     ask = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-    for _ in range(3):    # more than there are threads
+    for _ in range(3):  # more than there are threads
         code, body = trusting.json(CHAT, {**ask, "chat_template": FOREVER})
         assert code == 400 and "chat template took longer than 0.3 s" in body["error"]["message"]
     assert trusting.json(CHAT, ask)[0] == 200
@@ -127,9 +141,13 @@ def test_a_template_that_does_not_end_holds_nobody_up(trusting, monkeypatch):
     looping.join()
 
 
-@pytest.mark.parametrize("template", [HUNGRY, "{{ [1] * 10 ** 9 }}", "{{ 10 ** 8 * 'y' }}", "{{ 9 ** (10 ** 9) }}"])
+@pytest.mark.parametrize(
+    "template", [HUNGRY, "{{ [1] * 10 ** 9 }}", "{{ 10 ** 8 * 'y' }}", "{{ 9 ** (10 ** 9) }}"]
+)
 def test_a_template_cannot_take_all_memory_by_one_operator(template, trusting):
-    code, body = trusting.json(CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template": template})
+    code, body = trusting.json(
+        CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template": template}
+    )
     assert code == 400 and "chat template" in body["error"]["message"]
 
 
@@ -147,9 +165,11 @@ def test_work_is_ended_alone_and_its_thread_goes_on():
                 pass
             return "late"
 
-        failed = await asyncio.gather(*[threads.run_bounded(endless, 0.1, "it") for _ in range(5)], return_exceptions=True)
+        failed = await asyncio.gather(
+            *[threads.run_bounded(endless, 0.1, "it") for _ in range(5)], return_exceptions=True
+        )
         assert all(isinstance(error, RequestError) and "longer than 0.1 s" in str(error) for error in failed)
-        for _ in range(30):    # it ends about when it is ended: either is right, and the next work is whole
+        for _ in range(30):  # it ends about when it is ended: either is right, and the next work is whole
             try:
                 assert await threads.run_bounded(late, 0.05, "it") == "late"
             except RequestError:
@@ -183,7 +203,7 @@ def test_work_of_a_client_that_leaves_is_ended():
 def test_work_that_nobody_waits_for_any_more_is_not_begun():
     begun = []
     job = _Job(lambda: begun.append(True))
-    job.end()    # its client leaves, and only then a thread is free
+    job.end()  # its client leaves, and only then a thread is free
     with pytest.raises(Overtime):
         job.run()
     assert not begun
@@ -197,7 +217,10 @@ def test_what_a_template_sees_is_plain():
             raise AssertionError("called")
 
     value = _plain({"a": [Sly("x"), 1, 2.5, None, True, ("t",)], 3: {"b": "c"}, None: 1}, "it")
-    assert value == {"a": ["x", 1, 2.5, None, True, ["t"]], "3": {"b": "c"}, "null": 1} and type(value["a"][0]) is str
+    assert (
+        value == {"a": ["x", 1, 2.5, None, True, ["t"]], "3": {"b": "c"}, "null": 1}
+        and type(value["a"][0]) is str
+    )
     assert value == msgspec.json.decode(msgspec.json.encode(value))
     for wrong in (object(), {"a": {1, 2}}, {(1,): 2}, b"x"):
         with pytest.raises(RequestError, match="only what JSON can express"):

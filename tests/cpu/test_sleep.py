@@ -1,4 +1,5 @@
-"""Sleep mode and new weights on the CPU: the same tokens after any sleep, clear refusals meanwhile, nothing half done."""
+"""Sleep mode and new weights on the CPU: the same tokens after any sleep, clear refusals meanwhile, nothing
+half done."""
 
 import os
 import random
@@ -54,7 +55,13 @@ def build():
     engines = []
 
     def make(path, **options):
-        defaults = {"dtype": "float32", "max_model_len": 256, "device": "cpu", "enable_sleep_mode": True, "kv_cache_memory_bytes": 32 << 20}
+        defaults = {
+            "dtype": "float32",
+            "max_model_len": 256,
+            "device": "cpu",
+            "enable_sleep_mode": True,
+            "kv_cache_memory_bytes": 32 << 20,
+        }
         engines.append(LLM(str(path), **defaults | options))
         return engines[-1]
 
@@ -66,12 +73,19 @@ def build():
 @pytest.fixture
 def changed(folder, tmp_path):
     """The same model with other weights."""
-    return copy_of(folder, tmp_path / "changed", lambda name, weight: weight.flip(0) if "embed" in name or "down_proj" in name else weight)
+    return copy_of(
+        folder,
+        tmp_path / "changed",
+        lambda name, weight: weight.flip(0) if "embed" in name or "down_proj" in name else weight,
+    )
 
 
 def copy_of(folder, target, change):
     shutil.copytree(folder, target)
-    weights = {name: change(name, weight).contiguous() for name, weight in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: change(name, weight).contiguous()
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -90,6 +104,7 @@ def fail_once(monkeypatch, owner, name, error, after=0):
 
 
 # Sleeping and waking
+
 
 @pytest.mark.parametrize("offload", ["host", "file"])
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -112,7 +127,8 @@ def test_what_sleeps_is_given_back_and_counted(folder, build):
     assert report.seconds > 0
     assert llm.memory_usage() == {
         "weights": {"device_bytes": 0, "reserved_bytes": weights, "host_bytes": weights, "ready_bytes": 0},
-        "kv_cache": {"device_bytes": 0, "reserved_bytes": cache, "host_bytes": 0, "ready_bytes": 0}}
+        "kv_cache": {"device_bytes": 0, "reserved_bytes": cache, "host_bytes": 0, "ready_bytes": 0},
+    }
     report = llm.wake_up()
     assert (report.taken_bytes, report.host_bytes, report.region_bytes) == (cache, 0, weights + cache)
     report = llm.sleep(level=2)
@@ -120,7 +136,8 @@ def test_what_sleeps_is_given_back_and_counted(folder, build):
 
 
 def test_the_kernel_gets_the_pages_of_a_sleeping_engine():
-    """In a process of its own, where nothing else comes and goes: resident memory falls by the cache's size, and by the weights' too."""
+    """In a process of its own, where nothing else comes and goes: resident memory falls by the cache's size,
+    and by the weights' too."""
     code = """
 import sys, tempfile
 from pathlib import Path
@@ -144,7 +161,9 @@ for level in (1, 2):
     sizes.append(resident())
 assert sizes[0] - sizes[1] > 120 and sizes[1] - sizes[2] > 300, sizes
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -244,7 +263,9 @@ def test_level_2_loses_the_content_of_the_weights(folder, build):
     llm.sleep(level=2)
     llm.wake_up()
     lost = llm.check_weights()
-    assert lost == {name: f"{xxhash.xxh3_64_intdigest(bytes(num_bytes[name.partition('.')[2]])):016x}" for name in before}, "zeros are left"
+    assert lost == {
+        name: f"{xxhash.xxh3_64_intdigest(bytes(num_bytes[name.partition('.')[2]])):016x}" for name in before
+    }, "zeros are left"
     assert not set(lost.values()) & set(before.values())
     llm.update_weights(folder)
     assert llm.check_weights() == before
@@ -310,7 +331,11 @@ def test_a_hundred_cycles_grow_nothing(folder, build, expected):
         llm.wake_up()
         if i % 2:
             llm.update_weights(folder)
-    assert llm.memory_usage() == usage and len(os.listdir("/proc/self/fd")) <= count + 2 and tokens(llm) == expected
+    assert (
+        llm.memory_usage() == usage
+        and len(os.listdir("/proc/self/fd")) <= count + 2
+        and tokens(llm) == expected
+    )
 
 
 def test_an_engine_ends_while_it_sleeps(folder, build):
@@ -321,9 +346,12 @@ def test_an_engine_ends_while_it_sleeps(folder, build):
 
 # Requests that run
 
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("level, tags", [(0, None), (1, None), (1, ["kv_cache"]), (1, ["weights"])])
-def test_kept_requests_go_on_after_waking_as_if_nothing_had_been(folder, build, expected, asynchronous, level, tags):
+def test_kept_requests_go_on_after_waking_as_if_nothing_had_been(
+    folder, build, expected, asynchronous, level, tags
+):
     llm = build(folder, async_scheduling=asynchronous)
     streams = [llm.stream(p, params()) for p in PROMPTS]
     for i, stream in enumerate(streams):
@@ -355,8 +383,11 @@ def test_aborted_requests_end_and_keep_what_they_had(folder, build, expected):
     llm = build(folder)
     stream = begin(llm)
     llm.sleep(level=1)
-    *_, last = stream    # its end is told while the engine sleeps
-    assert last.outputs[0].finish_reason == "abort" and last.outputs[0].token_ids == expected[1][:len(last.outputs[0].token_ids)]
+    *_, last = stream  # its end is told while the engine sleeps
+    assert (
+        last.outputs[0].finish_reason == "abort"
+        and last.outputs[0].token_ids == expected[1][: len(last.outputs[0].token_ids)]
+    )
     assert not llm.core.has_work and llm.stats().num_running == 0
     llm.wake_up()
     assert tokens(llm) == expected
@@ -409,7 +440,9 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expect
     assert tokens(llm) == expected
 
 
-def test_an_interrupt_while_the_last_step_is_waited_for_leaves_a_whole_engine(folder, build, expected, monkeypatch):
+def test_an_interrupt_while_the_last_step_is_waited_for_leaves_a_whole_engine(
+    folder, build, expected, monkeypatch
+):
     llm = build(folder, async_scheduling=True)
     stream = begin(llm)
     assert llm.core.in_flight
@@ -435,8 +468,21 @@ def test_requests_are_refused_on_demand(folder, build, expected):
 
 # Bad calls and failures
 
-@pytest.mark.parametrize("bad", [dict(level=3), dict(level=-1), dict(level=True), dict(level="1"), dict(tags=["nonsense"]), dict(tags=[]),
-                                 dict(tags="weights"), dict(mode="maybe")], ids=str)
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(level=3),
+        dict(level=-1),
+        dict(level=True),
+        dict(level="1"),
+        dict(tags=["nonsense"]),
+        dict(tags=[]),
+        dict(tags="weights"),
+        dict(mode="maybe"),
+    ],
+    ids=str,
+)
 def test_bad_calls_change_nothing(folder, build, expected, bad):
     llm = build(folder)
     stream = llm.stream(PROMPTS[0], params())
@@ -480,7 +526,9 @@ def test_a_sleep_without_host_memory_changes_nothing(folder, build, expected, mo
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_wake_that_fails_changes_nothing_and_can_be_tried_again(folder, build, expected, monkeypatch, level):
+def test_a_wake_that_fails_changes_nothing_and_can_be_tried_again(
+    folder, build, expected, monkeypatch, level
+):
     llm = build(folder)
     llm.sleep(level=level)
     asleep = llm.memory_usage()
@@ -516,7 +564,7 @@ def test_weights_that_are_no_files_are_kept_on_the_host(folder, build, tmp_path)
     llm.wake_up()
     assert tokens(llm) == before
     llm.update_weights(own)
-    os.utime(own / "model.safetensors", ns=(1, 1))    # written since
+    os.utime(own / "model.safetensors", ns=(1, 1))  # written since
     assert llm.sleep(level=1).host_bytes > 0
 
 
@@ -533,16 +581,21 @@ def test_a_file_that_changes_during_sleep_is_not_taken_for_the_weights(folder, b
 
 # New weights
 
+
 def test_new_weights_change_the_tokens_and_the_version(folder, build, expected, changed):
     llm = build(folder, enable_sleep_mode=False)
     assert llm.weights_version == 0 and tokens(llm) == expected
     sums = llm.check_weights()
     assert llm.update_weights(changed) == llm.weights_version == 1
     outputs = llm.generate(PROMPTS, params())
-    assert ids_of(outputs) == [tiny.greedy(changed, p, COUNT) for p in PROMPTS] and not any(o.num_cached_tokens for o in outputs)
+    assert ids_of(outputs) == [tiny.greedy(changed, p, COUNT) for p in PROMPTS] and not any(
+        o.num_cached_tokens for o in outputs
+    )
     renewed = llm.check_weights()
-    assert {name for name in sums if sums[name] != renewed[name]} == {"rank0.embed_tokens.weight",
-                                                                     *(f"rank0.layers.{i}.mlp.down_proj.weight" for i in range(3))}
+    assert {name for name in sums if sums[name] != renewed[name]} == {
+        "rank0.embed_tokens.weight",
+        *(f"rank0.layers.{i}.mlp.down_proj.weight" for i in range(3)),
+    }
     assert llm.update_weights(folder) == 2
     assert tokens(llm) == expected and llm.check_weights() == sums
 
@@ -562,7 +615,9 @@ def test_running_requests_go_on_under_the_new_weights(folder, build, changed):
     assert list(last.outputs[0].token_ids) == had + rest
 
 
-@pytest.mark.parametrize("name, what", [("llama", "architecture"), ("qwen3-tied", "head_dim"), ("qwen3-moe", "architecture")])
+@pytest.mark.parametrize(
+    "name, what", [("llama", "architecture"), ("qwen3-tied", "head_dim"), ("qwen3-moe", "architecture")]
+)
 def test_another_model_is_refused_by_name_and_changes_nothing(root, folder, build, expected, name, what):
     llm = build(folder)
     with pytest.raises(CheckpointError, match=f"{name}.*{what}"):
@@ -625,7 +680,11 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
     alone = [tokens(build(path, **options)) for path in paths[:2]]
     assert alone[0] != alone[1]
     llm = build(paths[0], **options)
-    data = [m.packed.data.data_ptr() for m in llm.core.runner.model.modules() if getattr(m, "packed", None) is not None]
+    data = [
+        m.packed.data.data_ptr()
+        for m in llm.core.runner.model.modules()
+        if getattr(m, "packed", None) is not None
+    ]
     assert data, "nothing is packed"
     assert tokens(llm) == alone[0]
     for level, path, wanted in ((1, None, alone[0]), (2, paths[1], alone[1]), (2, paths[0], alone[0])):
@@ -634,7 +693,11 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
         if path is not None:
             llm.update_weights(path)
         assert tokens(llm) == wanted
-    assert data == [m.packed.data.data_ptr() for m in llm.core.runner.model.modules() if getattr(m, "packed", None) is not None]
+    assert data == [
+        m.packed.data.data_ptr()
+        for m in llm.core.runner.model.modules()
+        if getattr(m, "packed", None) is not None
+    ]
     with pytest.raises(CheckpointError, match="packed from"):
         llm.update_weights(paths[2])
     with pytest.raises(CheckpointError, match="packed"):
@@ -644,12 +707,18 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
 
 # Tensors
 
+
 def test_tensors_of_this_process_replace_some_or_all_weights(folder, build, expected, changed):
     llm = build(folder)
     weights = load_file(changed / "model.safetensors")
     llm.update_weights_from_tensors({name: weight for name, weight in weights.items() if "embed" in name})
-    llm.update_weights_from_tensors({name: weight.bfloat16().float() if "norm" in name else weight for name, weight in weights.items()
-                                     if "down_proj" in name})
+    llm.update_weights_from_tensors(
+        {
+            name: weight.bfloat16().float() if "norm" in name else weight
+            for name, weight in weights.items()
+            if "down_proj" in name
+        }
+    )
     assert llm.weights_version == 2 and tokens(llm) == [tiny.greedy(changed, p, COUNT) for p in PROMPTS]
 
 
@@ -661,7 +730,7 @@ def test_after_level_2_all_tensors_have_to_come_in_any_number_of_calls(folder, b
     for start in range(0, len(items), 10):
         with pytest.raises(UnavailableError, match="weights"):
             tokens(llm)
-        llm.update_weights_from_tensors(dict(items[start:start + 10]))
+        llm.update_weights_from_tensors(dict(items[start : start + 10]))
     assert tokens(llm) == expected
 
 
@@ -683,15 +752,25 @@ def test_a_trainers_own_parameters_fit_also_where_its_experts_are_one_tensor(roo
 def test_tensors_that_do_not_fit_are_refused_before_anything_changes(folder, build, expected):
     llm = build(folder)
     good = {"model.norm.weight": torch.zeros(48)}
-    for bad, word in (({"model.nope.weight": torch.ones(48)}, "nope"), ({"model.layers.0.input_layernorm.weight": torch.ones(47)}, "47"),
-                      ({"model.layers.0.input_layernorm.weight": torch.ones(48, dtype=torch.int32)}, "int32")):
+    for bad, word in (
+        ({"model.nope.weight": torch.ones(48)}, "nope"),
+        ({"model.layers.0.input_layernorm.weight": torch.ones(47)}, "47"),
+        ({"model.layers.0.input_layernorm.weight": torch.ones(48, dtype=torch.int32)}, "int32"),
+    ):
         with pytest.raises(CheckpointError, match=word):
             llm.update_weights_from_tensors(good | bad)
     for nothing in (torch.zeros(48, device="meta"), [0.0] * 48):
         with pytest.raises(ConfigError, match=r"model\.norm\.weight is no tensor that holds data"):
             llm.update_weights_from_tensors(good | {"model.norm.weight": nothing})
     whole = {"name": "model.norm.weight", "dtype": "float32", "shape": [48]}
-    for nonsense in ([{"name": "model.norm.weight"}], [7], 7, [whole | {"dtype": "nn"}], [whole | {"shape": "x"}], [whole | {"shape": 3}]):
+    for nonsense in (
+        [{"name": "model.norm.weight"}],
+        [7],
+        7,
+        [whole | {"dtype": "nn"}],
+        [whole | {"shape": "x"}],
+        [whole | {"shape": 3}],
+    ):
         with pytest.raises(ConfigError, match="handles"):
             llm.update_weights_from_tensors(nonsense)
     assert llm.weights_version == 0 and tokens(llm) == expected
@@ -710,9 +789,19 @@ def test_shared_tensors_arrive_as_they_were_sent():
 
 def test_a_group_is_not_joined_with_impossible_options(folder, build):
     llm = build(folder)
-    for options, word in ((dict(backend="carrier-pigeon"), "carrier-pigeon"), (dict(backend="nccl"), "nccl"), (dict(master_port=0), "port"),
-                          (dict(rank_offset=2), "world_size")):
-        given = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "gloo"} | options
+    for options, word in (
+        (dict(backend="carrier-pigeon"), "carrier-pigeon"),
+        (dict(backend="nccl"), "nccl"),
+        (dict(master_port=0), "port"),
+        (dict(rank_offset=2), "world_size"),
+    ):
+        given = {
+            "master_address": "127.0.0.1",
+            "master_port": 29500,
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+        } | options
         with pytest.raises(ConfigError, match=word):
             llm.init_weights_update_group(**given)
     with pytest.raises(ConfigError, match="no weights update group"):

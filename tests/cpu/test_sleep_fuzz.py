@@ -20,26 +20,48 @@ def expected(folder):
 
 
 class Fuzz:
-    """The engine beside the model: `level` asked for, what is `asleep`, where weights are `kept`, whether they are `lost`, and the streams
-    that live (their number of tokens) or were aborted."""
+    """The engine beside the model: `level` asked for, what is `asleep`, where weights are `kept`, whether
+    they are `lost`, and the streams that live (their number of tokens) or were aborted."""
 
     def __init__(self, folder, expected, rng, offload):
-        self.llm = LLM(str(folder), dtype="float32", max_model_len=128, device="cpu", enable_sleep_mode=True, kv_cache_memory_bytes=4 << 20,
-                       sleep_offload=offload, async_scheduling=rng.random() < 0.5)
+        self.llm = LLM(
+            str(folder),
+            dtype="float32",
+            max_model_len=128,
+            device="cpu",
+            enable_sleep_mode=True,
+            kv_cache_memory_bytes=4 << 20,
+            sleep_offload=offload,
+            async_scheduling=rng.random() < 0.5,
+        )
         self.folder, self.expected, self.rng, self.offload = folder, expected, rng, offload
         self.weights = list(load_file(folder / "model.safetensors").items())
-        self.is_files = True      # whether memory holds what the file does, as far as the engine knows
+        self.is_files = True  # whether memory holds what the file does, as far as the engine knows
         self.level, self.asleep, self.kept, self.lost, self.version = None, set(), "", False, 0
-        self.streams = []         # [iterator, prompt's number, its last output]
-        self.actions = [*4 * [self.sleep], *6 * [self.wake_up], self.pause, *3 * [self.update], self.tensors, *6 * [self.begin],
-                        *2 * [self.advance], self.leave, self.failing_sleep, self.failing_wake]
+        self.streams = []  # [iterator, prompt's number, its last output]
+        self.actions = [
+            *4 * [self.sleep],
+            *6 * [self.wake_up],
+            self.pause,
+            *3 * [self.update],
+            self.tensors,
+            *6 * [self.begin],
+            *2 * [self.advance],
+            self.leave,
+            self.failing_sleep,
+            self.failing_wake,
+        ]
 
     @property
     def runs(self):
         return self.level is None and not self.lost
 
     def sleep(self):
-        level, tags, mode = self.rng.choice([0, 1, 1, 2]), self.rng.choice([None, ["weights"], ["kv_cache"], list(TAGS)]), self.mode()
+        level, tags, mode = (
+            self.rng.choice([0, 1, 1, 2]),
+            self.rng.choice([None, ["weights"], ["kv_cache"], list(TAGS)]),
+            self.mode(),
+        )
         self.llm.sleep(level, tags, mode)
         self.settle(mode)
         chosen = set(tags or TAGS) if level else set()
@@ -109,7 +131,9 @@ class Fuzz:
 
     def begin(self):
         number = self.rng.randrange(len(PROMPTS))
-        stream = self.llm.stream(PROMPTS[number], SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True))
+        stream = self.llm.stream(
+            PROMPTS[number], SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+        )
         if not self.runs:
             with pytest.raises(UnavailableError):
                 next(stream)
@@ -141,8 +165,11 @@ class Fuzz:
     def end(self, entry, reason=None):
         self.streams.remove(entry)
         output, wanted = entry[2].outputs[0], self.expected[entry[1]]
-        assert output.finish_reason == (reason or output.finish_reason) and output.finish_reason in ("length", "abort")
-        assert list(output.token_ids) == wanted[:len(output.token_ids)]
+        assert output.finish_reason == (reason or output.finish_reason) and output.finish_reason in (
+            "length",
+            "abort",
+        )
+        assert list(output.token_ids) == wanted[: len(output.token_ids)]
         assert output.finish_reason == "abort" or len(output.token_ids) == COUNT
 
     def check(self):
@@ -151,7 +178,10 @@ class Fuzz:
         assert self.llm.is_sleeping == (self.level is not None) and core.sleep_state().level == self.level
         assert core.sleep_state().asleep == self.asleep and self.llm.weights_version == self.version
         assert {tag for tag in TAGS if not usage[tag]["device_bytes"]} == self.asleep
-        assert bool(usage["weights"]["host_bytes"]) == (self.kept == "host") and not usage["kv_cache"]["host_bytes"]
+        assert (
+            bool(usage["weights"]["host_bytes"]) == (self.kept == "host")
+            and not usage["kv_cache"]["host_bytes"]
+        )
         assert (core.weights.lost is not None) == self.lost
         assert self.runs or not core.has_work or core.late or core.scheduler.ended
 

@@ -1,4 +1,5 @@
-"""What an answer must look like: specifications that are taken, those that are refused and how, and what none may cost."""
+"""What an answer must look like: specifications that are taken, those that are refused and how, and what none
+may cost."""
 
 import time
 
@@ -20,89 +21,134 @@ def tag(**form):
     return {"type": "structural_tag", "format": form}
 
 
-@pytest.mark.parametrize("given", [
-    dict(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
-    dict(json='{"type": "string", "format": "date-time"}'),
-    dict(json=True),
-    dict(json={"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree"}),
-    dict(json={"type": "array", "maxItems": 3}, whitespace_pattern=" ?"),
-    dict(json_object=True),
-    dict(regex=r"\d{3}-[a-z]+"),
-    dict(choice=["yes", "no"]),
-    dict(choice=['é😀 "quoted" \\ /slash/', "two\nlines\t\x00\x7f", "a", "ab", "a"]),
-    dict(choice=[f"choice number {i}" for i in range(4000)]),
-    dict(grammar='start: "a" B+\nB: /[0-9]/\n%ignore " "'),
-    dict(grammar='root ::= item ("," item)* # items\nitem ::= [a-z]+ | "\\"" [^"\\\\]{0,5} "\\"" '
-         '| "\\u00e9\\U0001F600" [\\u0041-\\u005A] | "\\\\u"'),
-    dict(structural_tag=tag(type="json_schema", json_schema=True)),
-    dict(structural_tag=tag(type="or", elements=[
-        {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": {"type": "object"}},
-         "end": "</a>"},
-        {"type": "sequence",
-         "elements": [{"type": "const_string", "value": 'é "\n'}, {"type": "const_string", "value": "b"}]}]),
-        whitespace_pattern=" ?"),
-    dict(grammar='?start: rule\nrule: "a" | rule "b"'),
-], ids=lambda given: str(given)[:60])
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+        dict(json='{"type": "string", "format": "date-time"}'),
+        dict(json=True),
+        dict(
+            json={
+                "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+                "$ref": "#/$defs/tree",
+            }
+        ),
+        dict(json={"type": "array", "maxItems": 3}, whitespace_pattern=" ?"),
+        dict(json_object=True),
+        dict(regex=r"\d{3}-[a-z]+"),
+        dict(choice=["yes", "no"]),
+        dict(choice=['é😀 "quoted" \\ /slash/', "two\nlines\t\x00\x7f", "a", "ab", "a"]),
+        dict(choice=[f"choice number {i}" for i in range(4000)]),
+        dict(grammar='start: "a" B+\nB: /[0-9]/\n%ignore " "'),
+        dict(
+            grammar='root ::= item ("," item)* # items\nitem ::= [a-z]+ | "\\"" [^"\\\\]{0,5} "\\"" '
+            '| "\\u00e9\\U0001F600" [\\u0041-\\u005A] | "\\\\u"'
+        ),
+        dict(structural_tag=tag(type="json_schema", json_schema=True)),
+        dict(
+            structural_tag=tag(
+                type="or",
+                elements=[
+                    {
+                        "type": "tag",
+                        "begin": "<a>",
+                        "content": {"type": "json_schema", "json_schema": {"type": "object"}},
+                        "end": "</a>",
+                    },
+                    {
+                        "type": "sequence",
+                        "elements": [
+                            {"type": "const_string", "value": 'é "\n'},
+                            {"type": "const_string", "value": "b"},
+                        ],
+                    },
+                ],
+            ),
+            whitespace_pattern=" ?",
+        ),
+        dict(grammar='?start: rule\nrule: "a" | rule "b"'),
+    ],
+    ids=lambda given: str(given)[:60],
+)
 def test_what_is_sound_is_taken(given):
     check(StructuredOutputsParams(**given))
 
 
-@pytest.mark.parametrize(("given", "names"), [
-    (dict(json="{"), "no JSON"),
-    (dict(json="[]"), "no JSON schema"),
-    (dict(json='"text"'), "no JSON schema"),
-    (dict(json="false"), "no JSON schema"),
-    (dict(json={"type": "text"}), "text"),
-    (dict(json={"not": {"type": "string"}}), '"not"'),
-    (dict(json={"properties": {"a": {"if": {}, "then": {}}}}), '"if", "then"'),
-    (dict(json={"type": "array", "uniqueItems": True}), '"uniqueItems"'),
-    (dict(json={"$ref": "http://example.org/a.json"}), "http://example.org/a.json"),
-    (dict(json={"$ref": "#/$defs/nowhere"}), "nowhere"),
-    (dict(json={"enum": []}), "json"),
-    (dict(json={"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
-    (dict(json={"type": "string", "pattern": "(?!a)b"}), "look"),
-    (dict(json={"const": {1, 2}}), "no JSON"),
-    (dict(json={"const": float("nan")}), "no JSON"),
-    (dict(json={"const": "\ud800"}), "surrogate"),
-    (dict(json={"description": "x" * MAX_BYTES}), str(MAX_BYTES)),
-    (dict(json=nested(MAX_NESTING + 1)), str(MAX_NESTING)),
-    (dict(json={"type": "integer", "multipleOf": 1_000_003}), "multipleOf"),
-    (dict(json={"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}), "multipleOf"),
-    (dict(json={"type": "integer", "maximum": 10**300}), "digits"),
-    (dict(json={"type": "string"}, whitespace_pattern="("), "json"),
-    (dict(structural_tag="{"), "no JSON"), (dict(structural_tag={"type": "json"}), "structural_tag"),
-    (dict(structural_tag=tag(type="triggered_tags")), "triggered_tags"),
-    (dict(structural_tag=tag(type="or", elements=[])), "at least one"),
-    (dict(structural_tag=tag(type="const_string", value=5)), "no text"),
-    (dict(structural_tag=tag(type="json_schema", json_schema=5)), "no JSON schema"),
-    (dict(structural_tag=tag(type="json_schema", json_schema={"not": {}})), '"not"'),
-    (dict(structural_tag=tag(type="json_schema", json_schema=nested(MAX_NESTING))), str(MAX_NESTING)),
-    (dict(structural_tag=tag(type="sequence", elements=[{"type": "const_string", "value": "a"}] * 1001)),
-     "1000"),
-    (dict(structural_tag=tag(type="const_string", value="x" * MAX_BYTES)), str(MAX_BYTES)),
-    (dict(regex="(["), "regex"),
-    (dict(regex="("), "regex"),
-    (dict(regex="(" * 5000 + "a" + ")" * 5000), "regex"),
-    (dict(regex="a" * (MAX_BYTES + 1)), str(MAX_BYTES)),
-    (dict(regex="a\ud800"), "surrogate"),
-    (dict(regex="a", whitespace_pattern=" "), "whitespace_pattern"),
-    (dict(choice=["x" * MAX_BYTES, "y"]), str(MAX_BYTES)),
-    (dict(grammar="root ::= missing"), "missing"),
-    (dict(grammar='other ::= "a"'), "root"),
-    (dict(grammar='root ::= "a'), "end of input"),
-    (dict(grammar='root ::= "\\q"'), "escape"),
-    (dict(grammar='root ::= "\\ud800"'), "no character"),
-    (dict(grammar='root ::= ' + "(" * 20000), "deep"),
-    (dict(grammar="\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(5000))])), "rules"),
-    (dict(grammar=""), "grammar"),
-    (dict(grammar="what is this"), "grammar"),
-    (dict(grammar="start: missing"), "missing"),
-    (dict(grammar="start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
-    (dict(grammar="start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(8000)) + '\na8000: "a"'), "rules"),
-    (dict(grammar="start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(60)) + '\nA60: "a"'), "too big"),
-    (dict(grammar='start: %json {"multipleOf": 1000003}'), "%json"),
-    (dict(grammar='%import common.NUMBER\nstart: NUMBER'), "%import"),
-], ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (dict(json="{"), "no JSON"),
+        (dict(json="[]"), "no JSON schema"),
+        (dict(json='"text"'), "no JSON schema"),
+        (dict(json="false"), "no JSON schema"),
+        (dict(json={"type": "text"}), "text"),
+        (dict(json={"not": {"type": "string"}}), '"not"'),
+        (dict(json={"properties": {"a": {"if": {}, "then": {}}}}), '"if", "then"'),
+        (dict(json={"type": "array", "uniqueItems": True}), '"uniqueItems"'),
+        (dict(json={"$ref": "http://example.org/a.json"}), "http://example.org/a.json"),
+        (dict(json={"$ref": "#/$defs/nowhere"}), "nowhere"),
+        (dict(json={"enum": []}), "json"),
+        (dict(json={"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+        (dict(json={"type": "string", "pattern": "(?!a)b"}), "look"),
+        (dict(json={"const": {1, 2}}), "no JSON"),
+        (dict(json={"const": float("nan")}), "no JSON"),
+        (dict(json={"const": "\ud800"}), "surrogate"),
+        (dict(json={"description": "x" * MAX_BYTES}), str(MAX_BYTES)),
+        (dict(json=nested(MAX_NESTING + 1)), str(MAX_NESTING)),
+        (dict(json={"type": "integer", "multipleOf": 1_000_003}), "multipleOf"),
+        (dict(json={"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}), "multipleOf"),
+        (dict(json={"type": "integer", "maximum": 10**300}), "digits"),
+        (dict(json={"type": "string"}, whitespace_pattern="("), "json"),
+        (dict(structural_tag="{"), "no JSON"),
+        (dict(structural_tag={"type": "json"}), "structural_tag"),
+        (dict(structural_tag=tag(type="triggered_tags")), "triggered_tags"),
+        (dict(structural_tag=tag(type="or", elements=[])), "at least one"),
+        (dict(structural_tag=tag(type="const_string", value=5)), "no text"),
+        (dict(structural_tag=tag(type="json_schema", json_schema=5)), "no JSON schema"),
+        (dict(structural_tag=tag(type="json_schema", json_schema={"not": {}})), '"not"'),
+        (dict(structural_tag=tag(type="json_schema", json_schema=nested(MAX_NESTING))), str(MAX_NESTING)),
+        (
+            dict(
+                structural_tag=tag(type="sequence", elements=[{"type": "const_string", "value": "a"}] * 1001)
+            ),
+            "1000",
+        ),
+        (dict(structural_tag=tag(type="const_string", value="x" * MAX_BYTES)), str(MAX_BYTES)),
+        (dict(regex="(["), "regex"),
+        (dict(regex="("), "regex"),
+        (dict(regex="(" * 5000 + "a" + ")" * 5000), "regex"),
+        (dict(regex="a" * (MAX_BYTES + 1)), str(MAX_BYTES)),
+        (dict(regex="a\ud800"), "surrogate"),
+        (dict(regex="a", whitespace_pattern=" "), "whitespace_pattern"),
+        (dict(choice=["x" * MAX_BYTES, "y"]), str(MAX_BYTES)),
+        (dict(grammar="root ::= missing"), "missing"),
+        (dict(grammar='other ::= "a"'), "root"),
+        (dict(grammar='root ::= "a'), "end of input"),
+        (dict(grammar='root ::= "\\q"'), "escape"),
+        (dict(grammar='root ::= "\\ud800"'), "no character"),
+        (dict(grammar="root ::= " + "(" * 20000), "deep"),
+        (dict(grammar="\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(5000))])), "rules"),
+        (dict(grammar=""), "grammar"),
+        (dict(grammar="what is this"), "grammar"),
+        (dict(grammar="start: missing"), "missing"),
+        (dict(grammar="start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
+        (
+            dict(grammar="start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(8000)) + '\na8000: "a"'),
+            "rules",
+        ),
+        (
+            dict(
+                grammar="start: A0\n"
+                + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(60))
+                + '\nA60: "a"'
+            ),
+            "too big",
+        ),
+        (dict(grammar='start: %json {"multipleOf": 1000003}'), "%json"),
+        (dict(grammar="%import common.NUMBER\nstart: NUMBER"), "%import"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
 def test_what_is_not_is_refused_with_its_name(given, names):
     with pytest.raises(RequestError, match="structured_outputs") as raised:
         check(StructuredOutputsParams(**given))
@@ -111,20 +157,39 @@ def test_what_is_not_is_refused_with_its_name(given, names):
 
 def rules_in_depth(count, name):
     """Rules that nest 20 deep each, one in the other: llguidance's compiler recurses through all of them."""
-    first = f"start: {name}0\n" + "\n".join(f"{name}{i}: {'(' * 20}{name}{i + 1}{')?' * 20}" for i in range(count))
+    first = f"start: {name}0\n" + "\n".join(
+        f"{name}{i}: {'(' * 20}{name}{i + 1}{')?' * 20}" for i in range(count)
+    )
     return first + f'\n{name}{count}: "a"'
 
 
-@pytest.mark.parametrize("given", [
-    dict(grammar=rules_in_depth(990, "a")),
-    dict(grammar=rules_in_depth(990, "A")),
-    dict(json={"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(2000)} | {"d2000": {}}, "$ref": "#/$defs/d0"}),
-    dict(json={"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(4)]} for i in range(14)]}),
-    dict(json={"type": "array", "minItems": 10**9, "items": {"type": "array", "maxItems": 10**9}}),
-    dict(regex="((a|b|c){1,1000}(d|e){1,1000}){1,1000}"),
-    dict(regex="(a|b)*a(a|b){300}"),
-    dict(grammar='start: (("a" b){1000}){1000}\nb: "b"'),
-], ids=lambda given: str(given)[:50])
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(grammar=rules_in_depth(990, "a")),
+        dict(grammar=rules_in_depth(990, "A")),
+        dict(
+            json={
+                "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(2000)}
+                | {"d2000": {}},
+                "$ref": "#/$defs/d0",
+            }
+        ),
+        dict(
+            json={
+                "allOf": [
+                    {"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(4)]}
+                    for i in range(14)
+                ]
+            }
+        ),
+        dict(json={"type": "array", "minItems": 10**9, "items": {"type": "array", "maxItems": 10**9}}),
+        dict(regex="((a|b|c){1,1000}(d|e){1,1000}){1,1000}"),
+        dict(regex="(a|b)*a(a|b){300}"),
+        dict(grammar='start: (("a" b){1000}){1000}\nb: "b"'),
+    ],
+    ids=lambda given: str(given)[:50],
+)
 def test_nothing_of_allowed_size_takes_long_or_overflows_a_stack(given):
     start = time.monotonic()
     try:

@@ -1,4 +1,5 @@
-"""Models that take turns, over fake engines: who runs when, and what becomes of requests when a change goes wrong."""
+"""Models that take turns, over fake engines: who runs when, and what becomes of requests when a change goes
+wrong."""
 
 import asyncio
 import random
@@ -16,6 +17,7 @@ NAMES = ("a", "b", "c")
 
 
 # Whose turn it is
+
 
 def turns_with(awake="a", running=0, patience=5.0, **waiting):
     turns = Turns(patience)
@@ -57,6 +59,7 @@ def test_nothing_begins_during_a_change():
 
 
 # Doing it
+
 
 class Checked(FakeEngine):
     """Knows its fellows: never may two be awake."""
@@ -170,7 +173,7 @@ async def test_a_model_that_hung_when_its_turn_ended_gives_way_once_it_goes_on()
     swapper, engines, models = await build()
     await run(models["a"], 0)
     engines["a"]._dead = EngineDeadError("no sign of life for 60 s")
-    with pytest.raises(UnavailableError, match="could not be woken"):    # its memory is still taken
+    with pytest.raises(UnavailableError, match="could not be woken"):  # its memory is still taken
         await run(models["b"], 1)
     engines["a"]._dead = None
     assert await run(models["b"], 2) == (4, FinishReason.LENGTH)
@@ -184,7 +187,7 @@ async def test_a_dead_model_says_so_and_the_others_go_on():
     engines["a"].kill()
     with pytest.raises(EngineDeadError):
         await run(models["a"], 1)
-    engines["a"].state.level = 1    # a dead process holds no memory
+    engines["a"].state.level = 1  # a dead process holds no memory
     assert await run(models["b"], 2) == (4, FinishReason.LENGTH)
     with pytest.raises(EngineDeadError):
         await run(models["a"], 3)
@@ -222,7 +225,9 @@ async def test_short_host_memory_drops_the_weights_that_were_used_least_recently
         assert (await run(models[name], 0))[0] == 4
         assert taken() <= 200
     assert engines["c"].state.level is not None and engines["b"].state.level is not None
-    assert sum(e.weights_version for e in engines.values()) >= 1, "somebody's weights were dropped and came back from the file"
+    assert sum(e.weights_version for e in engines.values()) >= 1, (
+        "somebody's weights were dropped and came back from the file"
+    )
 
 
 def test_a_model_whose_weights_were_dropped_is_shown_so():

@@ -1,4 +1,5 @@
-"""Tools and reasoning of chat completions as OpenAI's client sees them, over a fake engine; and what a request's tools come to."""
+"""Tools and reasoning of chat completions as OpenAI's client sees them, over a fake engine; and what a
+request's tools come to."""
 
 import json
 
@@ -12,12 +13,19 @@ from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser,
 from shoal.structured import check, grammar_of
 from tests.fake_server import FakeServer, byte_tokenizer, tool_server
 
-SCHEMA = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"], "additionalProperties": False,
-          "$defs": {"City": {"enum": ["Paris", "Rome"]}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Paris", "Rome"]}},
+}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "tells", "parameters": SCHEMA}}
 OTHER = {"type": "function", "function": {"name": "now"}}
-CALLS = ('I ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
-         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+CALLS = (
+    'I ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
 BYTES = LLTokenizer("byte")
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
@@ -58,12 +66,17 @@ def test_calls_are_found_whole_and_streamed(served, client):
     assert choice.finish_reason == "tool_calls"
     assert not served.last_request().params.skip_special_tokens
     assert streamed(client, tools=[TOOL, OTHER]) == ("I ask.", "", expected, "tool_calls")
-    assert shape(ask(client, tools=[TOOL, OTHER], parallel_tool_calls=False).choices[0].message.tool_calls) == expected[:1]
+    assert (
+        shape(ask(client, tools=[TOOL, OTHER], parallel_tool_calls=False).choices[0].message.tool_calls)
+        == expected[:1]
+    )
 
 
 def test_the_clients_own_stream_helper_understands(served, client):
     served.say(CALLS)
-    with client.chat.completions.stream(model="tiny", messages=[{"role": "user", "content": "hello"}], tools=[TOOL]) as stream:
+    with client.chat.completions.stream(
+        model="tiny", messages=[{"role": "user", "content": "hello"}], tools=[TOOL]
+    ) as stream:
         final = stream.get_final_completion()
     assert shape(final.choices[0].message.tool_calls) == [("weather", '{"city": "Paris"}'), ("now", "{}")]
 
@@ -91,7 +104,12 @@ def test_a_named_tool_is_enforced_and_its_text_is_the_arguments(served, client):
     assert choice.finish_reason == "stop"
     assert choice.message.content is None
     assert served.last_request().params.structured_outputs.json == SCHEMA
-    assert streamed(client, tools=[TOOL], tool_choice=NAMED) == ("", "", [("weather", '{"city": "Rome"}')], "stop")
+    assert streamed(client, tools=[TOOL], tool_choice=NAMED) == (
+        "",
+        "",
+        [("weather", '{"city": "Rome"}')],
+        "stop",
+    )
 
 
 def test_required_calls_are_a_list_by_schema(served, client):
@@ -101,7 +119,7 @@ def test_required_calls_are_a_list_by_schema(served, client):
     assert shape(choice.message.tool_calls) == expected and choice.finish_reason == "tool_calls"
     assert streamed(client, tools=[TOOL, OTHER], tool_choice="required") == ("", "", expected, "tool_calls")
     check(served.last_request().params.structured_outputs)
-    assert "<think>\n\n</think>" in served.last_prompt()      # a grammar leaves no room for thoughts
+    assert "<think>\n\n</think>" in served.last_prompt()  # a grammar leaves no room for thoughts
 
 
 def test_thoughts_come_first_and_calls_after(served, client):
@@ -125,19 +143,34 @@ def test_a_prompt_that_opens_the_thoughts_is_known(served, client):
 
 def test_effort_none_and_template_variables_switch_thoughts_off(served, client):
     served.say("Yes.")
-    for options in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):
+    for options in (
+        {"reasoning_effort": "none"},
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+    ):
         assert ask(client, **options).choices[0].message.content == "Yes."
         assert served.last_prompt().endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_conversation_with_calls_and_thoughts_comes_back(served, client):
     served.say("It is sunny.")
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+    }
     for name in ("reasoning", "reasoning_content"):
-        ask(client, messages=[{"role": "user", "content": "hello"}, {"role": "assistant", name: "Hm.", "tool_calls": [call]},
-                              {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}])
-        assert served.last_prompt() == ('<user>hello<assistant>(thought: Hm.)<tool_call>weather{"city": "Paris"}</tool_call>'
-                                        '<tool>sunny<assistant>')
+        ask(
+            client,
+            messages=[
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", name: "Hm.", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+            ],
+        )
+        assert served.last_prompt() == (
+            '<user>hello<assistant>(thought: Hm.)<tool_call>weather{"city": "Paris"}</tool_call>'
+            "<tool>sunny<assistant>"
+        )
 
 
 def allowed(mode, *names):
@@ -149,15 +182,29 @@ def function(**fields):
     return [{"type": "function", "function": {"name": "f", **fields}}]
 
 
-@pytest.mark.parametrize("tools, choice", [
-    ([{"type": "web_search"}], None), ([{"type": "function"}], None), (function(name="a b"), None), (function(name=None), None),
-    (function(name=""), None), (function() * 2, None), (function(parameters=[]), None), (function(parameters={"type": "string"}), None),
-    (function(description=3), None), (function(), "sometimes"), (function(), {"type": "function", "function": {"name": "g"}}),
-    (function(), {"type": "tool"}), (None, "required"), (function(), allowed("required", "g")),
-    (function(), allowed("sometimes", "f")),
-    (function(), allowed("auto")), (function(), {"type": "allowed_tools", "allowed_tools": 5}),
-    ([], {"type": "function", "function": {"name": "f"}}),
-])
+@pytest.mark.parametrize(
+    "tools, choice",
+    [
+        ([{"type": "web_search"}], None),
+        ([{"type": "function"}], None),
+        (function(name="a b"), None),
+        (function(name=None), None),
+        (function(name=""), None),
+        (function() * 2, None),
+        (function(parameters=[]), None),
+        (function(parameters={"type": "string"}), None),
+        (function(description=3), None),
+        (function(), "sometimes"),
+        (function(), {"type": "function", "function": {"name": "g"}}),
+        (function(), {"type": "tool"}),
+        (None, "required"),
+        (function(), allowed("required", "g")),
+        (function(), allowed("sometimes", "f")),
+        (function(), allowed("auto")),
+        (function(), {"type": "allowed_tools", "allowed_tools": 5}),
+        ([], {"type": "function", "function": {"name": "f"}}),
+    ],
+)
 def test_bad_tools_are_refused(tools, choice):
     with pytest.raises(RequestError, match="tool"):
         plan_tools(tools, choice, None, "hermes")
@@ -165,8 +212,11 @@ def test_bad_tools_are_refused(tools, choice):
 
 def test_bad_tools_are_a_400_of_the_right_field(client):
     broken = function(parameters={"type": "object", "properties": {"a": {"type": "nothing"}}})
-    for options in ({"tools": function(name="a b")}, {"tools": function(), "tool_choice": "x"},
-                    {"tools": broken, "tool_choice": "required"}):
+    for options in (
+        {"tools": function(name="a b")},
+        {"tools": function(), "tool_choice": "x"},
+        {"tools": broken, "tool_choice": "required"},
+    ):
         with pytest.raises(openai.BadRequestError):
             ask(client, **options)
 
@@ -192,8 +242,10 @@ def test_a_call_whose_arguments_are_no_json_comes_back_as_text(served, client):
     served.say("I try again.")
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Par'}}
     result = {"role": "tool", "tool_call_id": "c", "content": "the arguments are no JSON"}
-    answer = ask(client, messages=[{"role": "user", "content": "hello"},
-                                   {"role": "assistant", "tool_calls": [call]}, result])
+    answer = ask(
+        client,
+        messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": [call]}, result],
+    )
     assert answer.choices[0].message.content == "I try again."
     assert r'<tool_call>weather"{\"city\": \"Par"</tool_call><tool>the arguments' in served.last_prompt()
     item = {"type": "function_call", "call_id": "c", **call["function"]}
@@ -202,18 +254,35 @@ def test_a_call_whose_arguments_are_no_json_comes_back_as_text(served, client):
 
 
 def test_a_schema_with_an_address_of_its_own_keeps_its_references():
-    schema = {**SCHEMA, "$id": "https://x.example/weather", "$schema": "http://json-schema.org/draft-07/schema#"}
-    plan = plan_tools([{"type": "function", "function": {"name": "weather", "parameters": schema}}], "required", None, "hermes")
+    schema = {
+        **SCHEMA,
+        "$id": "https://x.example/weather",
+        "$schema": "http://json-schema.org/draft-07/schema#",
+    }
+    plan = plan_tools(
+        [{"type": "function", "function": {"name": "weather", "parameters": schema}}],
+        "required",
+        None,
+        "hermes",
+    )
     matcher = LLMatcher(BYTES, grammar_of(plan.structured))
     good = b'[{"name": "weather", "parameters": {"city": "Rome"}}]'
     assert matcher.try_consume_tokens(list(good)) == len(good)
-    assert LLMatcher(BYTES, grammar_of(plan.structured)).try_consume_tokens(list(good.replace(b"Rome", b"Oslo"))) < len(good)
+    assert LLMatcher(BYTES, grammar_of(plan.structured)).try_consume_tokens(
+        list(good.replace(b"Rome", b"Oslo"))
+    ) < len(good)
 
 
-@pytest.mark.parametrize("template, tools, reasoning", [
-    ("{{ x }}<tool_call>{{ y }}</tool_call> ... <think>", "hermes", "qwen3"), ("<|python_tag|>", "llama3_json", "none"),
-    ("role == 'ipython'", "llama3_json", "none"), ("plain", "hermes", "none"), (None, "hermes", "none"),
-])
+@pytest.mark.parametrize(
+    "template, tools, reasoning",
+    [
+        ("{{ x }}<tool_call>{{ y }}</tool_call> ... <think>", "hermes", "qwen3"),
+        ("<|python_tag|>", "llama3_json", "none"),
+        ("role == 'ipython'", "llama3_json", "none"),
+        ("plain", "hermes", "none"),
+        (None, "hermes", "none"),
+    ],
+)
 def test_parsers_are_chosen_by_the_template(template, tools, reasoning):
     assert choose_tool_call_parser("auto", template) == tools
     assert choose_reasoning_parser("auto", template) == reasoning
@@ -227,9 +296,10 @@ def can_write(text, params):
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-PERSON = {"type": "json_schema",
-          "json_schema": {"name": "p",
-                          "schema": {"type": "object", "properties": {"age": {"type": "integer"}}}}}
+PERSON = {
+    "type": "json_schema",
+    "json_schema": {"name": "p", "schema": {"type": "object", "properties": {"age": {"type": "integer"}}}},
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
@@ -243,8 +313,13 @@ def test_beside_a_format_an_answer_is_a_call_or_in_the_format(served, client, fo
     params = served.last_request().params
     for text in (CALL, NOW, f"{CALL}\n{NOW}", '{"age": 3}', "{}"):
         assert can_write(text, params), text
-    for text in ("Hello", CALL.replace("Rome", "Oslo"), CALL.replace('"}}', '", "z": 1}}'), CALL + "{}",
-                 CALL.replace("weather", "other")):
+    for text in (
+        "Hello",
+        CALL.replace("Rome", "Oslo"),
+        CALL.replace('"}}', '", "z": 1}}'),
+        CALL + "{}",
+        CALL.replace("weather", "other"),
+    ):
         assert not can_write(text, params), text
     served.say('{"age": 3}')
     choice = ask(client, tools=[TOOL], response_format=form, parallel_tool_calls=False).choices[0]
@@ -282,12 +357,15 @@ def test_beside_a_format_llamas_calls_may_be_written():
 
 def test_arguments_are_closed_unless_their_schema_says_otherwise(served, client):
     served.say('{"a": 1}')
-    for parameters, may_grow in (({"type": "object", "properties": {"a": {"type": "integer"}}}, False),
-                                 ({"type": "object"}, True),
-                                 ({"type": "object", "properties": {"a": {"type": "integer"}},
-                                   "additionalProperties": True}, True)):
-        for choice, wrapped in (("required", '[{"name": "f", "parameters": %s}]'),
-                                ({"type": "function", "function": {"name": "f"}}, "%s")):
+    for parameters, may_grow in (
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, False),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}, True),
+    ):
+        for choice, wrapped in (
+            ("required", '[{"name": "f", "parameters": %s}]'),
+            ({"type": "function", "function": {"name": "f"}}, "%s"),
+        ):
             ask(client, tools=function(parameters=parameters), tool_choice=choice)
             params = served.last_request().params
             assert can_write(wrapped % '{"a": 1}', params)
@@ -298,8 +376,9 @@ def test_allowed_tools_are_all_shown_and_only_some_may_be_called(served, client)
     served.say('[{"name": "now", "parameters": {}}]')
     choice = ask(client, tools=[TOOL, OTHER], tool_choice=allowed("required", "now")).choices[0]
     assert shape(choice.message.tool_calls) == [("now", "{}")] and '"weather"' in served.last_prompt()
-    assert not can_write('[{"name": "weather", "parameters": {"city": "Rome"}}]',
-                         served.last_request().params)
+    assert not can_write(
+        '[{"name": "weather", "parameters": {"city": "Rome"}}]', served.last_request().params
+    )
     served.say(f"{CALL}\n{NOW}")
     message = ask(client, tools=[TOOL, OTHER], tool_choice=allowed("auto", "now")).choices[0].message
     assert message.content == CALL
@@ -327,30 +406,55 @@ def test_older_functions_are_tools_and_their_call_is_in_the_older_shape(served, 
     assert calls[0].name == "weather" and "".join(c.arguments for c in calls) == '{"city": "Rome"}'
     assert chunks[-1].finish_reason == "function_call"
     served.say('{"city": "Rome"}')
-    assert ask(client, functions=functions,
-               function_call={"name": "weather"}).choices[0].message.function_call.name == "weather"
-    assert ask(client, functions=functions,
-               function_call="none").choices[0].message.content == '{"city": "Rome"}'
-    ask(client, messages=[{"role": "user", "content": "hello"},
-                          {"role": "assistant", "content": None,
-                           "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
-                          {"role": "function", "name": "weather", "content": "sunny"}])
-    assert served.last_prompt().startswith('<user>hello<assistant><tool_call>weather{"city": '
-                                           '"Rome"}</tool_call><tool>sunny<assistant>')
+    assert (
+        ask(client, functions=functions, function_call={"name": "weather"})
+        .choices[0]
+        .message.function_call.name
+        == "weather"
+    )
+    assert (
+        ask(client, functions=functions, function_call="none").choices[0].message.content
+        == '{"city": "Rome"}'
+    )
+    ask(
+        client,
+        messages=[
+            {"role": "user", "content": "hello"},
+            {
+                "role": "assistant",
+                "content": None,
+                "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'},
+            },
+            {"role": "function", "name": "weather", "content": "sunny"},
+        ],
+    )
+    assert served.last_prompt().startswith(
+        '<user>hello<assistant><tool_call>weather{"city": "Rome"}</tool_call><tool>sunny<assistant>'
+    )
     with pytest.raises(openai.BadRequestError, match="functions"):
         ask(client, functions=functions, tools=[TOOL])
 
 
-@pytest.mark.parametrize("parser, call, response", [
-    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
-     "<tool_response>\nsunny\n</tool_response>"),
-    ("llama3_json", '{"name": "weather", "parameters": {"city": "Rome"}}',
-     "<tool_response>\nsunny\n</tool_response>"),
-])
+@pytest.mark.parametrize(
+    "parser, call, response",
+    [
+        (
+            "hermes",
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+            "<tool_response>\nsunny\n</tool_response>",
+        ),
+        (
+            "llama3_json",
+            '{"name": "weather", "parameters": {"city": "Rome"}}',
+            "<tool_response>\nsunny\n</tool_response>",
+        ),
+    ],
+)
 def test_a_template_without_a_place_for_tools_has_them_in_the_parsers_format(parser, call, response, caplog):
-    byte_tokenizer.cache_clear()                  # the warning comes once a tokenizer
-    with tool_server(model={"tool_call_parser": parser, "reasoning_parser": "none",
-                            "tokenizer": byte_tokenizer()}) as served:
+    byte_tokenizer.cache_clear()  # the warning comes once a tokenizer
+    with tool_server(
+        model={"tool_call_parser": parser, "reasoning_parser": "none", "tokenizer": byte_tokenizer()}
+    ) as served:
         client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)
         served.say(call)
         for _ in range(2):
@@ -361,17 +465,28 @@ def test_a_template_without_a_place_for_tools_has_them_in_the_parsers_format(par
         assert json.dumps(TOOL) in prompt
         assert prompt.endswith("<user>hello<assistant>")
         assert sum("no place for tools" in record.message for record in caplog.records) == 1
-        asked = {"id": "1", "type": "function",
-                 "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-        ask(client, tools=[TOOL], messages=[
-            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"},
-            {"role": "assistant", "content": "I ask.", "tool_calls": [asked, asked]},
-            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
-            {"role": "tool", "tool_call_id": "1", "content": "sunny"}, {"role": "user", "content": "So?"}])
+        asked = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+        }
+        ask(
+            client,
+            tools=[TOOL],
+            messages=[
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": "I ask.", "tool_calls": [asked, asked]},
+                {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+                {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+                {"role": "user", "content": "So?"},
+            ],
+        )
         prompt = served.last_prompt()
         assert prompt.startswith("<system>Be brief.\n\n") and json.dumps(TOOL) in prompt
-        assert prompt.endswith(f"<user>hello<assistant>I "
-                               f"ask.\n{call}\n{call}<user>{response}\n{response}\n\nSo?<assistant>")
+        assert prompt.endswith(
+            f"<user>hello<assistant>I ask.\n{call}\n{call}<user>{response}\n{response}\n\nSo?<assistant>"
+        )
     byte_tokenizer.cache_clear()
 
 
@@ -382,7 +497,12 @@ def test_llamas_format_is_read_too():
         expected = [("weather", '{"city": "Paris"}'), ("now", "{}")]
         assert streamed(client, tools=[TOOL, OTHER]) == ("", "", expected, "tool_calls")
         served.say(json.dumps({"name": "Bob", "age": 3}))
-        assert streamed(client, tools=[TOOL, OTHER]) == (json.dumps({"name": "Bob", "age": 3}), "", [], "stop")
+        assert streamed(client, tools=[TOOL, OTHER]) == (
+            json.dumps({"name": "Bob", "age": 3}),
+            "",
+            [],
+            "stop",
+        )
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
@@ -390,12 +510,25 @@ def test_a_description_without_room_is_left_out_of_a_call_that_a_grammar_makes(p
     """The tiny model's template has no place for tools, and its tokens are bytes."""
     function = {"name": "pick", "description": "picks", "parameters": {"type": "object", "properties": {}}}
     bodies = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5,
-                                 "tools": [{"type": "function", "function": function}], "tool_choice": "required"},
-        "/v1/responses": {"input": "a", "max_output_tokens": 5, "tools": [{"type": "function", **function}],
-                          "tool_choice": "required"},
-        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "tool_choice": {"type": "any"},
-                         "tools": [{"name": "pick", "input_schema": function["parameters"]}]}}
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 5,
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": "required",
+        },
+        "/v1/responses": {
+            "input": "a",
+            "max_output_tokens": 5,
+            "tools": [{"type": "function", **function}],
+            "tool_choice": "required",
+        },
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 5,
+            "tool_choice": {"type": "any"},
+            "tools": [{"name": "pick", "input_schema": function["parameters"]}],
+        },
+    }
     with FakeServer(model={"tool_call_parser": "hermes"}) as server:
         assert server.json(path, bodies[path])[0] == 200
         assert "pick" not in server.last_prompt() and "it is left out" in caplog.text

@@ -21,7 +21,8 @@ def llama():
 
 
 def parse(parser, pieces):
-    """The parts, neighbours of one kind joined: ["text", ...] or ["call", name, arguments]. Checks what every delta promises."""
+    """The parts, neighbours of one kind joined: ["text", ...] or ["call", name, arguments]. Checks what every
+    delta promises."""
     found, ids = [], set()
     for parts in [*map(parser.push, pieces), parser.finish()]:
         for part in parts:
@@ -59,50 +60,98 @@ WA = '{"city": "Paris", "n": [1, -2.5e3, null, {"x": "}"}]}'
 HERMES = {
     "plain text": ("Hello, <tool> world <tool_cal", [["content", "Hello, <tool> world <tool_cal"]]),
     "one call": (f"<tool_call>\n{W}\n</tool_call>", [["call", "get_weather", WA]]),
-    "text before": (f"I look.\n\n<tool_call>{W}</tool_call>\n", [["content", "I look."], ["call", "get_weather", WA]]),
-    "two calls": (f'<tool_call>\n{W}\n</tool_call>\n<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>',
-                  [["call", "get_weather", WA], ["call", "f", "{}"]]),
-    "text behind": (f"<tool_call>{W}</tool_call>\nDone. ", [["call", "get_weather", WA], ["content", "Done."]]),
-    "arguments first": ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [["call", "f", '{"a": 1}']]),
+    "text before": (
+        f"I look.\n\n<tool_call>{W}</tool_call>\n",
+        [["content", "I look."], ["call", "get_weather", WA]],
+    ),
+    "two calls": (
+        f'<tool_call>\n{W}\n</tool_call>\n<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>',
+        [["call", "get_weather", WA], ["call", "f", "{}"]],
+    ),
+    "text behind": (
+        f"<tool_call>{W}</tool_call>\nDone. ",
+        [["call", "get_weather", WA], ["content", "Done."]],
+    ),
+    "arguments first": (
+        '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
+        [["call", "f", '{"a": 1}']],
+    ),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', [["call", "f", "{}"]]),
     "null arguments": ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [["call", "f", "{}"]]),
-    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\u00e9\\"}"}</tool_call>',
-        [["call", "f", '{"a": "\\u00e9"}']]),
-    "another key": ('<tool_call>{"id": [1, {"a": "b"}], "name": "f", "arguments": {"a": 1}, "x": 2}</tool_call>',
-        [["call", "f", '{"a": 1}']]),
-    "line break in a string": ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', [["call", "f", '{"a": "x\\ny"}']]),
-    "a tag in a string": ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
-        [["call", "f", '{"a": "</tool_call>"}']]),
+    "arguments as text": (
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\u00e9\\"}"}</tool_call>',
+        [["call", "f", '{"a": "\\u00e9"}']],
+    ),
+    "another key": (
+        '<tool_call>{"id": [1, {"a": "b"}], "name": "f", "arguments": {"a": 1}, "x": 2}</tool_call>',
+        [["call", "f", '{"a": 1}']],
+    ),
+    "line break in a string": (
+        '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>',
+        [["call", "f", '{"a": "x\\ny"}']],
+    ),
+    "a tag in a string": (
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+        [["call", "f", '{"a": "</tool_call>"}']],
+    ),
     "no JSON": ("<tool_call>f(1)</tool_call> ok", [["content", "<tool_call>f(1)</tool_call> ok"]]),
-    "no name": ('x <tool_call>{"arguments": {"a": 1}}</tool_call>', [["content", 'x <tool_call>{"arguments": {"a": 1}}</tool_call>']]),
+    "no name": (
+        'x <tool_call>{"arguments": {"a": 1}}</tool_call>',
+        [["content", 'x <tool_call>{"arguments": {"a": 1}}</tool_call>']],
+    ),
     "cut before the name": ('<tool_call>{"na', [["content", '<tool_call>{"na']]),
     "cut in the arguments": ('<tool_call>{"name": "f", "arguments": {"a": "b', [["call", "f", '{"a": "b']]),
     "cut in an escape": ('<tool_call>{"name": "f", "arguments": {"a": "b\\u00', [["call", "f", '{"a": "b']]),
     "cut in a word": ('<tool_call>{"name": "f", "arguments": {"a": fal', [["call", "f", '{"a": ']]),
-    "malformed arguments": ('<tool_call>{"name": "f", "arguments": {"a": 1,, "b": 2}}</tool_call> x',
-                            [["call", "f", '{"a": 1,'], ["content", ', "b": 2}}x']]),
-    "one brace too few": ('<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>', [["call", "f", '{"a": 1}']]),
-    "one brace too many": ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}}\n</tool_call>', [["call", "f", '{"a": 1}']]),
+    "malformed arguments": (
+        '<tool_call>{"name": "f", "arguments": {"a": 1,, "b": 2}}</tool_call> x',
+        [["call", "f", '{"a": 1,'], ["content", ', "b": 2}}x']],
+    ),
+    "one brace too few": (
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>',
+        [["call", "f", '{"a": 1}']],
+    ),
+    "one brace too many": (
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}}\n</tool_call>',
+        [["call", "f", '{"a": 1}']],
+    ),
     "no closing tag": (f"<tool_call>{W}", [["call", "get_weather", WA]]),
-    "a second try": (f"<tool_call><tool_call>{W}</tool_call>", [["content", "<tool_call>"], ["call", "get_weather", WA]]),
-    "unicode": ('<tool_call>{"name": "f", "arguments": {"ü": "日本 \\ud83d\\ude00"}}</tool_call>',
-        [["call", "f", '{"ü": "日本 \\ud83d\\ude00"}']]),
-    "half a character in the name": ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
-                                     [["content", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>']]),
-    "nested too deeply": ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 80 + "]" * 80 + "}}</tool_call>",
-                          [["call", "f", '{"a": ' + "[" * 64], ["content", "[" * 16 + "]" * 80 + "}}"]]),
+    "a second try": (
+        f"<tool_call><tool_call>{W}</tool_call>",
+        [["content", "<tool_call>"], ["call", "get_weather", WA]],
+    ),
+    "unicode": (
+        '<tool_call>{"name": "f", "arguments": {"ü": "日本 \\ud83d\\ude00"}}</tool_call>',
+        [["call", "f", '{"ü": "日本 \\ud83d\\ude00"}']],
+    ),
+    "half a character in the name": (
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        [["content", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>']],
+    ),
+    "nested too deeply": (
+        '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 80 + "]" * 80 + "}}</tool_call>",
+        [["call", "f", '{"a": ' + "[" * 64], ["content", "[" * 16 + "]" * 80 + "}}"]],
+    ),
 }
 L = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
 LLAMA = {
     "plain text": (" Hello {", [["content", " Hello {"]]),
     "one call": (L, [["call", "get_weather", '{"city": "Paris"}']]),
     "behind the tag": (f"<|python_tag|>{L}", [["call", "get_weather", '{"city": "Paris"}']]),
-    "text and the tag": (f"So: <|python_tag|>{L}\n", [["content", "So:"], ["call", "get_weather", '{"city": "Paris"}']]),
-    "several": (f'{L}; {{"type": "function", "name": "f", "parameters": {{}}}};',
-        [["call", "get_weather", '{"city": "Paris"}'], ["call", "f", "{}"]]),
+    "text and the tag": (
+        f"So: <|python_tag|>{L}\n",
+        [["content", "So:"], ["call", "get_weather", '{"city": "Paris"}']],
+    ),
+    "several": (
+        f'{L}; {{"type": "function", "name": "f", "parameters": {{}}}};',
+        [["call", "get_weather", '{"city": "Paris"}'], ["call", "f", "{}"]],
+    ),
     "an answer in JSON": ('{"name": "Bob", "age": 3}', [["content", '{"name": "Bob", "age": 3}']]),
     "JSON of other keys": (' {"f": {"name": "f"}}', [["content", ' {"f": {"name": "f"}}']]),
-    "text in between": (f"{L} and {L}", [["call", "get_weather", '{"city": "Paris"}'], ["content", f"and {L}"]]),
+    "text in between": (
+        f"{L} and {L}",
+        [["call", "get_weather", '{"city": "Paris"}'], ["content", f"and {L}"]],
+    ),
     "Python behind the tag": ("<|python_tag|>f.call(1)", [["content", "<|python_tag|>f.call(1)"]]),
     "white space": ("  \n ", [["content", "  \n "]]),
 }
@@ -120,17 +169,54 @@ def test_what_is_found_is_the_same_however_the_text_is_cut(make, text, expected)
         assert parse(make(), cut(text, i)) == expected
 
 
-FRAGMENTS = st.sampled_from([
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "<tool", "{", "}", '"name"', ": ", '"f"', ", ", '"arguments"', "[", "]", "\\", '"',
-    "\n", " ", ";", "1", "-", "null", "x", "\\u12", "é", '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', '"a": "b"',
-    "<think>", "</think>", "<thi"])
+FRAGMENTS = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "<tool",
+        "{",
+        "}",
+        '"name"',
+        ": ",
+        '"f"',
+        ", ",
+        '"arguments"',
+        "[",
+        "]",
+        "\\",
+        '"',
+        "\n",
+        " ",
+        ";",
+        "1",
+        "-",
+        "null",
+        "x",
+        "\\u12",
+        "é",
+        '{"name": "f", "arguments": {',
+        '{"name": "f", "parameters": {}}',
+        '"a": "b"',
+        "<think>",
+        "</think>",
+        "<thi",
+    ]
+)
 
 
 @seed(4)
 @settings(max_examples=400, deadline=None, database=None)
 @given(st.lists(FRAGMENTS, max_size=25).map("".join), st.integers(0, 1 << 30))
 def test_random_text_cut_at_random_gives_the_same(text, cuts):
-    for make in (hermes, llama, ListedCalls, lambda: NamedCall("f"), ThinkParser, lambda: ThinkParser(thinking=True)):
+    for make in (
+        hermes,
+        llama,
+        ListedCalls,
+        lambda: NamedCall("f"),
+        ThinkParser,
+        lambda: ThinkParser(thinking=True),
+    ):
         whole = parse(make(), [text])
         assert parse(make(), cut(text, cuts)) == whole
         if make in (hermes, llama):
@@ -156,24 +242,30 @@ def test_arguments_stream_as_they_come():
     parser.push('<tool_call>{"name": "f", "arguments": ')
     assert parser.push('{"a')[0].arguments == '{"a'
     assert parser.push('": "x y')[0].arguments == '": "x y'
-    assert parser.push('\\')[0:] == []
-    assert parser.push('n z')[0].arguments == "\\n z"
+    assert parser.push("\\")[0:] == []
+    assert parser.push("n z")[0].arguments == "\\n z"
 
 
 def test_long_arguments_take_linear_time():
     text = json.dumps({"name": "f", "arguments": {"a": "x" * 300_000, "b": [1] * 30_000}})
     parser = hermes()
-    found = parse(parser, ["<tool_call>", *(text[i:i + 3] for i in range(0, len(text), 3)), "</tool_call>"])
+    found = parse(parser, ["<tool_call>", *(text[i : i + 3] for i in range(0, len(text), 3)), "</tool_call>"])
     assert json.loads(found[0][2]) == json.loads(text)["arguments"]
 
 
-@pytest.mark.parametrize("text, expected", [
-    ('[{"name": "f", "parameters": {"a": 1}}]', [["call", "f", '{"a": 1}']]),
-    (' [ {"name": "f", "parameters": {"a": 1}} , {"name": "g", "parameters": {}} ] ', [["call", "f", '{"a": 1}'], ["call", "g", "{}"]]),
-    ('[{"name": "f", "parameters": {"a"', [["call", "f", '{"a"']]),
-    ('[{"na', [["content", '[{"na']]),
-    ("no calls", [["content", "no calls"]]),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('[{"name": "f", "parameters": {"a": 1}}]', [["call", "f", '{"a": 1}']]),
+        (
+            ' [ {"name": "f", "parameters": {"a": 1}} , {"name": "g", "parameters": {}} ] ',
+            [["call", "f", '{"a": 1}'], ["call", "g", "{}"]],
+        ),
+        ('[{"name": "f", "parameters": {"a"', [["call", "f", '{"a"']]),
+        ('[{"na', [["content", '[{"na']]),
+        ("no calls", [["content", "no calls"]]),
+    ],
+)
 def test_a_list_of_calls_is_read(text, expected):
     for i in range(len(text)):
         assert parse(ListedCalls(), [text[:i], text[i:]]) == expected
@@ -184,18 +276,25 @@ def test_a_named_call_is_all_arguments():
     assert parse(NamedCall("f"), []) == []
 
 
-@pytest.mark.parametrize("thinking, text, expected", [
-    (False, "<think>\nHm.\n\nSo.\n</think>\n\nYes. ", [["reasoning", "Hm.\n\nSo."], ["content", "Yes. "]]),
-    (True, "Hm.\n</think>\n\nYes.", [["reasoning", "Hm."], ["content", "Yes."]]),
-    (True, "<think>\nHm.\n</think>\n\nYes.", [["reasoning", "Hm."], ["content", "Yes."]]),
-    (False, "Yes, <think>no</think>.", [["content", "Yes, <think>no</think>."]]),
-    (False, "<think>\n\n</think>\n\nYes.", [["content", "Yes."]]),
-    (False, "<think>Hm, </thin", [["reasoning", "Hm, </thin"]]),
-    (True, "Hm ", [["reasoning", "Hm"]]),
-    (True, "", []),
-    (False, " <th", [["content", " <th"]]),
-    (False, "<think>a</think>b</think>c", [["reasoning", "a"], ["content", "b</think>c"]]),
-])
+@pytest.mark.parametrize(
+    "thinking, text, expected",
+    [
+        (
+            False,
+            "<think>\nHm.\n\nSo.\n</think>\n\nYes. ",
+            [["reasoning", "Hm.\n\nSo."], ["content", "Yes. "]],
+        ),
+        (True, "Hm.\n</think>\n\nYes.", [["reasoning", "Hm."], ["content", "Yes."]]),
+        (True, "<think>\nHm.\n</think>\n\nYes.", [["reasoning", "Hm."], ["content", "Yes."]]),
+        (False, "Yes, <think>no</think>.", [["content", "Yes, <think>no</think>."]]),
+        (False, "<think>\n\n</think>\n\nYes.", [["content", "Yes."]]),
+        (False, "<think>Hm, </thin", [["reasoning", "Hm, </thin"]]),
+        (True, "Hm ", [["reasoning", "Hm"]]),
+        (True, "", []),
+        (False, " <th", [["content", " <th"]]),
+        (False, "<think>a</think>b</think>c", [["reasoning", "a"], ["content", "b</think>c"]]),
+    ],
+)
 def test_reasoning_is_split_off_however_the_text_is_cut(thinking, text, expected):
     assert parse(ThinkParser(thinking), list(text)) == expected
     for i in range(len(text) + 1):
@@ -204,4 +303,6 @@ def test_reasoning_is_split_off_however_the_text_is_cut(thinking, text, expected
 
 def test_a_prompt_that_ends_within_the_thoughts_is_known():
     assert opens_thinking("<|im_start|>assistant\n<think>\n")
-    assert not opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n") and not opens_thinking("<|im_start|>assistant\n")
+    assert not opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n") and not opens_thinking(
+        "<|im_start|>assistant\n"
+    )

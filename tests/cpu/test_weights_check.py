@@ -27,8 +27,9 @@ def engine_options():
     return {"dtype": "float32", "max_model_len": 64, "device": "cpu", "check_weights": True}
 
 
-def with_weight(folder: Path, into: Path, name: str, value: float,
-                dtype: torch.dtype = torch.float32) -> Path:
+def with_weight(
+    folder: Path, into: Path, name: str, value: float, dtype: torch.dtype = torch.float32
+) -> Path:
     """A copy whose tensor `name` has this value in its middle."""
     shutil.copytree(folder, into)
     weights = {key: tensor.to(dtype) for key, tensor in load_file(folder / "model.safetensors").items()}
@@ -59,14 +60,22 @@ def test_whole_weights_of_any_dtype_are_taken(folder, tmp_path, dtype):
     verify_weights(resolve(str(with_weight(folder, tmp_path / "m", "model.norm.weight", 300.0, dtype))))
 
 
-@pytest.mark.parametrize("value, dtype",
-                         [(float("nan"), torch.float32), (float("inf"), torch.float16),
-                          (-1e30, torch.bfloat16),
-                                          (70000.0, torch.float32)])
+@pytest.mark.parametrize(
+    "value, dtype",
+    [
+        (float("nan"), torch.float32),
+        (float("inf"), torch.float16),
+        (-1e30, torch.bfloat16),
+        (70000.0, torch.float32),
+    ],
+)
 def test_a_weight_that_is_no_number_or_absurd_is_refused_with_tensor_and_file(folder, tmp_path, value, dtype):
     bad = with_weight(folder, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight", value, dtype)
-    with pytest.raises(CheckpointError, match=r"bad: the tensor model\.layers\.1\.mlp\.up_proj\.weight of "
-                                              r"shape .*1 of 4608"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"bad: the tensor model\.layers\.1\.mlp\.up_proj\.weight of "
+        r"shape .*1 of 4608",
+    ):
         verify_weights(resolve(str(bad)))
 
 
@@ -76,10 +85,13 @@ def test_a_packed_weight_that_is_no_number_is_refused_with_tensor_and_file(tmp_p
     verify_weights(resolve(str(path)))
     info = read_header(path).tensors["blk.1.ffn_down.weight"]
     content = bytearray(path.read_bytes())
-    content[info.offset + 34:info.offset + 36] = np.float16("nan").tobytes()    # the second group's scale
+    content[info.offset + 34 : info.offset + 36] = np.float16("nan").tobytes()  # the second group's scale
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"m\.gguf: the tensor model\.layers\.1\.mlp\.down_proj\.weight "
-                                              r".*nan among.*32 of"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"m\.gguf: the tensor model\.layers\.1\.mlp\.down_proj\.weight "
+        r".*nan among.*32 of",
+    ):
         verify_weights(resolve(str(path)))
 
 
@@ -106,8 +118,11 @@ def test_a_file_of_the_hubs_cache_that_has_changed_is_refused_by_its_checksum(ro
     if name.endswith("json"):
         content = json.dumps(json.loads(content) | {"rms_norm_eps": 1e-4}).encode()
     else:
-        content[-1] ^= 1    # the last bit of a weight: a number as good as the one before
+        content[-1] ^= 1  # the last bit of a weight: a number as good as the one before
     target.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{name} has the {kind} [0-9a-f]+ instead of "
-                                              rf"{target.name}.*remove {target}"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} has the {kind} [0-9a-f]+ instead of "
+        rf"{target.name}.*remove {target}",
+    ):
         verify_weights(resolve(str(snapshot)))

@@ -1,4 +1,5 @@
-"""GGUF files: written by the gguf package, read back under Hugging Face names. Damage: test_checkpoint_fuzz.py."""
+"""GGUF files: written by the gguf package, read back under Hugging Face names. Damage:
+test_checkpoint_fuzz.py."""
 
 from __future__ import annotations
 
@@ -17,25 +18,41 @@ from shoal.weights.gguf_header import read_header, read_rope_factors
 from shoal.weights.quantized import QuantizedTensor
 from tests.cpu.test_weights_quantized import random_rows
 
-SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SIZES = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 MODELS = {
     "llama": ("Llama", {}),
     "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", dict(head_dim=32)),
-    "qwen3moe": ("Qwen3Moe", dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)),
+    "qwen3moe": (
+        "Qwen3Moe",
+        dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    ),
 }
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
-                 "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE}
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+}
 
 
 def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k of the llama architecture: the two halves of each head's rows interleaved."""
+    """What llama.cpp's converter does to q and k of the llama architecture: the two halves of each head's
+    rows interleaved."""
     return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path: Path, name: str, kind: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Writes a random model as llama.cpp's converter does; returns what its tensors, dequantized, should be by Hugging Face name."""
+    """Writes a random model as llama.cpp's converter does; returns what its tensors, dequantized, should be
+    by Hugging Face name."""
     config_class, changes = MODELS[name]
     architecture = name.partition("-")[0]
     config = getattr(transformers, f"{config_class}Config")(**SIZES | changes)
@@ -49,16 +66,22 @@ def write_gguf(path: Path, name: str, kind: str, seed: int = 0) -> dict[str, np.
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         weight = torch.randn_like(tensor).numpy()
-        if ".experts.gate_up_proj" in key:    # transformers 5 stacks and merges what checkpoints hold one by one
+        # transformers 5 stacks and merges what checkpoints hold one by one
+        if ".experts.gate_up_proj" in key:
             prefix = key.removesuffix("gate_up_proj")
             half = weight.shape[1] // 2
-            parts = {f"{prefix}gate_proj.weight": weight[:, :half], f"{prefix}up_proj.weight": weight[:, half:]}
+            parts = {
+                f"{prefix}gate_proj.weight": weight[:, :half],
+                f"{prefix}up_proj.weight": weight[:, half:],
+            }
         elif ".experts.down_proj" in key:
             parts = {f"{key}.weight": weight}
         else:
             parts = {key: weight}
         for hf_name, part in parts.items():
-            write_tensor(writer, names, architecture, config, hf_name, np.ascontiguousarray(part), kind, expected)
+            write_tensor(
+                writer, names, architecture, config, hf_name, np.ascontiguousarray(part), kind, expected
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -91,7 +114,9 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
 def write_tensor(writer, names, architecture, config, hf_name, weight, kind, expected) -> None:
     stored = weight
     if architecture == "llama" and ("q_proj" in hf_name or "k_proj" in hf_name):
-        stored = permute(weight, config.num_attention_heads if "q_proj" in hf_name else config.num_key_value_heads)
+        stored = permute(
+            weight, config.num_attention_heads if "q_proj" in hf_name else config.num_key_value_heads
+        )
     number = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else kind]
     gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
     assert gguf_name, hf_name
@@ -120,18 +145,24 @@ def test_tensors_come_under_their_names_with_q_and_k_unpermuted(name, kind, tmp_
         quantized = kind.startswith("Q") and tensor.shape[-1:] != tensor.shape
         assert isinstance(tensor, QuantizedTensor) == quantized, key
         plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.float()
-        assert tuple(tensor.shape) == expected[key].shape and np.array_equal(plain.numpy(), expected[key]), key
+        assert tuple(tensor.shape) == expected[key].shape and np.array_equal(plain.numpy(), expected[key]), (
+            key
+        )
     assert config.tie_word_embeddings == ("lm_head.weight" not in expected) and config.vocab_size == 96
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_a_small_model_equals_what_transformers_makes_of_the_file(name, tmp_path):
     write_gguf(tmp_path / "m.gguf", name, "Q8_0")
-    state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).state_dict()
+    state = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    ).state_dict()
     _, tensors = read(tmp_path / "m.gguf")
     assert tensors.keys() == state.keys()
     for key, tensor in tensors.items():
-        assert torch.equal(tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor, state[key]), key
+        assert torch.equal(
+            tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor, state[key]
+        ), key
 
 
 def test_metadata_reads_as_the_gguf_package_reads_it(tmp_path):
@@ -161,7 +192,9 @@ def test_k_quants_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
     path = with_tensor(tmp_path / "m.gguf", "blk.0.ffn_down.weight", data, gguf.GGMLQuantizationType[kind])
     tensor = read(path)[1]["model.layers.0.mlp.down_proj.weight"]
     assert isinstance(tensor, QuantizedTensor) and tensor.kind == kind and tensor.shape == (64, 512)
-    assert np.array_equal(tensor.dequantize().numpy(), gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
+    assert np.array_equal(
+        tensor.dequantize().numpy(), gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    )
 
 
 def test_rope_factors_of_a_llama3_file_become_its_config(tmp_path):
@@ -186,8 +219,17 @@ def with_tensor(path: Path, name: str, data: np.ndarray, number: int | None = No
     return path
 
 
-@pytest.mark.parametrize("content", [b"", b"GG", b"GGUF", b"GGUF" + bytes(50), b"GGUF" + bytes([3, 0, 0, 0]) + b"\xff" * 40,
-                                     b"PK\x03\x04" + bytes(99)])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GG",
+        b"GGUF",
+        b"GGUF" + bytes(50),
+        b"GGUF" + bytes([3, 0, 0, 0]) + b"\xff" * 40,
+        b"PK\x03\x04" + bytes(99),
+    ],
+)
 def test_a_foreign_file_is_refused_by_name(content, tmp_path):
     path = tmp_path / "foreign.gguf"
     path.write_bytes(content)

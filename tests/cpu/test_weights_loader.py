@@ -12,8 +12,14 @@ from shoal.errors import CheckpointError
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
 
-CONFIG = dict(architectures=["LlamaForCausalLM"], vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
-              num_attention_heads=2)
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=8,
+    hidden_size=4,
+    intermediate_size=4,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+)
 
 
 class Recorder:
@@ -55,11 +61,19 @@ def test_every_tensor_reaches_the_model(tmp_path):
 
 def test_tensors_that_follow_from_others_are_left_out(tmp_path):
     model = Recorder()
-    load_weights(model, checkpoint(tmp_path, ["a", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], tied=True))
+    load_weights(
+        model,
+        checkpoint(
+            tmp_path, ["a", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], tied=True
+        ),
+    )
     assert model.names == ["a"] and model.finished
 
 
-@pytest.mark.parametrize("names, incomplete, words", [(["bad"], False, r"bad has shape \[2\]"), (["a"], True, "norm.weight is missing")])
+@pytest.mark.parametrize(
+    "names, incomplete, words",
+    [(["bad"], False, r"bad has shape \[2\]"), (["a"], True, "norm.weight is missing")],
+)
 def test_a_model_that_refuses_names_the_checkpoint_too(names, incomplete, words, tmp_path):
     with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*{words}"):
         load_weights(Recorder(incomplete), checkpoint(tmp_path, names))

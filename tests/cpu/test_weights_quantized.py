@@ -12,7 +12,8 @@ from shoal.weights.gguf_header import TYPES
 from shoal.weights.quantized import GROUPS, QuantizedTensor
 
 KINDS = list(GROUPS)
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}    # where the float16s are
+# where the float16s are
+SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -22,7 +23,7 @@ def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray
     group_size, group_bytes = GROUPS[kind]
     groups = random.integers(0, 256, (rows * columns // group_size, group_bytes), dtype=np.uint8)
     for start in SCALES[kind]:
-        groups[:, start:start + 2] = random.normal(size=(len(groups), 1)).astype(np.float16).view(np.uint8)
+        groups[:, start : start + 2] = random.normal(size=(len(groups), 1)).astype(np.float16).view(np.uint8)
     return groups.reshape(rows, -1)
 
 
@@ -34,7 +35,9 @@ def random_tensor(kind: str, rows: int = 37, columns: int = 768) -> tuple[Quanti
 
 def test_group_sizes_are_those_of_ggml():
     for number, (kind, *sizes) in TYPES.items():
-        assert gguf.GGMLQuantizationType(number).name == kind and gguf.GGML_QUANT_SIZES[number] == tuple(sizes)
+        assert gguf.GGMLQuantizationType(number).name == kind and gguf.GGML_QUANT_SIZES[number] == tuple(
+            sizes
+        )
         assert kind not in GROUPS or GROUPS[kind] == tuple(sizes)
 
 
@@ -55,7 +58,9 @@ def test_a_tensor_of_many_chunks_dequantizes_whole(kind):
 def test_rows_columns_and_permutations_are_cut_without_unpacking(kind):
     tensor, expected = random_tensor(kind)
     assert tensor.rows(5, 9).shape == (4, 768) and torch.equal(tensor.rows(5, 9).dequantize(), expected[5:9])
-    assert tensor.columns(256, 768).shape == (37, 512) and torch.equal(tensor.columns(256, 768).dequantize(), expected[:, 256:])
+    assert tensor.columns(256, 768).shape == (37, 512) and torch.equal(
+        tensor.columns(256, 768).dequantize(), expected[:, 256:]
+    )
     order = np.random.default_rng(1).permutation(37)
     assert torch.equal(tensor.take_rows(order).dequantize(), expected[torch.from_numpy(order)])
     assert torch.equal(tensor.columns(512, 768).rows(30, 37).dequantize(), expected[30:, 512:])

@@ -12,7 +12,11 @@ from safetensors.torch import save_file
 from shoal.errors import CheckpointError
 from shoal.weights.safetensors import safetensors_tensors
 
-TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.ones(4, dtype=torch.bfloat16), "c.weight": torch.zeros(2, 2).half()}
+TENSORS = {
+    "a.weight": torch.arange(6.0).view(2, 3),
+    "b.bias": torch.ones(4, dtype=torch.bfloat16),
+    "c.weight": torch.zeros(2, 2).half(),
+}
 
 
 def write(folder: Path, sharded: bool) -> Path:
@@ -48,7 +52,9 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_is_cut(sharded, tmp_pa
         list(safetensors_tensors(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"", b"short", bytes(64), b"\xff" * 64, b"\x08" + bytes(7) + b"not json"])
+@pytest.mark.parametrize(
+    "content", [b"", b"short", bytes(64), b"\xff" * 64, b"\x08" + bytes(7) + b"not json"]
+)
 def test_a_file_that_is_no_safetensors_file_is_refused_by_name(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
@@ -74,7 +80,9 @@ def test_a_damaged_index_is_refused_by_name(index, tmp_path):
         list(safetensors_tensors(tmp_path))
 
 
-@pytest.mark.parametrize("other, hint", [(None, "complete"), ("pytorch_model.bin", "convert"), ("model.gguf", r"\.gguf")])
+@pytest.mark.parametrize(
+    "other, hint", [(None, "complete"), ("pytorch_model.bin", "convert"), ("model.gguf", r"\.gguf")]
+)
 def test_a_folder_without_weights_says_what_it_holds_instead(other, hint, tmp_path):
     if other:
         (tmp_path / other).touch()

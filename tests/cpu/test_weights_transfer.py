@@ -20,8 +20,11 @@ PROMPT = [1, 2, 3]
 
 
 def generate(llm):
-    return list(llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8,
-                                                      ignore_eos=True))[0].outputs[0].token_ids)
+    return list(
+        llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0]
+        .outputs[0]
+        .token_ids
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +65,18 @@ def test_a_wrong_handle_is_refused_and_the_engine_lives(field, value, llm, folde
         llm.update_weights_from_tensors([handle | {field: value}])
     assert isinstance(error.value, CheckpointError | ConfigError) and len(str(error.value)) < 20_000
     try:
-        assert generate(llm) == before    # nothing had begun ...
-    except UnavailableError as gone:      # ... or it says that the weights are gone
+        assert generate(llm) == before  # nothing had begun ...
+    except UnavailableError as gone:  # ... or it says that the weights are gone
         assert "update_weights" in str(gone)
     llm.update_weights(str(folder))
     assert generate(llm) == tiny.greedy(folder, PROMPT, 8)
 
 
-@pytest.mark.parametrize("given", [[], [{}], [None], [[]], ["x"], "handles", [{"name": NAME}], {"a": 1},
-                                   {1: torch.ones(1)}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [[], [{}], [None], [[]], ["x"], "handles", [{"name": NAME}], {"a": 1}, {1: torch.ones(1)}],
+    ids=str,
+)
 def test_what_is_no_list_of_handles_changes_nothing(given, llm, folder):
     try:
         llm.update_weights_from_tensors(given)
@@ -109,15 +115,21 @@ def test_a_sender_cannot_shrink_what_it_shares(handle):
 def test_weights_that_are_no_numbers_end_no_engine(llm, folder):
     for value in (float("nan"), float("inf"), -float("inf"), 1e38):
         llm.update_weights_from_tensors({NAME: torch.full((48,), value)})
-        for params in (SamplingParams(temperature=0.0, max_tokens=4), SamplingParams(temperature=1.0, seed=1, max_tokens=4, logprobs=3)):
+        for params in (
+            SamplingParams(temperature=0.0, max_tokens=4),
+            SamplingParams(temperature=1.0, seed=1, max_tokens=4, logprobs=3),
+        ):
             ids = llm.generate([PROMPT], params)[0].outputs[0].token_ids
             assert all(0 <= token < tiny.VOCAB for token in ids)
     llm.update_weights(str(folder))
     assert generate(llm) == tiny.greedy(folder, PROMPT, 8)
 
 
-@pytest.mark.parametrize("says", [None, b"", b"\xff" * 64, b"HTTP/1.1 400 Bad Request\r\n\r\n"],
-                         ids=["nothing", "goodbye", "ones", "http"])
+@pytest.mark.parametrize(
+    "says",
+    [None, b"", b"\xff" * 64, b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+    ids=["nothing", "goodbye", "ones", "http"],
+)
 def test_a_trainer_that_is_none_is_given_up_in_time(says, llm, folder, monkeypatch):
     monkeypatch.setattr(transfer, "MEET_GRACE_S", 0.5)
     monkeypatch.setattr(transfer.WeightsGroup.__init__, "__defaults__", (1.0,))

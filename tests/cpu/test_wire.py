@@ -4,7 +4,14 @@ import pytest
 
 from shoal.api import FinishReason, Logprob, Output, Request, SamplingParams, StructuredOutputsParams
 from shoal.config import EngineConfig
-from shoal.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
+from shoal.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal.wire import (
     Abort,
     Add,
@@ -24,31 +31,77 @@ from shoal.wire import (
     request_id_of,
 )
 
-PARAMS = SamplingParams(temperature=0.5, seed=2**64 - 1, stop=["a", "b"], logit_bias={3: -100.0}, allowed_token_ids=[1], logprobs=-1,
-                        max_tokens=None, structured_outputs=StructuredOutputsParams(json={"type": "object", "properties": {}}))
-REQUEST = Request("r-ü", [1, 2, 3], PARAMS, priority=-1, arrival=1.5, cache_salt="s", embed=True, eos_token_ids=(2, 7),
-                  bad_word_ids=((1,), (2, 3)))
+PARAMS = SamplingParams(
+    temperature=0.5,
+    seed=2**64 - 1,
+    stop=["a", "b"],
+    logit_bias={3: -100.0},
+    allowed_token_ids=[1],
+    logprobs=-1,
+    max_tokens=None,
+    structured_outputs=StructuredOutputsParams(json={"type": "object", "properties": {}}),
+)
+REQUEST = Request(
+    "r-ü",
+    [1, 2, 3],
+    PARAMS,
+    priority=-1,
+    arrival=1.5,
+    cache_salt="s",
+    embed=True,
+    eos_token_ids=(2, 7),
+    bad_word_ids=((1,), (2, 3)),
+)
 INFO = ModelInfo("m", 1, 2, 3, 4, (5,), {"top_p": 0.9}, 6, 7, 8, "cpu", "float32")
 
 
-@pytest.mark.parametrize("message", [
-    Start(EngineConfig(max_model_len=9, cudagraph_capture_sizes=[1, 2])), Add(REQUEST), Abort(["a", "b"]),
-    Call(3, "sleep", [1, None, "keep"]),
-], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "message",
+    [
+        Start(EngineConfig(max_model_len=9, cudagraph_capture_sizes=[1, 2])),
+        Add(REQUEST),
+        Abort(["a", "b"]),
+        Call(3, "sleep", [1, None, "keep"]),
+    ],
+    ids=lambda m: type(m).__name__,
+)
 def test_messages_to_the_core(message):
     assert decode_to_core(encode(message)) == message
 
 
-@pytest.mark.parametrize("message", [
-    Ready(INFO), Dead(Failure("ConfigError", "no")), Refused("r", Failure("RequestError", "no")), Reply(1, {"a": 1}), Reply(2, None),
-    Outputs([Output("a", [1]), Output("b", [2, 3], [{2: Logprob(-0.5, 1)}, {3: Logprob(float("-inf"), 2)}], [None, {1: Logprob(-1.0)}],
-                                      FinishReason.STOP, "x", 4), Output("c", [], embedding=[0.5], error="e")]),
-], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(INFO),
+        Dead(Failure("ConfigError", "no")),
+        Refused("r", Failure("RequestError", "no")),
+        Reply(1, {"a": 1}),
+        Reply(2, None),
+        Outputs(
+            [
+                Output("a", [1]),
+                Output(
+                    "b",
+                    [2, 3],
+                    [{2: Logprob(-0.5, 1)}, {3: Logprob(float("-inf"), 2)}],
+                    [None, {1: Logprob(-1.0)}],
+                    FinishReason.STOP,
+                    "x",
+                    4,
+                ),
+                Output("c", [], embedding=[0.5], error="e"),
+            ]
+        ),
+    ],
+    ids=lambda m: type(m).__name__,
+)
 def test_messages_from_the_core(message):
     assert decode_from_core(encode(message)) == message
 
 
-@pytest.mark.parametrize("kind", [ConfigError, RequestError, CheckpointError, UnavailableError, EngineDeadError, ShoalError])
+@pytest.mark.parametrize(
+    "kind", [ConfigError, RequestError, CheckpointError, UnavailableError, EngineDeadError, ShoalError]
+)
 def test_errors_keep_their_kind_and_words(kind):
     error = kind("so and so")
     built = Failure.of(error).build()

@@ -1,7 +1,9 @@
-"""Compiles what a test module launches for GPUs that are not there, and reports registers, spills and shared memory.
+"""Compiles what a test module launches for GPUs that are not there, and reports registers, spills and shared
+memory.
 
-A test module names its launches, `LAUNCHES = {"case": function}`: each calls the real wrappers with CPU tensors. Every Triton kernel
-launched under them is compiled with the argument types, constants and warps of that very call, for sm_80 and sm_90; none runs.
+A test module names its launches, `LAUNCHES = {"case": function}`: each calls the real wrappers with CPU
+tensors. Every Triton kernel launched under them is compiled with the argument types, constants and warps of
+that very call, for sm_80 and sm_90; none runs.
 
     compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
     @pytest.mark.parametrize("case", LAUNCHES)
@@ -20,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CAPABILITIES = (80, 90)
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}    # bytes a block may have on A100 and H100/H200
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may have on A100 and H100/H200
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,14 @@ class Compiled:
     capability: int
     num_warps: int
     registers: int
-    spilled: int      # bytes of stack a thread
-    shared: int       # bytes a block
-    error: str = ""   # what the compiler said, if it failed
+    spilled: int  # bytes of stack a thread
+    shared: int  # bytes a block
+    error: str = ""  # what the compiler said, if it failed
 
 
 def compile_launches(path: str) -> dict[str, list[Compiled]]:
-    """Case -> its kernels, for all of `LAUNCHES` in the test module at `path`. One new process: this one interprets."""
+    """Case -> its kernels, for all of `LAUNCHES` in the test module at `path`. One new process: this one
+    interprets."""
     root = Path(__file__).resolve().parents[2]
     paths = os.pathsep.join((str(root), str(Path(__file__).parent)))
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -60,24 +63,28 @@ class _NoDriver:
     capability = 90
 
     def get_current_device(self) -> int:
-        return self.capability    # Triton keeps compiled kernels by device: one "device" a target
+        return self.capability  # Triton keeps compiled kernels by device: one "device" a target
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
+
         return GPUTarget("cuda", self.capability, 32)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack) a thread."""
     import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        text = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return int(re.findall(r"REG:(\d+)", text)[-1]), int(re.findall(r"STACK:(\d+)", text)[-1])
 
 
@@ -100,11 +107,22 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
     def run(self, *args, grid, warmup, **kwargs):
         try:
             kernel = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
-        except Exception as error:    # noqa: BLE001 -- whatever the compiler raises is the finding
-            launched.append(Compiled(self.__name__, driver.capability, 0, 0, 0, 0, f"{type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001 -- whatever the compiler raises is the finding
+            launched.append(
+                Compiled(self.__name__, driver.capability, 0, 0, 0, 0, f"{type(error).__name__}: {error}")
+            )
             return None
         registers, spilled = _resources(kernel.asm["cubin"])
-        launched.append(Compiled(self.__name__, driver.capability, kernel.metadata.num_warps, registers, spilled, kernel.metadata.shared))
+        launched.append(
+            Compiled(
+                self.__name__,
+                driver.capability,
+                kernel.metadata.num_warps,
+                registers,
+                spilled,
+                kernel.metadata.shared,
+            )
+        )
         return kernel
 
     JITFunction.run = run

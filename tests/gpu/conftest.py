@@ -2,4 +2,5 @@
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")    # read when torch is first imported: 32 threads a process only wait for each other
+# read when torch is first imported: 32 threads a process only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,6 +1,7 @@
 """The Triton attention kernels on a GPU at real sizes, against attention_reference in fp32.
 
-bf16: weights and output are rounded to 8 bits (2**-9 relative, each); outputs are averages of values near 1, so 1e-2 holds them.
+bf16: weights and output are rounded to 8 bits (2**-9 relative, each); outputs are averages of values near 1,
+so 1e-2 holds them.
 fp32: ieee products, sums in another order over up to 131072 terms: 5e-5.
 """
 
@@ -39,19 +40,33 @@ def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case:
-    """A step over a cache laid out as the engine's. Slots that no sequence owns hold NaN, unused table entries point far outside."""
+    """A step over a cache laid out as the engine's. Slots that no sequence owns hold NaN, unused table
+    entries point far outside."""
 
-    def __init__(self, sequences: list[tuple[int, int]], num_heads: int = 32, num_kv_heads: int = 8, head_dim: int = 128,
-                 block_size: int = 16, dtype: torch.dtype = BF16, num_decodes: int = 0, seed: int = 0,
-                 max_kv_len: int | None = None) -> None:
+    def __init__(
+        self,
+        sequences: list[tuple[int, int]],
+        num_heads: int = 32,
+        num_kv_heads: int = 8,
+        head_dim: int = 128,
+        block_size: int = 16,
+        dtype: torch.dtype = BF16,
+        num_decodes: int = 0,
+        seed: int = 0,
+        max_kv_len: int | None = None,
+    ) -> None:
         """`sequences`: (query tokens, kv_len); kv_len 0 is a padded row."""
         torch.manual_seed(seed)
         self.heads, self.dtype, self.block_size = (num_heads, num_kv_heads, head_dim), dtype, block_size
         self.max_kv_len = max_kv_len or max(kv_len for _, kv_len in sequences)
         counts = [-(-kv_len // block_size) for _, kv_len in sequences]
-        cache = torch.full((sum(counts), 2, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+        cache = torch.full(
+            (sum(counts), 2, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype, device=DEVICE
+        )
         self.kv_layer = cache[:, 1]
-        table = torch.full((len(sequences) + 2, 16 + -(-self.max_kv_len // block_size)), 2**30, dtype=torch.int32)
+        table = torch.full(
+            (len(sequences) + 2, 16 + -(-self.max_kv_len // block_size)), 2**30, dtype=torch.int32
+        )
         order = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
         rows = [len(sequences) - s if kv_len else -1 for s, (_, kv_len) in enumerate(sequences)]
         num_tokens = sum(query_len for query_len, _ in sequences)
@@ -61,21 +76,35 @@ class Case:
         starts = [0]
         for (query_len, kv_len), row, blocks in zip(sequences, rows, order, strict=True):
             if kv_len:
-                table[row, 16:16 + len(blocks)] = blocks
+                table[row, 16 : 16 + len(blocks)] = blocks
                 where = blocks.long().to(DEVICE)
-                self.kv_layer[where] = torch.randn(len(blocks), 2, num_kv_heads, block_size, head_dim, device=DEVICE).to(dtype)
-                self.kv_layer[where[-1], :, :, (kv_len - 1) % block_size + 1:] = float("nan")
-                new = gather_kv(self.kv_layer, blocks.to(DEVICE), kv_len)[:, :, kv_len - query_len:].transpose(1, 2)
-                self.k[starts[-1]:starts[-1] + query_len], self.v[starts[-1]:starts[-1] + query_len] = new
+                self.kv_layer[where] = torch.randn(
+                    len(blocks), 2, num_kv_heads, block_size, head_dim, device=DEVICE
+                ).to(dtype)
+                self.kv_layer[where[-1], :, :, (kv_len - 1) % block_size + 1 :] = float("nan")
+                new = gather_kv(self.kv_layer, blocks.to(DEVICE), kv_len)[
+                    :, :, kv_len - query_len :
+                ].transpose(1, 2)
+                self.k[starts[-1] : starts[-1] + query_len], self.v[starts[-1] : starts[-1] + query_len] = new
             starts.append(starts[-1] + query_len)
         self.table = table.to(DEVICE)
         prefills = sequences[num_decodes:]
         unused = torch.zeros(num_tokens, dtype=torch.int32, device=DEVICE)
         self.step = StepInput(
-            unused, unused, unused, self.ints(rows), self.ints(starts), self.ints([kv_len for _, kv_len in sequences]), self.table[:, 16:],
-            num_decodes=num_decodes, max_query_len=max((query_len for query_len, _ in prefills), default=1), max_kv_len=self.max_kv_len,
+            unused,
+            unused,
+            unused,
+            self.ints(rows),
+            self.ints(starts),
+            self.ints([kv_len for _, kv_len in sequences]),
+            self.table[:, 16:],
+            num_decodes=num_decodes,
+            max_query_len=max((query_len for query_len, _ in prefills), default=1),
+            max_kv_len=self.max_kv_len,
             fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
-            host_query_starts=tuple(starts), host_kv_lens=tuple(kv_len for _, kv_len in sequences))
+            host_query_starts=tuple(starts),
+            host_kv_lens=tuple(kv_len for _, kv_len in sequences),
+        )
         self.backend = TritonBackend(*self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, dtype)
 
     @staticmethod
@@ -84,23 +113,36 @@ class Case:
 
     def attend(self, window: int | None = None) -> torch.Tensor:
         self.backend.begin(self.step)
-        k = self.k if self.backend.reads_k(window) else torch.full_like(self.k, float("nan"))    # who doesn't read it won't see
+        # who doesn't read it won't see
+        k = self.k if self.backend.reads_k(window) else torch.full_like(self.k, float("nan"))
         return self.backend.attend(self.q, k, self.v, self.kv_layer, self.step, window)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         step = self.step
-        return paged_attention(self.q, self.kv_layer, step.query_starts_S, step.kv_lens_S, step.rows_S, step.block_tables_RM,
-                               self.backend.scale, window)
+        return paged_attention(
+            self.q,
+            self.kv_layer,
+            step.query_starts_S,
+            step.kv_lens_S,
+            step.rows_S,
+            step.block_tables_RM,
+            self.backend.scale,
+            window,
+        )
 
     def check(self, out: torch.Tensor, window: int | None = None) -> None:
-        torch.testing.assert_close(out, self.expected(window), atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
+        torch.testing.assert_close(
+            out, self.expected(window), atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype]
+        )
 
 
 def decodes(lengths: list[int]) -> list[tuple[int, int]]:
     return [(1, n) for n in lengths]
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (32, 32, 96), (8, 1, 80), (8, 2, 256)])
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (32, 32, 96), (8, 1, 80), (8, 2, 256)]
+)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_decode_with_any_heads(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     case = Case(decodes([1, 15, 16, 17, 1000, 0, 2049, 63, 64, 65]), *heads, dtype=dtype, num_decodes=10)
@@ -113,8 +155,11 @@ def test_decode_at_the_sizes_that_are_measured(lengths: list[int]) -> None:
     case.check(case.attend())
 
 
-@pytest.mark.parametrize("lengths", [
-    [9000, 7000, 2000] + [300] * 120, [300] * 120 + [9000, 7000], [20_000] * 20 + [64] * 200 + [0] * 36], ids=len)
+@pytest.mark.parametrize(
+    "lengths",
+    [[9000, 7000, 2000] + [300] * 120, [300] * 120 + [9000, 7000], [20_000] * 20 + [64] * 200 + [0] * 36],
+    ids=len,
+)
 @pytest.mark.parametrize("window", [None, 4096])
 def test_a_large_batch_with_some_long_contexts(lengths: list[int], window: int | None) -> None:
     case = Case(decodes(lengths), num_decodes=len(lengths))
@@ -129,7 +174,9 @@ def test_decode_of_a_very_long_context(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 8, 32, 256])
 def test_any_block_size(block_size: int) -> None:
-    case = Case([*decodes([1, 255, 256, 257, 700]), (40, 100), (300, 300)], block_size=block_size, num_decodes=5)
+    case = Case(
+        [*decodes([1, 255, 256, 257, 700]), (40, 100), (300, 300)], block_size=block_size, num_decodes=5
+    )
     case.check(case.attend())
 
 
@@ -152,8 +199,18 @@ def test_every_number_of_splits_gives_the_same_answer() -> None:
     for splits in (1, 2, 3, 16, 64, 300):
         workspace = DecodeWorkspace.allocate(3 * 32 * splits, 3 * 8, 128, DEVICE)
         out = torch.full_like(case.q, float("nan"), memory_format=torch.contiguous_format)
-        decode_attention(case.q, case.kv_layer, out, case.step.rows_S, case.step.kv_lens_S, case.step.block_tables_RM, workspace, 3,
-                         splits, case.backend.scale)
+        decode_attention(
+            case.q,
+            case.kv_layer,
+            out,
+            case.step.rows_S,
+            case.step.kv_lens_S,
+            case.step.block_tables_RM,
+            workspace,
+            3,
+            splits,
+            case.backend.scale,
+        )
         case.check(out)
 
 
@@ -162,9 +219,16 @@ def test_a_captured_step_follows_the_lengths_on_the_device() -> None:
     case.attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layers = [case.backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None) for _ in range(3)]
+        layers = [
+            case.backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None) for _ in range(3)
+        ]
     rows = case.step.rows_S.clone()
-    for lengths in ([9000, 8000, 3000, 50, 2000, 1, 17, 128], [1] * 8, [8999, 0, 64, 0, 1, 0, 0, 127], [0] * 8):
+    for lengths in (
+        [9000, 8000, 3000, 50, 2000, 1, 17, 128],
+        [1] * 8,
+        [8999, 0, 64, 0, 1, 0, 0, 127],
+        [0] * 8,
+    ):
         kv_lens = case.ints(lengths)
         case.step.kv_lens_S.copy_(kv_lens)
         case.step.rows_S.copy_(torch.where(kv_lens > 0, rows, -1))
@@ -186,14 +250,38 @@ def test_prefills_fresh_and_after_a_prefix(heads: tuple[int, int, int], dtype: t
 
 
 @pytest.mark.parametrize("kernel", ["Hopper's", "any GPU's"])
-@pytest.mark.parametrize(("heads", "block_size", "dtype"), [
-    ((16, 8, 128), 16, BF16), ((32, 8, 128), 16, BF16), ((8, 8, 64), 16, BF16), ((9, 3, 64), 8, BF16), ((8, 1, 128), 32, FP16),
-    ((12, 2, 128), 256, BF16)])
-def test_large_prefills(kernel: str, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype,
-                        monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dtype"),
+    [
+        ((16, 8, 128), 16, BF16),
+        ((32, 8, 128), 16, BF16),
+        ((8, 8, 64), 16, BF16),
+        ((9, 3, 64), 8, BF16),
+        ((8, 1, 128), 32, FP16),
+        ((12, 2, 128), 256, BF16),
+    ],
+)
+def test_large_prefills(
+    kernel: str,
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if kernel == "any GPU's":
         monkeypatch.setattr(backend_module, "HOPPER_FROM", 1 << 30)
-    prefills = [(4096, 4096), (1, 5), (129, 129), (63, 64), (64, 700), (700, 777), (31, 1031), (333, 2000), (128, 2176), (5, 5)]
+    prefills = [
+        (4096, 4096),
+        (1, 5),
+        (129, 129),
+        (63, 64),
+        (64, 700),
+        (700, 777),
+        (31, 1031),
+        (333, 2000),
+        (128, 2176),
+        (5, 5),
+    ]
     case = Case([*decodes([300, 40]), *prefills], *heads, block_size=block_size, dtype=dtype, num_decodes=2)
     case.check(case.attend())
     assert (case.backend.work is None) == (kernel == "any GPU's" or not case.backend.hopper)
@@ -219,16 +307,25 @@ def test_random_mixed_steps() -> None:
     rng = random.Random(seed)
     for _ in range(8):
         decoding = decodes([rng.choice([0, rng.randint(1, 3000)]) for _ in range(rng.randint(0, 40))])
-        chunks = [(n, n + rng.choice([0, rng.randint(1, 2000)])) for n in (rng.randint(1, 700) for _ in range(rng.randint(1, 12)))]
-        case = Case([*decoding, *chunks], *rng.choice([(32, 8, 128), (9, 3, 64)]), num_decodes=len(decoding), seed=rng.randrange(1000))
+        chunks = [
+            (n, n + rng.choice([0, rng.randint(1, 2000)]))
+            for n in (rng.randint(1, 700) for _ in range(rng.randint(1, 12)))
+        ]
+        case = Case(
+            [*decoding, *chunks],
+            *rng.choice([(32, 8, 128), (9, 3, 64)]),
+            num_decodes=len(decoding),
+            seed=rng.randrange(1000),
+        )
         case.check(case.attend())
 
 
-Groups = list[tuple[list[int], int]]    # (sequences, tokens they share)
+Groups = list[tuple[list[int], int]]  # (sequences, tokens they share)
 
 
 def set_groups(case: Case, groups: Groups) -> None:
-    """Lets the sequences of each group begin with the first one's blocks. Once set, groups change in place, as under a captured graph."""
+    """Lets the sequences of each group begin with the first one's blocks. Once set, groups change in place,
+    as under a captured graph."""
     rows = case.step.rows_S.tolist()
     lens = torch.zeros(len(rows), dtype=torch.int32)
     table = torch.zeros(MAX_GROUPS, len(GroupField), dtype=torch.int32)
@@ -236,20 +333,27 @@ def set_groups(case: Case, groups: Groups) -> None:
     for group, (seqs, length) in enumerate(groups):
         first, num_blocks = rows[seqs[0]], length // case.block_size
         where = torch.tensor([rows[seq] for seq in seqs], device=DEVICE)
-        case.table[where, 16:16 + num_blocks] = case.table[first, 16:16 + num_blocks].clone()
+        case.table[where, 16 : 16 + num_blocks] = case.table[first, 16 : 16 + num_blocks].clone()
         lens[seqs] = num_blocks * case.block_size
         table[group] = torch.tensor([len(members), len(seqs), num_blocks * case.block_size, first])
         members += seqs
     padded = torch.full((len(rows),), -1, dtype=torch.int32)
-    padded[:len(members)] = torch.tensor(members, dtype=torch.int32)
+    padded[: len(members)] = torch.tensor(members, dtype=torch.int32)
     if case.step.prefixes is None:
-        case.step = replace(case.step, prefixes=SharedPrefixes(lens.to(DEVICE), padded.to(DEVICE), table.to(DEVICE)))
+        case.step = replace(
+            case.step, prefixes=SharedPrefixes(lens.to(DEVICE), padded.to(DEVICE), table.to(DEVICE))
+        )
     else:
-        for there, new in zip((case.step.prefixes.lens_S, case.step.prefixes.members_S, case.step.prefixes.groups), (lens, padded, table)):
+        for there, new in zip(
+            (case.step.prefixes.lens_S, case.step.prefixes.members_S, case.step.prefixes.groups),
+            (lens, padded, table),
+        ):
             there.copy_(new)
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (32, 32, 96), (8, 1, 80), (8, 2, 256)])
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (32, 32, 96), (8, 1, 80), (8, 2, 256)]
+)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_shared_prefixes_with_any_heads(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     lengths = [1000, 15, 993, 1500, 0, 1001, 2049, 63, 2000, 1700, 1024, 1060, 0, 3000]
@@ -283,9 +387,17 @@ def test_groups_change_between_replays_of_a_captured_step() -> None:
     case.attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layers = [case.backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None) for _ in range(3)]
-    for groups in ([], [([0, 1, 8, 9, 16], 7984), ([4, 12, 20], 16)], [([23, 15, 7, 4, 2], 1264)], [(list(range(24)), 0)],
-                   [([3, 11, 19], 496), ([1, 9, 17], 7984), ([0, 8, 16], 8992)], []):
+        layers = [
+            case.backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None) for _ in range(3)
+        ]
+    for groups in (
+        [],
+        [([0, 1, 8, 9, 16], 7984), ([4, 12, 20], 16)],
+        [([23, 15, 7, 4, 2], 1264)],
+        [(list(range(24)), 0)],
+        [([3, 11, 19], 496), ([1, 9, 17], 7984), ([0, 8, 16], 8992)],
+        [],
+    ):
         set_groups(case, [group for group in groups if group[1]])
         for layer in layers:
             layer.fill_(float("nan"))

@@ -15,11 +15,16 @@ def of(tensor):
     return total.item() % WORD
 
 
-@pytest.mark.parametrize("shape, dtype", [((1,), torch.uint8), ((3,), torch.bfloat16), ((5, 123), torch.bfloat16),
-                                          ((70001,), torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [((1,), torch.uint8), ((3,), torch.bfloat16), ((5, 123), torch.bfloat16), ((70001,), torch.float32)],
+    ids=str,
+)
 def test_the_kernel_computes_its_definition(shape, dtype):
     torch.manual_seed(0)
-    tensor = torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(256, shape, dtype=dtype)
+    tensor = (
+        torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(256, shape, dtype=dtype)
+    )
     assert of(tensor.cuda()) == defined(tensor)
 
 

@@ -1,4 +1,5 @@
-"""The engine on a GPU: the oracle's tokens with graphs and without, asynchronous or not, on one card or two; memory given back."""
+"""The engine on a GPU: the oracle's tokens with graphs and without, asynchronous or not, on one card or two;
+memory given back."""
 
 import random
 import time
@@ -13,7 +14,9 @@ from tests import tiny
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 COUNT = 24
-PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 5, 16, 17, 31, 64, 100, 150, 3, 90))]
+PROMPTS = [
+    random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 5, 16, 17, 31, 64, 100, 150, 3, 90))
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -34,13 +37,24 @@ def engine_options():
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_every_architecture_generates_the_oracles_tokens(name, eager, root, build):
     folder = tiny.write_model(root, name)
-    assert ids_of(build(name, enforce_eager=eager).generate(PROMPTS, greedy())) == [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
+    assert ids_of(build(name, enforce_eager=eager).generate(PROMPTS, greedy())) == [
+        tiny.greedy(folder, p, COUNT) for p in PROMPTS
+    ]
 
 
-@pytest.mark.parametrize("options", [
-    dict(async_scheduling=False), dict(max_num_seqs=5), dict(max_num_batched_tokens=40), dict(enable_prefix_caching=False),
-    dict(num_gpu_blocks_override=14, max_model_len=200), dict(cudagraph_capture_sizes=[3, 7]), dict(block_size=64),
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(async_scheduling=False),
+        dict(max_num_seqs=5),
+        dict(max_num_batched_tokens=40),
+        dict(enable_prefix_caching=False),
+        dict(num_gpu_blocks_override=14, max_model_len=200),
+        dict(cudagraph_capture_sizes=[3, 7]),
+        dict(block_size=64),
+    ],
+    ids=str,
+)
 def test_tokens_do_not_depend_on_how_the_engine_runs(options, root, build):
     expected = [tiny.greedy(tiny.write_model(root, "qwen3"), p, COUNT) for p in PROMPTS]
     engine = build("qwen3", **options)
@@ -53,14 +67,22 @@ def test_a_seeded_draw_does_not_depend_on_graphs_neighbours_or_extras(build):
     mine = greedy(temperature=1.2, seed=11, top_p=0.9, top_k=40)
     alone = ids_of(build("qwen3", enforce_eager=True).generate([PROMPTS[3]], mine))[0]
     engine = build("qwen3")
-    for others in (greedy(temperature=0.7), greedy(temperature=0.7, repetition_penalty=1.2), greedy(logprobs=2)):
+    for others in (
+        greedy(temperature=0.7),
+        greedy(temperature=0.7, repetition_penalty=1.2),
+        greedy(logprobs=2),
+    ):
         assert ids_of(engine.generate(PROMPTS[3:], [mine] + [others] * 6))[0] == alone
 
 
 def test_a_wide_model_in_bf16_stays_at_the_oracles_log_probabilities(root, build, monkeypatch):
-    """Wide enough for the products that Hopper's own kernels make, in batches of 1 to 90 rows, captured and eager."""
-    monkeypatch.setitem(tiny.MODELS, "wide", ("Qwen3Config", dict(
-        hidden_size=1024, intermediate_size=1536, head_dim=128, num_hidden_layers=2)))
+    """Wide enough for the products that Hopper's own kernels make, in batches of 1 to 90 rows, captured and
+    eager."""
+    monkeypatch.setitem(
+        tiny.MODELS,
+        "wide",
+        ("Qwen3Config", dict(hidden_size=1024, intermediate_size=1536, head_dim=128, num_hidden_layers=2)),
+    )
     prompts = [random.Random(i).choices(range(256), k=5 + i % 60) for i in range(90)]
     params = [greedy(max_tokens=1 + i % 12, logprobs=0) for i in range(90)]
     folder = tiny.write_model(root, "wide")
@@ -70,21 +92,27 @@ def test_a_wide_model_in_bf16_stays_at_the_oracles_log_probabilities(root, build
             errors = []
             for prompt, output in zip(prompts[batch], engine.generate(prompts[batch], params[batch])):
                 answer = output.outputs[0]
-                expected = tiny.logprobs(folder, prompt + answer.token_ids)[len(prompt) - 1:-1]
-                errors += [abs(found[token].logprob - row[token].item())
-                           for token, found, row in zip(answer.token_ids, answer.logprobs, expected)]
-            assert sum(errors) / len(errors) < 0.15 and max(errors) < 3.0    # in bf16 on a CPU 0.05 and 1.0: these logits are large
+                expected = tiny.logprobs(folder, prompt + answer.token_ids)[len(prompt) - 1 : -1]
+                errors += [
+                    abs(found[token].logprob - row[token].item())
+                    for token, found, row in zip(answer.token_ids, answer.logprobs, expected)
+                ]
+            # in bf16 on a CPU 0.05 and 1.0: these logits are large
+            assert sum(errors) / len(errors) < 0.15 and max(errors) < 3.0
 
 
 def test_captured_steps_equal_eager_ones_in_bf16(build):
     graphs = ids_of(build("qwen3", dtype="bfloat16").generate(PROMPTS, greedy()))
     eager = ids_of(build("qwen3", dtype="bfloat16", enforce_eager=True).generate(PROMPTS, greedy()))
-    assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1    # a near tie may flip: splits differ
+    # a near tie may flip: splits differ
+    assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(enforce_eager=True), dict(max_num_batched_tokens=300), dict(num_gpu_blocks_override=60),
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(enforce_eager=True), dict(max_num_batched_tokens=300), dict(num_gpu_blocks_override=60)],
+    ids=str,
+)
 def test_shared_prefixes_change_no_token(options, build, monkeypatch):
     monkeypatch.setattr(prefixes, "MIN_SAVED", 256)
     shared = [random.Random(i).choices(range(256), k=150) for i in range(2)]
@@ -99,14 +127,23 @@ def test_shared_prefixes_change_no_token(options, build, monkeypatch):
 def count_replays(engine, monkeypatch):
     """The number of mixed steps that are replayed, as it grows."""
     replayed, replay = [], engine.core.runner._replay_mixed
-    monkeypatch.setattr(engine.core.runner, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args))
+    monkeypatch.setattr(
+        engine.core.runner, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args)
+    )
     return replayed
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(max_num_batched_tokens=64), dict(num_gpu_blocks_override=14, max_model_len=200), dict(max_num_seqs=3),
-    dict(async_scheduling=False),
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(max_num_batched_tokens=64),
+        dict(num_gpu_blocks_override=14, max_model_len=200),
+        dict(max_num_seqs=3),
+        dict(async_scheduling=False),
+    ],
+    ids=str,
+)
 def test_captured_mixed_steps_change_no_token(options, build, monkeypatch):
     """Chunks, prefix hits, preemption, decodes beside prefills, requests that end early or are aborted."""
     params = [greedy(max_tokens=4 + 5 * (i % 4)) for i in range(len(PROMPTS))]
@@ -117,14 +154,25 @@ def test_captured_mixed_steps_change_no_token(options, build, monkeypatch):
         stream = engine.stream(PROMPTS[7], greedy(max_tokens=100, ignore_eos=True))
         next(stream)
         stream.close()
-        outputs.append([ids_of(engine.generate(prompts, params)) for prompts in (PROMPTS, PROMPTS[::-1], [p + [7] * 9 for p in PROMPTS])])
+        outputs.append(
+            [
+                ids_of(engine.generate(prompts, params))
+                for prompts in (PROMPTS, PROMPTS[::-1], [p + [7] * 9 for p in PROMPTS])
+            ]
+        )
         assert bool(replayed) != eager
     assert outputs[0] == outputs[1]
 
 
 def test_what_is_asked_beside_tokens_is_the_same_from_captured_mixed_steps(build, monkeypatch):
-    asked = [greedy(logprobs=3), greedy(repetition_penalty=1.3, presence_penalty=0.5), greedy(logit_bias={5: 4.0}),
-             greedy(prompt_logprobs=2), greedy(temperature=1.1, seed=4, min_p=0.1), greedy()]
+    asked = [
+        greedy(logprobs=3),
+        greedy(repetition_penalty=1.3, presence_penalty=0.5),
+        greedy(logit_bias={5: 4.0}),
+        greedy(prompt_logprobs=2),
+        greedy(temperature=1.1, seed=4, min_p=0.1),
+        greedy(),
+    ]
     outputs = []
     for eager in (True, False):
         engine = build("qwen3", enforce_eager=eager, max_num_seqs=4)
@@ -134,7 +182,9 @@ def test_what_is_asked_beside_tokens_is_the_same_from_captured_mixed_steps(build
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
     for eager, captured in zip(*(o[0].logprobs for o in outputs)):
         assert list(eager) == list(captured)
-        assert [x.logprob for x in eager.values()] == pytest.approx([x.logprob for x in captured.values()], abs=1e-4)
+        assert [x.logprob for x in eager.values()] == pytest.approx(
+            [x.logprob for x in captured.values()], abs=1e-4
+        )
 
 
 def test_exit_gives_the_memory_back(build):
@@ -167,14 +217,21 @@ def test_two_gpus_give_the_tokens_of_one(name, root, build):
 
 @two_gpus
 def test_seeded_draws_agree_on_two_gpus(build):
-    params = [greedy(temperature=1.1, seed=i, repetition_penalty=1.1 if i % 2 else 1.0) for i in range(len(PROMPTS))]
-    assert ids_of(build("qwen3", tensor_parallel_size=2).generate(PROMPTS, params)) == ids_of(build("qwen3").generate(PROMPTS, params))
+    params = [
+        greedy(temperature=1.1, seed=i, repetition_penalty=1.1 if i % 2 else 1.0) for i in range(len(PROMPTS))
+    ]
+    assert ids_of(build("qwen3", tensor_parallel_size=2).generate(PROMPTS, params)) == ids_of(
+        build("qwen3").generate(PROMPTS, params)
+    )
 
 
 @two_gpus
 def test_no_rank_ever_differs_in_what_was_drawn(build):
     engine = build("qwen3", tensor_parallel_size=2, num_gpu_blocks_override=14, max_model_len=200)
-    params = [greedy(temperature=1.2, seed=i, top_p=0.9, repetition_penalty=1.1 if i % 2 else 1.0) for i in range(len(PROMPTS))]
+    params = [
+        greedy(temperature=1.2, seed=i, top_p=0.9, repetition_penalty=1.1 if i % 2 else 1.0)
+        for i in range(len(PROMPTS))
+    ]
     engine.generate(PROMPTS, params)
     first, second = engine.collective_rpc("state_digest")
     assert first == second

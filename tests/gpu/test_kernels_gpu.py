@@ -1,7 +1,9 @@
 """The Triton ops on a GPU at real sizes, against the reference.
 
-bf16: a result is rounded to 8 bits (2**-9 relative) and may fall to the other side, twice where an intermediate is rounded too: 2e-2.
-fp32: sums are reordered: 2e-5; products of 2048 terms (ieee): 1e-4. What is copied, counted or drawn must be equal.
+bf16: a result is rounded to 8 bits (2**-9 relative) and may fall to the other side, twice where an
+intermediate is rounded too: 2e-2.
+fp32: sums are reordered: 2e-5; products of 2048 terms (ieee): 1e-4. What is copied, counted or drawn must be
+equal.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 DEVICE = torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TOLERANCES = {BF16: dict(rtol=2e-2, atol=2e-2), FP16: dict(rtol=4e-3, atol=4e-3), FP32: dict(rtol=2e-5, atol=2e-5)}
+TOLERANCES = {
+    BF16: dict(rtol=2e-2, atol=2e-2),
+    FP16: dict(rtol=4e-3, atol=4e-3),
+    FP32: dict(rtol=2e-5, atol=2e-5),
+}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
 
@@ -33,13 +39,19 @@ def randn(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(1, 1024), (257, 1024), (16384, 1024), (3, 16384), (5, 123), (64, 4096), (7, 1), (0, 64)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1024), (257, 1024), (16384, 1024), (3, 16384), (5, 123), (64, 4096), (7, 1), (0, 64)]
+)
 def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype)
-    torch.testing.assert_close(triton_ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), **TOLERANCES[dtype])
+    torch.testing.assert_close(
+        triton_ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), **TOLERANCES[dtype]
+    )
     expected_residual = residual.clone()
     expected = reference.add_rms_norm(x, expected_residual, weight, 1e-6)
-    torch.testing.assert_close(triton_ops.add_rms_norm(x, residual, weight, 1e-6), expected, **TOLERANCES[dtype])
+    torch.testing.assert_close(
+        triton_ops.add_rms_norm(x, residual, weight, 1e-6), expected, **TOLERANCES[dtype]
+    )
     assert torch.equal(residual, expected_residual)
 
 
@@ -53,10 +65,20 @@ def test_silu_mul_and_embed(tokens: int, size: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "head_dim", "norm"), [
-    (1, 16, 8, 128, True), (256, 16, 8, 128, True), (16384, 32, 8, 128, True), (777, 9, 3, 64, False), (70, 4, 2, 80, True),
-    (33, 3, 1, 96, False)])
-def test_rope_and_cache(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim", "norm"),
+    [
+        (1, 16, 8, 128, True),
+        (256, 16, 8, 128, True),
+        (16384, 32, 8, 128, True),
+        (777, 9, 3, 64, False),
+        (70, 4, 2, 80, True),
+        (33, 3, 1, 96, False),
+    ],
+)
+def test_rope_and_cache(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dtype: torch.dtype
+) -> None:
     blocks_per_row, block_size, rows = 64, 16, 17
     qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     weights = [randn(head_dim, dtype=dtype) if norm else None for _ in "qk"]
@@ -68,10 +90,18 @@ def test_rope_and_cache(tokens: int, heads: int, kv_heads: int, head_dim: int, n
         row_of[0], positions[1] = -1, -1
     results = []
     for ops in (reference, triton_ops):
-        x, kv = qkv.clone(), torch.zeros(rows * blocks_per_row, 2, 2, kv_heads, block_size, head_dim, dtype=dtype, device=DEVICE)
-        ops.qk_norm_rope_store(x, *weights, 1e-6, cos_sin, positions, row_of, tables, kv[:, 1], heads, kv_heads)
+        x, kv = (
+            qkv.clone(),
+            torch.zeros(
+                rows * blocks_per_row, 2, 2, kv_heads, block_size, head_dim, dtype=dtype, device=DEVICE
+            ),
+        )
+        ops.qk_norm_rope_store(
+            x, *weights, 1e-6, cos_sin, positions, row_of, tables, kv[:, 1], heads, kv_heads
+        )
         results.append((x[(row_of >= 0) & (positions >= 0)], kv))
-    tolerance = {name: 4 * value for name, value in TOLERANCES[dtype].items()}    # products of several normal numbers
+    # products of several normal numbers
+    tolerance = {name: 4 * value for name, value in TOLERANCES[dtype].items()}
     torch.testing.assert_close(results[1], results[0], **tolerance)
 
 
@@ -83,7 +113,9 @@ def test_cache_offsets_beyond_31_bits() -> None:
     zero, three = (torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (0, 3))
     qkv = randn(1, 3 * head_dim, dtype=BF16)
     cos_sin = torch.cat((torch.ones(8, head_dim // 2), torch.zeros(8, head_dim // 2)), dim=1).to(DEVICE)
-    triton_ops.qk_norm_rope_store(qkv, None, None, 1e-6, cos_sin, three, zero, table, kv[:, num_layers - 1], 1, 1)
+    triton_ops.qk_norm_rope_store(
+        qkv, None, None, 1e-6, cos_sin, three, zero, table, kv[:, num_layers - 1], 1, 1
+    )
     assert torch.equal(kv[-1, -1, :, 0, 3], qkv.view(3, head_dim)[1:])
 
 
@@ -93,19 +125,42 @@ def make_table(params: list[tuple[float, int, float, float]], seeds: list[int]) 
     for row, ((temperature, top_k, top_p, min_p), request_seed) in enumerate(zip(params, seeds)):
         bits = [struct.unpack("i", struct.pack("f", x))[0] for x in (temperature, top_p, min_p)]
         table[row, Field.SEED_LOW], table[row, Field.SEED_HIGH] = seed_words(request_seed)
-        table[row, Field.TEMPERATURE], table[row, Field.TOP_K], table[row, Field.TOP_P], table[row, Field.MIN_P] = bits[0], top_k, *bits[1:]
+        (
+            table[row, Field.TEMPERATURE],
+            table[row, Field.TOP_K],
+            table[row, Field.TOP_P],
+            table[row, Field.MIN_P],
+        ) = bits[0], top_k, *bits[1:]
     return table.to(DEVICE)
 
 
-MIXED = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.6, 20, 0.95, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 50, 1.0, 0.0), (0.8, 0, 1.0, 0.05),
-         (1.2, 0, 0.8, 0.01), (1.0, 5000, 0.99, 0.0), (3.0, 0, 0.95, 0.0), (0.6, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0), (1.0, 0, 0.999, 0.0)]
+MIXED = [
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.6, 20, 0.95, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.0, 50, 1.0, 0.0),
+    (0.8, 0, 1.0, 0.05),
+    (1.2, 0, 0.8, 0.01),
+    (1.0, 5000, 0.99, 0.0),
+    (3.0, 0, 0.95, 0.0),
+    (0.6, 0, 1.0, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 0, 0.999, 0.0),
+]
 
 
 @DTYPES
-@pytest.mark.parametrize("scale", [0.5, 3.0])    # random weights' flat logits; a language model's peaked ones
-@pytest.mark.parametrize(("count", "vocab_size"), [(1, 151936), (12, 151936), (48, 151936), (24, 49152), (36, 32003), (24, 100)])
-def test_sample_draws_the_reference_tokens(count: int, vocab_size: int, scale: float, dtype: torch.dtype) -> None:
-    table = make_table([MIXED[i % len(MIXED)] for i in range(count)], [i * 0x1234567890ABCDE for i in range(count)])
+@pytest.mark.parametrize("scale", [0.5, 3.0])  # random weights' flat logits; a language model's peaked ones
+@pytest.mark.parametrize(
+    ("count", "vocab_size"), [(1, 151936), (12, 151936), (48, 151936), (24, 49152), (36, 32003), (24, 100)]
+)
+def test_sample_draws_the_reference_tokens(
+    count: int, vocab_size: int, scale: float, dtype: torch.dtype
+) -> None:
+    table = make_table(
+        [MIXED[i % len(MIXED)] for i in range(count)], [i * 0x1234567890ABCDE for i in range(count)]
+    )
     logits = (randn(count, vocab_size) * scale).to(dtype)
     logits[:, 17] = -math.inf
     rows = torch.randperm(count, dtype=torch.int32, device=DEVICE)
@@ -122,12 +177,19 @@ def test_sample_draws_the_reference_tokens(count: int, vocab_size: int, scale: f
 
 @pytest.mark.parametrize("params", [(1.0, 0, 1.0, 0.0), (0.7, 20, 0.9, 0.0), (1.0, 0, 0.8, 0.01)])
 def test_sample_follows_the_exact_distribution(params: tuple[float, int, float, float]) -> None:
-    """60,000 positions of one row; the exact distribution is over what the reference's filters keep, in float64."""
+    """60,000 positions of one row; the exact distribution is over what the reference's filters keep, in
+    float64."""
     count, (temperature, top_k, top_p, min_p) = 60_000, params
     logits = (torch.randn(1000) * 2).to(BF16)
     out = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     positions = torch.arange(count, dtype=torch.int32, device=DEVICE)
-    triton_ops.sample(logits.to(DEVICE).expand(count, -1), torch.zeros_like(positions), positions, make_table([params], [11]), out)
+    triton_ops.sample(
+        logits.to(DEVICE).expand(count, -1),
+        torch.zeros_like(positions),
+        positions,
+        make_table([params], [11]),
+        out,
+    )
     kept = reference.survivors(logits.float(), temperature, top_k, top_p, min_p)
     probs = torch.zeros(1000, dtype=torch.float64)
     probs[kept] = (logits[kept].double() / temperature).softmax(0)
@@ -161,7 +223,9 @@ def test_a_captured_decode_samples_like_an_eager_one() -> None:
     runs = []
     for run in (step, graph.replay):
         state.copy_(start)
-        addresses = torch.arange(layout.active_address, layout.active_address + count, dtype=torch.int32, device=DEVICE)
+        addresses = torch.arange(
+            layout.active_address, layout.active_address + count, dtype=torch.int32, device=DEVICE
+        )
         triton_ops.apply_updates(state, addresses, torch.arange(count, dtype=torch.int32, device=DEVICE))
         drawn = []
         for _ in range(5):
@@ -172,25 +236,41 @@ def test_a_captured_decode_samples_like_an_eager_one() -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k", "hidden", "size"), [
-    (1, 128, 8, 2048, 768), (7, 128, 8, 2048, 768), (300, 128, 8, 2048, 768), (4096, 128, 8, 2048, 768), (50, 256, 4, 128, 48),
-    (2000, 4, 2, 66, 34), (0, 4, 2, 64, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "size"),
+    [
+        (1, 128, 8, 2048, 768),
+        (7, 128, 8, 2048, 768),
+        (300, 128, 8, 2048, 768),
+        (4096, 128, 8, 2048, 768),
+        (50, 256, 4, 128, 48),
+        (2000, 4, 2, 66, 34),
+        (0, 4, 2, 64, 64),
+    ],
+)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_moe(tokens: int, experts: int, top_k: int, hidden: int, size: int, dtype: torch.dtype) -> None:
-    x, router = randn(tokens, hidden, dtype=dtype), randn(tokens, experts, dtype=FP32)    # in float32, so that no two experts tie
-    w13 = randn(experts, 2 * size, hidden, dtype=dtype).mul_(hidden ** -0.5)
-    w2 = randn(experts, hidden, size, dtype=dtype).mul_(size ** -0.5)
+    # in float32, so that no two experts tie
+    x, router = randn(tokens, hidden, dtype=dtype), randn(tokens, experts, dtype=FP32)
+    w13 = randn(experts, 2 * size, hidden, dtype=dtype).mul_(hidden**-0.5)
+    w2 = randn(experts, hidden, size, dtype=dtype).mul_(size**-0.5)
     tolerance = TOLERANCES[BF16] if dtype == BF16 else dict(rtol=1e-4, atol=1e-4)
     for renormalise in (True, False):
         result = triton_ops.moe(x, router, w13, w2, top_k, renormalise)
         torch.testing.assert_close(result, reference.moe(x, router, w13, w2, top_k, renormalise), **tolerance)
         residual = randn(tokens, hidden, dtype=dtype)
         expected = residual + result
-        assert triton_ops.moe(x, router, w13, w2, top_k, renormalise, residual) is residual and torch.equal(residual, expected)
+        assert triton_ops.moe(x, router, w13, w2, top_k, renormalise, residual) is residual and torch.equal(
+            residual, expected
+        )
 
 
 def test_a_captured_moe_follows_its_router() -> None:
-    x, w13, w2 = randn(16, 256, dtype=BF16), randn(32, 192, 256, dtype=BF16) / 16, randn(32, 256, 96, dtype=BF16) / 10
+    x, w13, w2 = (
+        randn(16, 256, dtype=BF16),
+        randn(32, 192, 256, dtype=BF16) / 16,
+        randn(32, 256, 96, dtype=BF16) / 10,
+    )
     router = randn(16, 32)
     triton_ops.moe(x, router, w13, w2, 4, True)
     graph = torch.cuda.CUDAGraph()

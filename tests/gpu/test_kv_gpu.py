@@ -1,4 +1,5 @@
-"""The block library with a real device: every pair of storages, by copy engines and by the kernel, on streams; lifetimes."""
+"""The block library with a real device: every pair of storages, by copy engines and by the kernel, on
+streams; lifetimes."""
 
 import gc
 import itertools
@@ -35,7 +36,7 @@ from tests import kv_cases
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda")
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 4, 4, 64, "bfloat16", 16)
-SOME_MS = 100_000_000    # cycles
+SOME_MS = 100_000_000  # cycles
 
 
 @pytest.fixture(params=["engines", "kernel"])
@@ -50,10 +51,17 @@ def cache_of(spec, num_blocks, allocate):
 
 def test_random_copies_between_all_kinds(way, tmp_path, monkeypatch):
     count = itertools.count()
-    kinds = [device_memory, pinned_memory, host_memory, lambda n: mapped_file(tmp_path / str(next(count)), n),
-             lambda n: DirectFile(tmp_path / str(next(count)), n)]
+    kinds = [
+        device_memory,
+        pinned_memory,
+        host_memory,
+        lambda n: mapped_file(tmp_path / str(next(count)), n),
+        lambda n: DirectFile(tmp_path / str(next(count)), n),
+    ]
     monkeypatch.setattr(copy, "STAGING_BYTES", 20_000)
-    kv_cases.check_random_copies(seed=31, rounds=50, allocators=list(itertools.product(kinds, kinds)), new_spec=kv_cases.few_specs)
+    kv_cases.check_random_copies(
+        seed=31, rounds=50, allocators=list(itertools.product(kinds, kinds)), new_spec=kv_cases.few_specs
+    )
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -70,7 +78,9 @@ def test_round_trips_layer_by_layer(layouts, way):
 def test_between_tensor_parallel_sizes(way):
     kv_cases.check_the_permutation(device_memory)
     kinds = (device_memory, pinned_memory)
-    kv_cases.check_random_reshards(seed=32, rounds=24, allocators=list(itertools.product(kinds, kinds)), new_spec=kv_cases.few_specs)
+    kv_cases.check_random_reshards(
+        seed=32, rounds=24, allocators=list(itertools.product(kinds, kinds)), new_spec=kv_cases.few_specs
+    )
 
 
 def test_an_engines_cache_to_a_slab_and_back(way):
@@ -108,7 +118,10 @@ def test_a_copy_without_a_stream_is_in_order_with_the_current_one(way):
 
 
 def test_a_thread_that_never_used_the_device(way):
-    kv, slab = torch.full((4, 1 << 20), 7, device=DEVICE, dtype=torch.uint8), pinned_memory(4 << 20).tensor().view(4, -1)
+    kv, slab = (
+        torch.full((4, 1 << 20), 7, device=DEVICE, dtype=torch.uint8),
+        pinned_memory(4 << 20).tensor().view(4, -1),
+    )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     thread = threading.Thread(target=lambda: gather_blocks(kv, [3, 1], slab, [0, 2], stream).synchronize())
@@ -118,7 +131,10 @@ def test_a_thread_that_never_used_the_device(way):
 
 
 def test_a_stream_waits_for_a_layer_and_a_layer_for_a_stream():
-    host, device = (cache_of(replace(SPEC, layout=Layout.BLOCK_FIRST), 4, allocate) for allocate in (pinned_memory, device_memory))
+    host, device = (
+        cache_of(replace(SPEC, layout=Layout.BLOCK_FIRST), 4, allocate)
+        for allocate in (pinned_memory, device_memory)
+    )
     compute, copying = torch.cuda.Stream(), CopyStream(DEVICE)
     copying.prepare_block_map(device, host)
     copying.prepare_block_ids(range(4), range(4))
@@ -168,7 +184,8 @@ def test_memory_is_kept_while_a_copy_is_in_flight():
     views[0].layer(1, mutable=True).fill(3)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    copy_blocks(views[0], [0], views[1], [0], stream)    # the first of a process makes its kernels ready, for longer than the sleep
+    # the first of a process makes its kernels ready, for longer than the sleep
+    copy_blocks(views[0], [0], views[1], [0], stream)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(SOME_MS)
     copy_blocks(views[0], [0, 1, 2, 3], views[1], [3, 2, 1, 0], stream)
@@ -218,7 +235,7 @@ def test_pinned_memory_goes_back():
 
 def test_memory_that_cannot_be_pinned_costs_no_later_launch_its_life(monkeypatch):
     for module in (storage_module, slab):
-        monkeypatch.setattr(module, "PORTABLE_AND_MAPPED", 1 << 20)    # CUDA knows no such flag
+        monkeypatch.setattr(module, "PORTABLE_AND_MAPPED", 1 << 20)  # CUDA knows no such flag
     with pytest.raises(StorageError, match="cannot be pinned"):
         pinned_memory(1 << 20)
     torch.ones(1, device=DEVICE).add_(1)

@@ -1,4 +1,5 @@
-"""Small products on a GPU at real sizes, against float32 products of the same operands: one rounding to bf16 is 2**-9 relative."""
+"""Small products on a GPU at real sizes, against float32 products of the same operands: one rounding to bf16
+is 2**-9 relative."""
 
 from __future__ import annotations
 
@@ -15,9 +16,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 DEVICE = torch.device("cuda")
 
 
-def operands(rows: int, outs: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    rows: int, outs: int, columns: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     print("seed", torch.manual_seed(17).initial_seed())
-    x, weight = torch.randn(rows, columns, device=DEVICE), torch.randn(outs, columns, device=DEVICE) / columns ** 0.5
+    x, weight = (
+        torch.randn(rows, columns, device=DEVICE),
+        torch.randn(outs, columns, device=DEVICE) / columns**0.5,
+    )
     return x.to(dtype), weight.to(dtype), torch.randn(outs, device=DEVICE).to(dtype)
 
 
@@ -35,8 +41,20 @@ def check_replays(launch: Callable[[], torch.Tensor], expected: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("outs", "columns"), [
-    (4096, 1024), (1024, 3072), (151936, 1024), (1000, 576), (37, 2056), (6144, 4096), (1000, 4096), (1016, 1544), (2051, 2576)])
+@pytest.mark.parametrize(
+    ("outs", "columns"),
+    [
+        (4096, 1024),
+        (1024, 3072),
+        (151936, 1024),
+        (1000, 576),
+        (37, 2056),
+        (6144, 4096),
+        (1000, 4096),
+        (1016, 1544),
+        (2051, 2576),
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 17, 31, 33, 100, 255, 300])
 def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(rows, outs, columns, dtype)
@@ -44,8 +62,19 @@ def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("outs", "columns"), [
-    (1024, 2048), (1024, 3072), (1000, 576), (37, 2056), (4096, 4096), (4096, 12288), (1016, 1544), (2051, 9728)])
+@pytest.mark.parametrize(
+    ("outs", "columns"),
+    [
+        (1024, 2048),
+        (1024, 3072),
+        (1000, 576),
+        (37, 2056),
+        (4096, 4096),
+        (4096, 12288),
+        (1016, 1544),
+        (2051, 9728),
+    ],
+)
 @pytest.mark.parametrize("rows", [0, 1, 2, 4, 7, 16, 17, 31, 33, 64, 100, 255, 300])
 def test_products_that_add_themselves(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, some_bias = operands(rows, outs, columns, dtype)
@@ -64,7 +93,10 @@ def test_products_that_add_themselves(rows: int, outs: int, columns: int, dtype:
             assert error(residual, before[1:-1] + exact) < 4e-3
 
 
-@pytest.mark.parametrize(("outs", "columns", "gated"), [(1024, 3072, False), (4096, 4096, False), (4096, 12288, False), (3072, 1024, True)])
+@pytest.mark.parametrize(
+    ("outs", "columns", "gated"),
+    [(1024, 3072, False), (4096, 4096, False), (4096, 12288, False), (3072, 1024, True)],
+)
 @pytest.mark.parametrize("rows", [3, 5, 24, 40, 72, 100, 200])
 def test_what_lies_behind_the_rows_changes_no_bit(rows: int, outs: int, columns: int, gated: bool) -> None:
     x, weight, _ = operands(rows, outs * (1 + gated), columns, torch.bfloat16)
@@ -74,8 +106,10 @@ def test_what_lies_behind_the_rows_changes_no_bit(rows: int, outs: int, columns:
     assert torch.equal(product(room[:rows], weight, None), product(x, weight, None))
 
 
-@pytest.mark.parametrize(("size", "columns"), [
-    (3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130), (1000, 4096), (2053, 2576)])
+@pytest.mark.parametrize(
+    ("size", "columns"),
+    [(3072, 1024), (12288, 4096), (1536, 576), (360, 1048), (29, 130), (1000, 4096), (2053, 2576)],
+)
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 50, 65, 100, 256])
 def test_gated_products(rows: int, size: int, columns: int) -> None:
     x, weight, bias = operands(rows, 2 * size, columns, torch.bfloat16)
@@ -94,13 +128,18 @@ def test_gated_products_of_many_rows(rows: int, size: int, columns: int, dtype: 
     assert torch.equal(triton_ops.linear_silu_mul(x[:4096], weight, None), ours[:4096])
 
 
-@pytest.mark.parametrize(("outs", "columns", "gated"), [(4096, 1024, False), (6144, 1024, True), (6144, 4096, False), (74, 2056, True)])
+@pytest.mark.parametrize(
+    ("outs", "columns", "gated"),
+    [(4096, 1024, False), (6144, 1024, True), (6144, 4096, False), (74, 2056, True)],
+)
 @pytest.mark.parametrize("rows", [1, 2, 8, 65])
 def test_sum_norm_and_product(rows: int, outs: int, columns: int, gated: bool) -> None:
     x, weight, bias = operands(rows, outs, columns, torch.bfloat16)
     residual, norm_weight = torch.randn_like(x), torch.rand_like(x[0])
     total = x + residual
-    y = F.linear(F.rms_norm(total.float(), (columns,), norm_weight.float(), 1e-6), weight.float(), bias.float())
+    y = F.linear(
+        F.rms_norm(total.float(), (columns,), norm_weight.float(), 1e-6), weight.float(), bias.float()
+    )
     ours, ours_total = triton_ops.add_norm_linear(x, residual, norm_weight, 1e-6, weight, bias, gated)
     assert torch.equal(ours_total, total)
     assert error(ours, F.silu(y.chunk(2, dim=1)[0]) * y.chunk(2, dim=1)[1] if gated else y) < 8e-3
@@ -126,12 +165,27 @@ def test_a_chain_of_sums_norms_and_products_is_in_order_and_equal_each_time() ->
     check_replays(lambda: chain(wait=False), expected)
 
 
-@pytest.mark.parametrize(("rows", "hidden", "size"), [(1, 1024, 3072), (2, 1024, 3072), (16, 1024, 3072), (64, 1024, 3072),
-                                                      (300, 1024, 3072), (1, 2560, 9728), (1, 4096, 12288)])
-def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time(rows: int, hidden: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "hidden", "size"),
+    [
+        (1, 1024, 3072),
+        (2, 1024, 3072),
+        (16, 1024, 3072),
+        (64, 1024, 3072),
+        (300, 1024, 3072),
+        (1, 2560, 9728),
+        (1, 4096, 12288),
+    ],
+)
+def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time(
+    rows: int, hidden: int, size: int
+) -> None:
     """Each pair of kernels reads the residual and writes it in place, as a layer's halves do."""
     x, up, _ = operands(rows, 2 * size, hidden, torch.bfloat16)
-    down, norm_weight = operands(1, hidden, size, torch.bfloat16)[1], torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16)
+    down, norm_weight = (
+        operands(1, hidden, size, torch.bfloat16)[1],
+        torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16),
+    )
 
     def chain(wait: bool) -> torch.Tensor:
         residual = x.clone()
@@ -156,11 +210,13 @@ def test_a_norm_inside_a_ring_rounds_as_the_norm_itself(outs: int, inputs: int, 
     ours, _ = triton_ops.add_norm_linear(None, x, norm_weight, 1e-6, weight, bias, gated)
     apart = triton_ops.rms_norm(x, norm_weight, 1e-6)
     expected = (triton_ops.linear_silu_mul if gated else triton_ops.linear)(apart, weight, bias)
-    assert error(ours, expected.float()) < 2e-4    # the sums of squares have different orders: here and there a last bit
+    # the sums of squares have different orders: here and there a last bit
+    assert error(ours, expected.float()) < 2e-4
 
 
 def test_a_chain_of_dependent_launches_is_in_order_and_equal_each_time() -> None:
-    """Each kernel overwrites what the one before the last read (the allocator reuses memory); cuBLAS stands in between in places."""
+    """Each kernel overwrites what the one before the last read (the allocator reuses memory); cuBLAS stands
+    in between in places."""
     x, weight, _ = operands(1, 2048, 2048, torch.bfloat16)
     norm_weight = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16)
 
@@ -206,7 +262,7 @@ def test_rows_beyond_the_last_are_not_read() -> None:
 
 def test_a_chain_of_split_products_is_in_order() -> None:
     """Launches that overlap share the counters of parts that have arrived."""
-    x, down, _ = operands(64, 1024, 3072, torch.bfloat16)    # split in two
+    x, down, _ = operands(64, 1024, 3072, torch.bfloat16)  # split in two
     up = down.T.contiguous()
 
     def chain(sync: bool) -> torch.Tensor:

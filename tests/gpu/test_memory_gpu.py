@@ -1,4 +1,5 @@
-"""Regions on a real device: the tests of vLLM's and torch_memory_saver's allocators, and what they leave out."""
+"""Regions on a real device: the tests of vLLM's and torch_memory_saver's allocators, and what they leave
+out."""
 
 import gc
 
@@ -68,7 +69,7 @@ def test_a_resume_without_memory_changes_nothing_and_can_be_tried_again(regions)
     regions.resume()
     assert (x == 7).all() and y[-1] is not None
     with regions.region("weights"):
-        torch.zeros(1 << 20, device="cuda")      # the failure poisons nothing
+        torch.zeros(1 << 20, device="cuda")  # the failure poisons nothing
 
 
 def test_tensors_in_and_beside_a_region(regions):
@@ -136,7 +137,10 @@ def test_nested_regions(regions):
         with regions.region("inner", offload=True):
             b = torch.full((128 * MIB,), 2, dtype=torch.uint8, device="cuda")
         c = torch.full((32 * MIB,), 3, dtype=torch.uint8, device="cuda")
-    assert (regions.usage()["inner"]["reserved_bytes"], regions.usage()["outer"]["reserved_bytes"]) == (128 * MIB, 96 * MIB)
+    assert (regions.usage()["inner"]["reserved_bytes"], regions.usage()["outer"]["reserved_bytes"]) == (
+        128 * MIB,
+        96 * MIB,
+    )
     regions.pause(["inner"])
     assert (a == 1).all() and (c == 3).all()
     regions.resume()
@@ -144,7 +148,8 @@ def test_nested_regions(regions):
 
 
 def test_a_trainer_and_an_engine_take_turns(regions):
-    """torch_memory_saver's rl_example: model and optimizer of a trainer sleep while the other side generates, and the other way round."""
+    """torch_memory_saver's rl_example: model and optimizer of a trainer sleep while the other side generates,
+    and the other way round."""
     trainer = Regions()
     with trainer.region("optimizer", offload=True):
         model = torch.nn.Linear(4096, 4096, device="cuda")
@@ -200,7 +205,7 @@ def test_freed_memory_goes_back_once_the_region_closes(regions):
     before = used()
     with regions.region("weights"):
         x = torch.ones(GIB, dtype=torch.uint8, device="cuda")
-    y = x.sum(dtype=torch.int64)      # may still run
+    y = x.sum(dtype=torch.int64)  # may still run
     del x
     regions.close()
     torch.cuda.empty_cache()
@@ -211,7 +216,7 @@ def test_a_set_that_is_let_go_of_gives_its_memory_back():
     gc.collect()
     torch.cuda.empty_cache()
     before = used()
-    for _ in range(70):      # a process has room for 64 regions
+    for _ in range(70):  # a process has room for 64 regions
         own = Regions()
         with own.region("weights", offload=True):
             x = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,5 @@
-"""Tiers below a GPU: blocks large enough for the copy engines and small ones, beside graphs and asynchronous steps; two ranks; sleep."""
+"""Tiers below a GPU: blocks large enough for the copy engines and small ones, beside graphs and asynchronous
+steps; two ranks; sleep."""
 
 import random
 import time
@@ -11,8 +12,8 @@ from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-LARGE = ("qwen3-tied", dict(block_size=256, num_gpu_blocks_override=5))       # 384 KiB a block
-SMALL = ("qwen3", dict(block_size=16, num_gpu_blocks_override=44))            # 12 KiB
+LARGE = ("qwen3-tied", dict(block_size=256, num_gpu_blocks_override=5))  # 384 KiB a block
+SMALL = ("qwen3", dict(block_size=16, num_gpu_blocks_override=44))  # 12 KiB
 PROMPTS = [[random.Random(i).randrange(256) for _ in range(290)] for i in range(10)]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -23,7 +24,13 @@ def greedy():
 
 @pytest.fixture
 def engine_options():
-    return {"dtype": "float32", "max_model_len": 320, "gpu_memory_utilization": 0.2, "max_num_seqs": 16, "kv_load_policy": "always"}
+    return {
+        "dtype": "float32",
+        "max_model_len": 320,
+        "gpu_memory_utilization": 0.2,
+        "max_num_seqs": 16,
+        "kv_load_policy": "always",
+    }
 
 
 def one_by_one(llm):

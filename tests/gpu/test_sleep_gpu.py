@@ -1,4 +1,5 @@
-"""Sleep mode on a GPU: the memory really comes back, captured graphs stay valid, a wake-up without room loses nothing."""
+"""Sleep mode on a GPU: the memory really comes back, captured graphs stay valid, a wake-up without room loses
+nothing."""
 
 import gc
 import random
@@ -42,7 +43,13 @@ def build(folder):
     engines = []
 
     def make(path=folder, **options):
-        defaults = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.3, "max_num_seqs": 16, "enable_sleep_mode": True}
+        defaults = {
+            "dtype": "float32",
+            "max_model_len": 256,
+            "gpu_memory_utilization": 0.3,
+            "max_num_seqs": 16,
+            "enable_sleep_mode": True,
+        }
         engines.append(LLM(str(path), **defaults | options))
         return engines[-1]
 
@@ -66,14 +73,17 @@ def test_the_same_tokens_after_every_level_with_graphs(build, folder, expected, 
             llm.update_weights(folder)
         llm.wake_up(tags=["kv_cache"])
         assert tokens(llm) == expected
-    assert addresses == [p.data_ptr() for p in llm.core.runner.model.parameters()] + [llm.core.runner.kv.data_ptr()]
+    assert addresses == [p.data_ptr() for p in llm.core.runner.model.parameters()] + [
+        llm.core.runner.kv.data_ptr()
+    ]
 
 
 def test_the_memory_comes_back(build):
     before = free_bytes()
     llm = build(gpu_memory_utilization=0.5)
     tokens(llm)
-    llm.generate(PROMPTS, params(repetition_penalty=1.1), use_tqdm=False)    # the counts that penalties need go too
+    # the counts that penalties need go too
+    llm.generate(PROMPTS, params(repetition_penalty=1.1), use_tqdm=False)
     awake = free_bytes()
     assert before - awake > 0.4 * torch.cuda.mem_get_info()[1]
     for level in (1, 2):
@@ -90,7 +100,7 @@ def test_buffers_that_no_checkpoint_holds_survive_level_2(build, folder):
     assert "cos_sin" in before
     sums = llm.check_weights()
     llm.sleep(level=2)
-    with torch.no_grad():    # what is taken meanwhile overwrites what lay there
+    with torch.no_grad():  # what is taken meanwhile overwrites what lay there
         filler = torch.full((free_bytes() // 2,), 255, dtype=torch.uint8, device="cuda")
     del filler
     torch.cuda.empty_cache()
@@ -149,7 +159,7 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(build, expected, eage
     with torch.inference_mode():
         llm.core.runner.kv.fill_(float("nan"))
     assert tokens(llm) == expected
-    assert tokens(llm) == expected      # prompts found in the cache
+    assert tokens(llm) == expected  # prompts found in the cache
 
 
 @pytest.mark.parametrize("backend, package", [("flash_attn", "flash_attn"), ("flashinfer", "flashinfer")])
@@ -229,7 +239,9 @@ def test_two_engines_take_turns_on_one_card(build, folder, expected):
 def test_new_weights_leave_graphs_valid(build, folder, expected):
     llm = build()
     weights = load_file(folder / "model.safetensors")
-    llm.update_weights_from_tensors({name: torch.zeros_like(w) if "down_proj" in name else w for name, w in weights.items()})
+    llm.update_weights_from_tensors(
+        {name: torch.zeros_like(w) if "down_proj" in name else w for name, w in weights.items()}
+    )
     assert tokens(llm) != expected
     llm.update_weights_from_tensors({name: w.cuda() for name, w in weights.items()})
     assert tokens(llm) == expected
@@ -241,7 +253,10 @@ def test_another_process_takes_cuda_tensors():
     import subprocess
     import sys
 
-    sent = {"a": torch.arange(1 << 20, dtype=torch.float32, device="cuda").view(1024, 1024), "b": torch.ones(7, device="cuda").bfloat16()}
+    sent = {
+        "a": torch.arange(1 << 20, dtype=torch.float32, device="cuda").view(1024, 1024),
+        "b": torch.ones(7, device="cuda").bfloat16(),
+    }
     code = """
 import json, sys, torch
 from shoal.weights.transfer import open_tensor
@@ -254,8 +269,13 @@ torch.cuda.synchronize()
 print([float(t.double().sum()) for t in tensors.values()])
 """
     with SharedTensors(sent) as shared:
-        handles = [h | {"cuda": [{"hex": v.hex()} if isinstance(v, bytes) else v for v in h["cuda"]]} for h in shared.handles]
-        done = subprocess.run([sys.executable, "-c", code], input=json.dumps(handles) + "\n", capture_output=True, text=True)
+        handles = [
+            h | {"cuda": [{"hex": v.hex()} if isinstance(v, bytes) else v for v in h["cuda"]]}
+            for h in shared.handles
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=json.dumps(handles) + "\n", capture_output=True, text=True
+        )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [float(t.double().sum()) for t in sent.values()]
 
@@ -267,7 +287,9 @@ def test_two_ranks_sleep_together(build, folder, expected):
     awake = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
     for level in (1, 2, 1):
         llm.sleep(level=level)
-        assert all(torch.cuda.mem_get_info(i)[0] - awake[i] > 0.2 * torch.cuda.mem_get_info(i)[1] for i in range(2))
+        assert all(
+            torch.cuda.mem_get_info(i)[0] - awake[i] > 0.2 * torch.cuda.mem_get_info(i)[1] for i in range(2)
+        )
         llm.wake_up()
         if level == 2:
             llm.update_weights(folder)
@@ -277,12 +299,15 @@ def test_two_ranks_sleep_together(build, folder, expected):
     torch.cuda.empty_cache()
     llm.sleep(level=1)
     hog = torch.empty(torch.cuda.mem_get_info(1)[0] - 2 * GIB, dtype=torch.uint8, device="cuda:1")
-    with pytest.raises((ShoalError, RuntimeError, MemoryError)):    # rank 1 finds no room: rank 0 goes back to sleep
+    # rank 1 finds no room: rank 0 goes back to sleep
+    with pytest.raises((ShoalError, RuntimeError, MemoryError)):
         llm.wake_up()
     assert llm.is_sleeping and torch.cuda.mem_get_info(0)[0] - awake[0] > 0.2 * torch.cuda.mem_get_info(0)[1]
     del hog
     torch.cuda.empty_cache()
     llm.wake_up()
     assert tokens(llm) == expected
-    llm.update_weights_from_tensors({name: w.cuda() for name, w in load_file(folder / "model.safetensors").items()})
+    llm.update_weights_from_tensors(
+        {name: w.cuda() for name, w in load_file(folder / "model.safetensors").items()}
+    )
     assert tokens(llm) == expected

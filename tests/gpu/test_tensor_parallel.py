@@ -1,4 +1,5 @@
-"""Collectives over NCCL between the processes of a worker group: right, in a CUDA graph too, and not for ever when a rank dies."""
+"""Collectives over NCCL between the processes of a worker group: right, in a CUDA graph too, and not for ever
+when a rank dies."""
 
 import os
 import signal
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 @pytest.fixture
 def two_ranks(monkeypatch):
     """(group, rank 0's TensorParallel, the module that rank 1 runs)"""
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "process"), *sys.path])    # rank 1 gets it too
+    # rank 1 gets it too
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "process"), *sys.path])
     import toy_worker
 
     torch.cuda.set_device(0)
@@ -36,7 +38,9 @@ def test_collectives_of_all_ranks(two_ranks):
     pending = group.submit("collectives")
     for r in [toy.collectives(tp), *pending.results()]:
         assert torch.equal(r["summed"], torch.full((3, 2), 3.0, dtype=torch.bfloat16))
-        assert torch.equal(r["columns"], torch.tensor([[1.0, -1, 2, -2]])) and torch.equal(r["rows"], torch.tensor([[1.0, -1], [2, -2]]))
+        assert torch.equal(r["columns"], torch.tensor([[1.0, -1, 2, -2]])) and torch.equal(
+            r["rows"], torch.tensor([[1.0, -1], [2, -2]])
+        )
         assert torch.equal(r["sent"], torch.tensor([0, 7], dtype=torch.int32))
 
 
@@ -49,7 +53,8 @@ def test_collectives_in_a_cuda_graph_see_each_replays_input(two_ranks):
 
 
 def test_the_stream_of_an_all_reduce_is_the_current_one(two_ranks):
-    """Work queued before and after it is in order without any wait: on a side stream and with memory that is freed at once."""
+    """Work queued before and after it is in order without any wait: on a side stream and with memory that is
+    freed at once."""
     group, tp, _ = two_ranks
     pending = group.submit("sums_on_a_side_stream", 200)
     from toy_worker import sums_on_a_side_stream
@@ -61,7 +66,8 @@ def test_the_stream_of_an_all_reduce_is_the_current_one(two_ranks):
 def test_a_rank_that_dies_in_the_middle_of_a_collective_does_not_hang_rank_0(two_ranks):
     group, tp, _ = two_ranks
     pid = group.submit("about").results()[0]["pid"]
-    tp.all_reduce(torch.ones(1 << 20, device="cuda"))    # runs on the GPU until rank 1 comes, which it never does
+    # runs on the GPU until rank 1 comes, which it never does
+    tp.all_reduce(torch.ones(1 << 20, device="cuda"))
     done = torch.cuda.Event()
     done.record()
     os.kill(pid, signal.SIGKILL)
@@ -73,7 +79,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_collective_does_not_hang_rank_0(two
     assert time.monotonic() - begin < 1.5
     group.close()
     tp.close()
-    torch.cuda.synchronize()    # the kernel has been aborted
+    torch.cuda.synchronize()  # the kernel has been aborted
     assert time.monotonic() - begin < 10
     assert torch.ones(3, device="cuda").sum().item() == 3
 

@@ -1,6 +1,7 @@
 """The chat page in headless Chromium, against the real server over a fake engine.
 
-python -m tests.process.test_chat_page http://127.0.0.1:8000 docs/images/chat.png    makes the picture in the docs, of a server that runs.
+python -m tests.process.test_chat_page http://127.0.0.1:8000 docs/images/chat.png    makes the picture in the
+docs, of a server that runs.
 """
 
 import argparse
@@ -18,9 +19,17 @@ from tests.fake_server import FakeServer, eventually
 
 CHROMIUM = "/usr/bin/chromium"
 # Without these the browser calls home.
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]
-WAIT_MS = 60_000    # the machine may be busy
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+WAIT_MS = 60_000  # the machine may be busy
 TEXT = """# Tides
 Tides are the **slow** breathing of the *sea*. Twice a day the water comes up the beach, and twice a day it goes back.
 
@@ -54,8 +63,16 @@ def chromium():
     if not os.path.exists(CHROMIUM):
         if os.geteuid() != 0 or shutil.which("apt-get") is None:
             pytest.skip(f"needs {CHROMIUM}: apt-get install chromium (only root on Debian may)")
-        for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", "chromium"]):
-            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
+        for command in (
+            ["apt-get", "update"],
+            ["apt-get", "install", "-y", "--no-install-recommends", "chromium"],
+        ):
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+            )
             if done.returncode:
                 pytest.skip(f"{' '.join(command)} failed: {done.stderr[-300:]}")
     return CHROMIUM
@@ -71,7 +88,8 @@ def browser(chromium):
 
 @pytest.fixture
 def open_page(browser, served):
-    """open_page(width=..., color_scheme=...) -> a page in a fresh profile. Fails the test if the page called elsewhere or broke."""
+    """open_page(width=..., color_scheme=...) -> a page in a fresh profile. Fails the test if the page called
+    elsewhere or broke."""
     contexts, requested, broken, origins = [], [], [], set()
 
     def open_page(width=1100, height=760, server=served, num_models=1, **options):
@@ -81,7 +99,12 @@ def open_page(browser, served):
         page.set_default_timeout(WAIT_MS)
         page.on("request", lambda request: requested.append(request.url))
         page.on("pageerror", lambda error: broken.append(str(error)))
-        page.on("console", lambda message: broken.append(message.text) if "Content Security Policy" in message.text else None)
+        page.on(
+            "console",
+            lambda message: (
+                broken.append(message.text) if "Content Security Policy" in message.text else None
+            ),
+        )
         page.goto(server.url + "/")
         origins.add(server.url)
         expect(page.locator("#model option")).to_have_count(num_models, timeout=WAIT_MS)
@@ -106,15 +129,23 @@ def test_an_answer_streams_in_with_its_speed(open_page, served):
     served.say(TEXT)
     page = open_page()
     turn = ask(page, "Explain tides to a child")
-    expect(turn.locator(".foot span")).to_have_text(re.compile(r"^\d+\.\d\d s to first token · [\d.]+ tokens/s · \d+ tokens"))
+    expect(turn.locator(".foot span")).to_have_text(
+        re.compile(r"^\d+\.\d\d s to first token · [\d.]+ tokens/s · \d+ tokens")
+    )
     assert page.locator(".turn.user .body").all_inner_texts() == ["Explain tides to a child"]
-    assert turn.locator(".body h3").inner_text() == "Tides" and turn.locator(".body strong").inner_text() == "slow"
+    assert (
+        turn.locator(".body h3").inner_text() == "Tides"
+        and turn.locator(".body strong").inner_text() == "slow"
+    )
     assert turn.locator(".body li").count() == 4 and turn.locator(".body li li").count() == 2
     assert turn.locator(".body pre code").text_content() == 'print("high & low")'
 
 
 def test_text_is_never_read_as_html(open_page, served):
-    served.say('<img src=x onerror="document.title=1"> **<b>x</b>** [a](javascript:alert(1)) [b](https://example.com/?q=<script>) `<i>`')
+    served.say(
+        '<img src=x onerror="document.title=1"> **<b>x</b>** [a](javascript:alert(1)) '
+        "[b](https://example.com/?q=<script>) `<i>`"
+    )
     page = open_page()
     turn = ask(page, '<script>document.title = "broken"</script>')
     assert page.title() == "Shoal" and turn.locator("img, b, i, script").count() == 0
@@ -142,34 +173,54 @@ def test_stop_ends_the_request_in_the_engine(open_page, served):
     expect(turn.locator(".body")).to_contain_text("and so on", timeout=WAIT_MS)
     page.get_by_role("button", name="Stop").click()
     expect(turn.locator(".foot span")).to_have_text(re.compile("about .* stopped"), timeout=WAIT_MS)
-    served.wait_until_idle()    # long before the 2,000 tokens would be out
+    served.wait_until_idle()  # long before the 2,000 tokens would be out
     served.say("Fine.")
-    assert ask(page, "And now?").locator(".body").inner_text() == "Fine."    # the conversation goes on
+    assert ask(page, "And now?").locator(".body").inner_text() == "Fine."  # the conversation goes on
     assert "and so on" in served.last_prompt()
     page.reload()
-    expect(page.locator(".turn.assistant .body").first).to_contain_text("and so on")    # what there was stays
+    expect(page.locator(".turn.assistant .body").first).to_contain_text("and so on")  # what there was stays
 
 
 def test_settings_reach_the_request_and_are_kept(open_page, served):
     served.say("Yes.")
     page = open_page()
     page.get_by_role("button", name="Settings").click()
-    for label, value in (("System prompt", "Be brief."), ("Temperature", "0.25"), ("Top p", "0.5"), ("Top k", "7"), ("Min p", "0.125"),
-                         ("Max tokens", "33"), ("Seed", "11"), ("Repetition penalty", "1.5"), ("Presence penalty", "-1"),
-                         ("Frequency penalty", "2"), ("Stop strings", "END\nFIN")):
+    for label, value in (
+        ("System prompt", "Be brief."),
+        ("Temperature", "0.25"),
+        ("Top p", "0.5"),
+        ("Top k", "7"),
+        ("Min p", "0.125"),
+        ("Max tokens", "33"),
+        ("Seed", "11"),
+        ("Repetition penalty", "1.5"),
+        ("Presence penalty", "-1"),
+        ("Frequency penalty", "2"),
+        ("Stop strings", "END\nFIN"),
+    ):
         page.get_by_label(label).fill(value)
     page.keyboard.press("Escape")
     ask(page, "Really?")
     params = served.last_request().params
-    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens, params.seed) == (0.25, 0.5, 7, 0.125, 33, 11)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens, params.seed) == (
+        0.25,
+        0.5,
+        7,
+        0.125,
+        33,
+        11,
+    )
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.5, -1, 2)
     assert params.stop == ["END", "FIN"] and "Be brief." in served.last_prompt()
     page.reload()
     expect(page.locator(".turn")).to_have_count(2)
     page.get_by_role("button", name="Settings").click()
-    assert page.get_by_label("Temperature").input_value() == "0.25" and page.get_by_label("System prompt").input_value() == "Be brief."
+    assert (
+        page.get_by_label("Temperature").input_value() == "0.25"
+        and page.get_by_label("System prompt").input_value() == "Be brief."
+    )
     page.keyboard.press("Escape")
-    page.get_by_role("button", name="New conversation").click()    # has settings of its own
+    page.get_by_role("button", name="New conversation").click()  # has settings of its own
     ask(page, "Really?")
     assert served.last_request().params.temperature == 1 and "Be brief." not in served.last_prompt()
 
@@ -202,7 +253,7 @@ def test_a_retry_replaces_the_answer_unless_it_brings_none(open_page, served):
     page.route(url, lambda route: route.fulfill(status=503, body="asleep", headers={"Retry-After": "7"}))
     page.get_by_role("button", name="Retry").click()
     expect(alert).to_have_text("asleep (503) Retry in 7 s.", timeout=WAIT_MS)
-    page.route(url, lambda route: route.abort())    # as when the server is gone
+    page.route(url, lambda route: route.abort())  # as when the server is gone
     page.get_by_role("button", name="Retry").click()
     expect(alert).to_contain_text("does not answer", timeout=WAIT_MS)
     page.reload()
@@ -250,12 +301,12 @@ def test_conversations_outlive_a_reload_and_can_be_switched_renamed_and_deleted(
     page.get_by_role("button", name="Rename Why are there tides?").click()
     page.get_by_label("Title").fill("Tides")
     page.keyboard.press("Enter")
-    page.get_by_role("button", name="Why is the sky blue?", exact=True).hover()    # shows the row's buttons
+    page.get_by_role("button", name="Why is the sky blue?", exact=True).hover()  # shows the row's buttons
     page.get_by_role("button", name="Delete Why is the sky blue?").click()
     assert titles(page) == ["Tides"]
     page.get_by_role("button", name="Undo").click()
     assert titles(page) == ["Tides", "Why is the sky blue?"]
-    page.get_by_role("button", name="Delete Tides").click()    # the one that is shown
+    page.get_by_role("button", name="Delete Tides").click()  # the one that is shown
     expect(page.locator(".turn")).to_have_count(0)
     page.reload()
     assert titles(page) == ["Why is the sky blue?"]
@@ -312,7 +363,9 @@ def test_a_draft_outlives_a_reload_and_a_suggestion(open_page, served):
 def test_storage_that_is_forbidden_or_broken_costs_no_page(open_page, served):
     served.say("Yes.")
     page = open_page()
-    page.evaluate("""localStorage.setItem("shoal.chat.a", "{"); localStorage.setItem("shoal.chat.b", "null")""")
+    page.evaluate(
+        """localStorage.setItem("shoal.chat.a", "{"); localStorage.setItem("shoal.chat.b", "null")"""
+    )
     page.reload()
     ask(page, "Well?")
     assert titles(page) == ["Well?"]
@@ -324,11 +377,14 @@ def test_storage_that_is_forbidden_or_broken_costs_no_page(open_page, served):
 
 
 def drop(page, name, content, mime="text/plain"):
-    data = page.evaluate_handle("""([name, bytes, type]) => {
+    data = page.evaluate_handle(
+        """([name, bytes, type]) => {
         const data = new DataTransfer();
         data.items.add(new File([new Uint8Array(bytes)], name, {type}));
         return data;
-    }""", [name, list(content), mime])
+    }""",
+        [name, list(content), mime],
+    )
     page.dispatch_event("#scroll", "dragover", {"dataTransfer": data})
     page.dispatch_event("#scroll", "drop", {"dataTransfer": data})
 
@@ -356,7 +412,8 @@ def test_files_that_are_no_text_or_too_large_are_refused(open_page):
     expect(page.get_by_role("alert")).to_contain_text("“zeros.txt” is not a text file")
     page.set_input_files("#file", {"name": "large.txt", "mimeType": "text/plain", "buffer": b"x" * 300_000})
     expect(page.get_by_role("alert")).to_contain_text(
-        "“large.txt” (293 KB) is too large: a message's files may have 256 KB together.")
+        "“large.txt” (293 KB) is too large: a message's files may have 256 KB together."
+    )
     assert page.locator("#files li").count() == 0
 
 
@@ -408,8 +465,10 @@ def test_code_is_coloured_and_stays_what_it_was(open_page, served):
 
 
 def test_tables_and_code_in_lists(open_page, served):
-    served.say("| name | count |\n|---|---:|\n| **cod** | 1 |\n| a \\| b | 2 |\n\n"
-               "1. Install:\n   ```bash\n   pip install x\n\n   x\n   ```\n\n2. Run.")
+    served.say(
+        "| name | count |\n|---|---:|\n| **cod** | 1 |\n| a \\| b | 2 |\n\n"
+        "1. Install:\n   ```bash\n   pip install x\n\n   x\n   ```\n\n2. Run."
+    )
     page = open_page()
     turn = ask(page, "Table?")
     assert turn.locator("th, td").all_inner_texts() == ["name", "count", "cod", "1", "a | b", "2"]
@@ -434,7 +493,8 @@ def test_finished_parts_of_a_streamed_answer_are_built_once(open_page, served):
         for (const change of changes) built.push(...change.addedNodes);
     }).observe(log, {childList: true, subtree: true})""")
     turn = ask(page, "Go on")
-    assert page.evaluate("built.filter(node => node.matches?.('ul, .code')).length") == 2    # they grew in place
+    # they grew in place
+    assert page.evaluate("built.filter(node => node.matches?.('ul, .code')).length") == 2
     assert page.evaluate("built.filter(node => node.textContent === 'x = 1\\n').length") == 1
     assert turn.locator("pre code").text_content() == "x = 1\ny = 2\nz = 3"
     assert turn.locator("li").all_inner_texts() == ["one", "two", "three"]
@@ -454,11 +514,16 @@ def test_the_model_can_be_picked_and_stays_with_the_conversation(open_page):
 
 
 def test_thoughts_are_folded(open_page):
-    with Served(FakeEngine(300, ends=True), model={"max_model_len": 8192, "reasoning_parser": "qwen3"}) as server:
+    with Served(
+        FakeEngine(300, ends=True), model={"max_model_len": 8192, "reasoning_parser": "qwen3"}
+    ) as server:
         server.say("<think>\nLet me see.\n</think>\n\nIt is four.")
         page = open_page(server=server)
         turn = ask(page, "Two and two?")
-        assert turn.locator(".body").inner_text() == "It is four." and not turn.get_by_text("Let me see.").is_visible()
+        assert (
+            turn.locator(".body").inner_text() == "It is four."
+            and not turn.get_by_text("Let me see.").is_visible()
+        )
         turn.get_by_text("Thoughts").click()
         assert turn.get_by_text("Let me see.").is_visible()
         ask(page, "Sure?")
@@ -474,8 +539,13 @@ def test_a_key_is_asked_for_and_kept_with_the_tab(open_page):
         page.get_by_label("API key").fill("sesame")
         page.get_by_role("button", name="Close").click()
         expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
-        assert ask(page, "Open?").locator(".body").inner_text() == "Open." and not page.get_by_role("alert").is_visible()
-        assert "sesame" not in page.evaluate("JSON.stringify(localStorage)") and "sesame" in page.evaluate("JSON.stringify(sessionStorage)")
+        assert (
+            ask(page, "Open?").locator(".body").inner_text() == "Open."
+            and not page.get_by_role("alert").is_visible()
+        )
+        assert "sesame" not in page.evaluate("JSON.stringify(localStorage)") and "sesame" in page.evaluate(
+            "JSON.stringify(sessionStorage)"
+        )
 
 
 def test_keys_write_lines_and_send(open_page, served):
@@ -488,7 +558,7 @@ def test_keys_write_lines_and_send(open_page, served):
     message.press("Enter")
     expect(page.locator(".turn.assistant .body")).to_have_text("Ok.", timeout=WAIT_MS)
     assert page.locator(".turn.user .body").inner_text() == "one\ntwo" and message.input_value() == ""
-    message.press("Enter")    # nothing to send
+    message.press("Enter")  # nothing to send
     assert page.locator(".turn").count() == 2
     page.get_by_role("button", name="New conversation").click()
     assert page.locator(".turn").count() == 0
@@ -503,7 +573,11 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, served):
     fits = "document.documentElement.scrollWidth <= innerWidth && scroll.scrollWidth <= scroll.clientWidth"
     assert page.evaluate(fits)
     box = page.get_by_role("button", name="Send").bounding_box()
-    assert box["x"] + box["width"] <= 360 and box["y"] + box["height"] <= 640 and min(box["width"], box["height"]) >= 40
+    assert (
+        box["x"] + box["width"] <= 360
+        and box["y"] + box["height"] <= 640
+        and min(box["width"], box["height"]) >= 40
+    )
     page.get_by_role("button", name="Settings").click()
     assert page.evaluate(fits)
     dialog = page.locator("dialog").bounding_box()
@@ -518,7 +592,12 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, served):
 
 def test_light_and_dark_follow_the_system_and_the_switch(open_page):
     def brightness(page):
-        return sum(int(part) for part in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[:3])
+        return sum(
+            int(part)
+            for part in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[
+                :3
+            ]
+        )
 
     light, dark = open_page(color_scheme="light"), open_page(color_scheme="dark")
     assert brightness(light) > 600 and brightness(dark) < 150
@@ -533,7 +612,10 @@ def test_light_and_dark_follow_the_system_and_the_switch(open_page):
 def test_everything_has_a_name(open_page):
     page = open_page()
     for element in page.locator("button, select, textarea, input").all():
-        name = element.evaluate("e => (e.ariaLabel || e.textContent || [...(e.labels || [])].map(l => l.textContent).join('')).trim()")
+        name = element.evaluate(
+            "e => (e.ariaLabel || e.textContent || [...(e.labels || [])].map(l => "
+            "l.textContent).join('')).trim()"
+        )
         assert name, element.evaluate("e => e.outerHTML")
 
 
@@ -554,7 +636,7 @@ def make_picture(url, path, questions):
         expect(page.locator("#model option").first).to_be_attached()
         for question in questions:
             page.get_by_role("button", name="New conversation").click()
-            page.evaluate("current.options = {temperature: '0', max_tokens: '250'}")    # a picture that stays
+            page.evaluate("current.options = {temperature: '0', max_tokens: '250'}")  # a picture that stays
             ask(page, question)
         page.mouse.move(550, 300)
         page.screenshot(path=path)
@@ -565,7 +647,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("path")
-    parser.add_argument("--questions", nargs="+", metavar="TEXT", default=[
-        "What is the capital of France?", "Explain tides to a child",
-        "Write a short Python function that returns the square of a number."])
+    parser.add_argument(
+        "--questions",
+        nargs="+",
+        metavar="TEXT",
+        default=[
+            "What is the capital of France?",
+            "Explain tides to a child",
+            "Write a short Python function that returns the square of a number.",
+        ],
+    )
     make_picture(**vars(parser.parse_args()))

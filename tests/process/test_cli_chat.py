@@ -30,7 +30,7 @@ def terminal(server, tmp_path):
 
 def ask(terminal, line):
     terminal.enter(line)
-    terminal.expect(line)    # as it is echoed
+    terminal.expect(line)  # as it is echoed
     answer = terminal.expect("[")
     terminal.expect(">>> ")
     return answer.strip()
@@ -145,10 +145,14 @@ def test_an_unknown_command_is_not_sent_and_its_neighbour_is_named(terminal, ser
 
 
 def test_settings_reach_the_server_and_impossible_ones_are_refused(terminal, server):
-    for line, hint in (("/set temperature hot", "'hot' is not a number"), ("/set top_p 7", "top_p 7"),
-                       ("/set temprature 1", "did you mean temperature?"),
-                       ("/set temperature 0.25", "temperature: 0.25"),
-                       ("/set max_tokens 2", "max_tokens: 2"), ("/system Be brief.", "Be brief.")):
+    for line, hint in (
+        ("/set temperature hot", "'hot' is not a number"),
+        ("/set top_p 7", "top_p 7"),
+        ("/set temprature 1", "did you mean temperature?"),
+        ("/set temperature 0.25", "temperature: 0.25"),
+        ("/set max_tokens 2", "max_tokens: 2"),
+        ("/system Be brief.", "Be brief."),
+    ):
         terminal.enter(line)
         terminal.expect(line)
         terminal.expect(hint)
@@ -182,8 +186,9 @@ def test_a_saved_conversation_is_a_request_body_and_can_be_gone_on_with(terminal
 
 def piped(server, text, *arguments):
     command = [sys.executable, "-m", "shoal", "chat", "--url", server.url, *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"NO_PROXY": "*"})
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=60, env=os.environ | {"NO_PROXY": "*"}
+    )
 
 
 def test_from_a_pipe_only_the_answers_are_on_standard_output(server):

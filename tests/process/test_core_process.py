@@ -36,15 +36,23 @@ def checkpoint(tmp_path_factory):
 def temporary(tmp_path, monkeypatch):
     """Sockets lie here, so that a test sees what is left of them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)    # that of the core's log too
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)  # that of the core's log too
     monkeypatch.setattr(async_llm, "RESTART_PAUSES_S", (0.0, 0.0, 0.0))
     yield tmp_path
     assert not list(tmp_path.glob("shoal-*"))
 
 
 def config(checkpoint, **options):
-    return EngineConfig(**{"model": str(checkpoint), "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 1 << 22,
-                           "max_num_seqs": 16, **options})
+    return EngineConfig(
+        **{
+            "model": str(checkpoint),
+            "device": "cpu",
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 1 << 22,
+            "max_num_seqs": 16,
+            **options,
+        }
+    )
 
 
 def request(name, length=8, prompt=(1, 2, 3), **options):
@@ -68,20 +76,27 @@ async def until(condition):
 
 def with_engine(**options):
     """The test gets an engine of its own, and has to end in time."""
+
     def decorate(function):
         def test(checkpoint):
             async def bounded():
                 async with asyncio.timeout(DEADLINE_S):
-                    llm = await AsyncLLM.start(config(checkpoint, **options.get("engine", {})), restart=options.get("restart", False),
-                                               engine_timeout=options.get("engine_timeout", 60.0))
+                    llm = await AsyncLLM.start(
+                        config(checkpoint, **options.get("engine", {})),
+                        restart=options.get("restart", False),
+                        engine_timeout=options.get("engine_timeout", 60.0),
+                    )
                     try:
                         await function(llm)
                     finally:
                         await llm.close()
                     assert not psutil.pid_exists(llm.info.pid)
+
             asyncio.run(bounded())
+
         test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
+
     return decorate
 
 
@@ -90,21 +105,28 @@ async def test_requests_at_once_get_what_they_would_get_alone(llm):
     asked = [request(i, 5 + i % 20, prompt=[1 + i] * (1 + i % 30)) for i in range(40)]
     alone = [await run(llm, r) for r in asked[:5]]
     together = await asyncio.gather(*[run(llm, r) for r in asked])
-    assert together[:5] == alone and all(len(ids) == r.params.max_tokens for (ids, _), r in zip(together, asked))
+    assert together[:5] == alone and all(
+        len(ids) == r.params.max_tokens for (ids, _), r in zip(together, asked)
+    )
     await llm.check()
 
 
 @with_engine()
 async def test_a_bad_request_is_refused_alone(llm):
     good = asyncio.create_task(run(llm, request("good", 450)))
-    bad = [request("a", prompt=[300]), request("b", prompt=[]), request("d", logprobs=21), request("e", prompt=[1] * 600)]
+    bad = [
+        request("a", prompt=[300]),
+        request("b", prompt=[]),
+        request("d", logprobs=21),
+        request("e", prompt=[1] * 600),
+    ]
     for asked in bad:
         with pytest.raises(RequestError):
             await run(llm, asked)
     with pytest.raises(RequestError, match="request_id"):
         await run(llm, request("good"))
     wrong = request("f")
-    wrong.priority = "high"    # what no decoder takes
+    wrong.priority = "high"  # what no decoder takes
     with pytest.raises(RequestError):
         await run(llm, wrong)
     assert await good == ((await run(llm, request("again", 450)))[0], FinishReason.LENGTH)
@@ -164,7 +186,9 @@ async def test_huge_answers_beside_others(llm):
 
 @with_engine()
 async def test_a_grammar_holds(llm):
-    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    params = SamplingParams(
+        temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+    )
     ids, reason = await run(llm, Request("r", [1, 2, 3], params, eos_token_ids=(257,)))
     assert reason is FinishReason.STOP and len(ids) in (3, 4)
 
@@ -205,7 +229,7 @@ async def test_sleep_in_its_three_modes(llm):
     running = await begin("awaited")
     sleeping = asyncio.create_task(llm.sleep(2, mode="wait"))
     await asyncio.sleep(0)
-    assert (await llm.stats()).num_running in (0, 1)    # answered meanwhile
+    assert (await llm.stats()).num_running in (0, 1)  # answered meanwhile
     await sleeping
     assert await running == (whole, FinishReason.LENGTH)
     await llm.wake_up()
@@ -260,7 +284,7 @@ async def test_a_killed_core_is_told_to_everybody(llm):
     for task in running:
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await task
-    assert "SIGKILL" in str(llm.dead) and "KV blocks" in llm.dead.__notes__[0]    # the end of its log, for ours
+    assert "SIGKILL" in str(llm.dead) and "KV blocks" in llm.dead.__notes__[0]  # the end of its log, for ours
     for call in (run(llm, request("new")), llm.stats(), llm.sleep(1)):
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await call
@@ -345,11 +369,15 @@ async def test_a_core_comes_back_as_soon_as_there_are_descriptors(llm):
     assert await run(llm, request(0)) == want
 
 
-@pytest.mark.parametrize(("options", "kind", "words"), [
-    ({"model": "/nowhere"}, CheckpointError, "/nowhere"),
-    ({"tensor_parallel_size": 4}, ConfigError, "tensor_parallel_size"),
-    ({"max_model_len": 100000}, ConfigError, "max_model_len"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"model": "/nowhere"}, CheckpointError, "/nowhere"),
+        ({"tensor_parallel_size": 4}, ConfigError, "tensor_parallel_size"),
+        ({"max_model_len": 100000}, ConfigError, "max_model_len"),
+    ],
+    ids=str,
+)
 def test_what_keeps_the_engine_from_starting_is_raised_here(options, kind, words, checkpoint):
     with pytest.raises(kind, match=words):
         asyncio.run(AsyncLLM.start(config(checkpoint, **options)))
@@ -397,8 +425,12 @@ def test_the_core_and_its_ranks_die_with_the_parent(ready, checkpoint, temporary
                 print("starting", flush=True)
             await asyncio.sleep(600)
         asyncio.run(main())""")
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
-                              env=os.environ | {"PYTHONPATH": str(ROOT)})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert parent.stdout.readline()
     family = psutil.Process(parent.pid).children(recursive=True)
     assert len(family) >= (2 if ready else 1)

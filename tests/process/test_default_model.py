@@ -1,4 +1,5 @@
-"""SmolLM2, the model a newcomer meets: the oracle's numbers on the dequantized weights, close ones from the packed weights."""
+"""SmolLM2, the model a newcomer meets: the oracle's numbers on the dequantized weights, close ones from the
+packed weights."""
 
 import pytest
 import torch
@@ -7,20 +8,28 @@ import transformers
 from shoal import LLM, SamplingParams
 from shoal.weights.source import resolve
 
-TEXT = ("Water is a chemical compound of hydrogen and oxygen. At sea level it boils at one hundred degrees Celsius, and ice floats on it, "
-        "because ice is less dense. Without water no form of life that we know of would be possible, and rivers have drawn people to "
-        "their banks.")
+TEXT = (
+    "Water is a chemical compound of hydrogen and oxygen. At sea level it boils at one hundred degrees "
+    "Celsius, and ice floats on it, "
+    "because ice is less dense. Without water no form of life that we know of would be possible, and rivers "
+    "have drawn people to "
+    "their banks."
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
 def oracle():
     file = resolve("smollm2").path
-    return transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
 
 
 def prompt_logprobs(llm, ids):
-    found = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs
+    found = llm.generate(
+        {"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    )[0].prompt_logprobs
     return torch.tensor([found[i][ids[i]].logprob for i in range(1, len(ids))])
 
 
@@ -37,8 +46,10 @@ def test_float32_gives_the_oracles_tokens_and_numbers(oracle):
         assert (prompt_logprobs(llm, ids) - oracle_logprobs(oracle, ids)).abs().max() < 2e-3
         prompts = [ids[:n] for n in (1, 5, 17, 40, len(ids))]
         for prompt, output in zip(prompts, llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)):
-            want = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, repetition_penalty=1.0)
-            assert output.outputs[0].token_ids == want[0, len(prompt):].tolist()
+            want = oracle.generate(
+                torch.tensor([prompt]), max_new_tokens=24, do_sample=False, repetition_penalty=1.0
+            )
+            assert output.outputs[0].token_ids == want[0, len(prompt) :].tolist()
 
 
 @pytest.mark.slow
@@ -52,7 +63,9 @@ def test_packed_weights_stay_close_to_the_oracle(oracle):
 
 def test_it_chats():
     with LLM(max_model_len=512) as llm:
-        answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)[0].outputs[0]
+        answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)[0].outputs[
+            0
+        ]
         assert "Paris" in answer.text and answer.finish_reason in ("stop", "length")
 
 

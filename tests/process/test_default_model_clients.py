@@ -17,11 +17,25 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-PICK = {"type": "function", "function": {"name": "get_weather", "description": "The weather in a city", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
-    "required": ["city", "unit"], "additionalProperties": False}}}
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"enum": ["small", "large"]}},
-          "required": ["name", "size"], "additionalProperties": False}
+PICK = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"enum": ["small", "large"]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +44,22 @@ def url(tmp_path_factory):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-m", "shoal.cli", "serve", "--device", "cpu", "--max-model-len", "1024", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "shoal.cli",
+        "serve",
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "1024",
+        "--port",
+        str(port),
+    ]
     with log.open("w") as file:
-        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=file, stderr=file
+        )
     deadline = time.monotonic() + DEADLINE_S
     while "ready after" not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -55,7 +82,9 @@ def name(client):
 @pytest.fixture
 def chat(client, name):
     def ask(messages=QUESTION, **options):
-        return client.chat.completions.create(**{"model": name, "messages": messages, "max_tokens": 24, "temperature": 0, **options})
+        return client.chat.completions.create(
+            **{"model": name, "messages": messages, "max_tokens": 24, "temperature": 0, **options}
+        )
 
     return ask
 
@@ -64,13 +93,19 @@ def test_it_chats_and_streams_the_same(chat):
     answer = chat()
     assert "Paris" in answer.choices[0].message.content and answer.usage.completion_tokens <= 24
     parts = list(chat(stream=True, stream_options={"include_usage": True}))
-    assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == answer.choices[0].message.content
-    assert parts[-1].usage == answer.usage or parts[-1].usage.completion_tokens == answer.usage.completion_tokens
+    assert (
+        "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
+        == answer.choices[0].message.content
+    )
+    assert (
+        parts[-1].usage == answer.usage or parts[-1].usage.completion_tokens == answer.usage.completion_tokens
+    )
 
 
 def test_completions_with_stop_and_several_answers(client, name):
-    answer = client.completions.create(model=name, prompt="The capital of France is", max_tokens=16, n=2, temperature=0.8, seed=1,
-                                       stop=["."])
+    answer = client.completions.create(
+        model=name, prompt="The capital of France is", max_tokens=16, n=2, temperature=0.8, seed=1, stop=["."]
+    )
     assert [c.index for c in answer.choices] == [0, 1] and all("." not in c.text for c in answer.choices)
 
 
@@ -78,7 +113,9 @@ def test_log_probabilities(chat):
     content = chat(logprobs=True, top_logprobs=3, max_tokens=4).choices[0].logprobs.content
     assert len(content) == 4
     for entry in content:
-        assert entry.logprob <= 0 and len(entry.top_logprobs) == 3 and entry.token == entry.top_logprobs[0].token
+        assert (
+            entry.logprob <= 0 and len(entry.top_logprobs) == 3 and entry.token == entry.top_logprobs[0].token
+        )
 
 
 def test_a_schema_holds(chat):
@@ -90,7 +127,11 @@ def test_a_schema_holds(chat):
     assert choice in ("red", "green")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "function": {"name": "get_weather"}}],
+    ids=["required", "named"],
+)
 def test_tools_are_called(choice, chat):
     asked = [{"role": "user", "content": "What is the weather in Paris?"}]
     [call] = chat(asked, tools=[PICK], tool_choice=choice, max_tokens=120).choices[0].message.tool_calls[:1]
@@ -106,9 +147,12 @@ def test_tools_are_called(choice, chat):
 
 def test_mistakes_are_explained(chat):
     broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
-    for options, words in (({"temperature": -1}, "temperature"), ({"model": "other"}, "other"),
-                           ({"logprobs": True, "top_logprobs": 30}, "top_logprobs"),
-                           ({"response_format": broken}, "nonsense")):
+    for options, words in (
+        ({"temperature": -1}, "temperature"),
+        ({"model": "other"}, "other"),
+        ({"logprobs": True, "top_logprobs": 30}, "top_logprobs"),
+        ({"response_format": broken}, "nonsense"),
+    ):
         with pytest.raises(openai.APIStatusError) as error:
             chat(**options)
         assert error.value.status_code in (400, 404) and words in str(error.value)
@@ -133,15 +177,26 @@ def test_embeddings(client, name):
 
 def test_anthropics_client(url, name):
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S)
-    asked = {"model": name, "max_tokens": 24, "messages": QUESTION, "extra_body": {"temperature": 0}}    # no argument in newer ones
+    # no argument in newer ones
+    asked = {"model": name, "max_tokens": 24, "messages": QUESTION, "extra_body": {"temperature": 0}}
     answer = client.messages.create(**asked)
-    assert "Paris" in answer.content[0].text and answer.stop_reason in ("end_turn", "max_tokens") and answer.usage.output_tokens > 0
+    assert (
+        "Paris" in answer.content[0].text
+        and answer.stop_reason in ("end_turn", "max_tokens")
+        and answer.usage.output_tokens > 0
+    )
     with client.messages.stream(**asked) as stream:
         assert "".join(stream.text_stream) == answer.content[0].text
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(**{**asked, "max_tokens": 0})
-    tool = {"name": "get_weather", "description": "The weather in a city", "input_schema": PICK["function"]["parameters"]}
-    answer = client.messages.create(**{**asked, "max_tokens": 120}, tools=[tool], tool_choice={"type": "tool", "name": "get_weather"})
+    tool = {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "input_schema": PICK["function"]["parameters"],
+    }
+    answer = client.messages.create(
+        **{**asked, "max_tokens": 120}, tools=[tool], tool_choice={"type": "tool", "name": "get_weather"}
+    )
     assert next(b for b in answer.content if b.type == "tool_use").name == "get_weather"
 
 

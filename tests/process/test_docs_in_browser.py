@@ -16,7 +16,7 @@ def url():
 
 
 @pytest.fixture
-def open_docs(browser, url):    # noqa: F811 - the fixture
+def open_docs(browser, url):  # noqa: F811 - the fixture
     """open_docs(width=..., color_scheme=...) -> the page. It asks for nothing else and keeps its policy."""
     contexts, requested, broken = [], [], []
 

@@ -20,12 +20,16 @@ PATHS = {route.path for route in PUBLIC_ROUTES}
 
 def run(script, *arguments):
     command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
+    )
 
 
 def test_a_file_of_conversations_is_answered_line_by_line(tmp_path):
-    questions = [{"id": "fr", "messages": [{"role": "user", "content": "What is the capital of France?"}]},
-                 {"messages": [{"role": "user", "content": "Say hello."}]}]
+    questions = [
+        {"id": "fr", "messages": [{"role": "user", "content": "What is the capital of France?"}]},
+        {"messages": [{"role": "user", "content": "Say hello."}]},
+    ]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, questions)) + "\n\n")
     done = run("offline_batch.py", tmp_path / "in", tmp_path / "out", "--max-tokens", "16")
     assert done.returncode == 0, done.stderr
@@ -56,6 +60,7 @@ def test_settings_of_clients_point_at_what_the_server_offers():
 @pytest.mark.parametrize("command", ["two_models.sh", "shoal.service"])
 def test_the_options_in_an_example_exist(command):
     from shoal.cli import build_parser
+
     text = (EXAMPLES / command).read_text().replace('"$@"', "")
     [line] = [line for line in text.splitlines() if "shoal serve" in line and not line.startswith("#")]
     arguments = line.split("shoal serve ", 1)[1].split()
@@ -66,5 +71,7 @@ def test_the_options_in_an_example_exist(command):
 def test_systemd_takes_the_unit(tmp_path):
     unit = (EXAMPLES / "shoal.service").read_text().replace("/opt/shoal/bin/shoal", sys.executable)
     (tmp_path / "shoal.service").write_text(unit)
-    done = subprocess.run(["systemd-analyze", "verify", str(tmp_path / "shoal.service")], capture_output=True, text=True)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(tmp_path / "shoal.service")], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "Unknown" not in done.stderr, done.stderr

@@ -1,4 +1,5 @@
-"""What engines tell of their KV blocks, heard by a listener that knows vLLM's schema only, in every way that a listener can miss some."""
+"""What engines tell of their KV blocks, heard by a listener that knows vLLM's schema only, in every way that
+a listener can miss some."""
 
 import json
 import random
@@ -15,12 +16,23 @@ from tests.serving import ROOT, TINY, Serve, free_port, until
 from tests.tiny import write_model
 
 SIZE = 16
-SMALL = {"dtype": "float32", "device": "cpu", "max_model_len": 192, "block_size": SIZE, "num_gpu_blocks_override": 20, "max_num_seqs": 4}
+SMALL = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 192,
+    "block_size": SIZE,
+    "num_gpu_blocks_override": 20,
+    "max_num_seqs": 4,
+}
 
 
 @pytest.fixture
 def ends(tmp_path):
-    return {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay", "topic": "kv-events"}
+    return {
+        "endpoint": f"ipc://{tmp_path}/events",
+        "replay_endpoint": f"ipc://{tmp_path}/replay",
+        "topic": "kv-events",
+    }
 
 
 @pytest.fixture
@@ -29,7 +41,7 @@ def followers(ends):
 
     def follow(**options):
         made.append(Follower(ends["endpoint"], ends["replay_endpoint"], SIZE, b"kv-events", **options))
-        made[-1].follow(0.5)    # until the subscription has arrived
+        made[-1].follow(0.5)  # until the subscription has arrived
         return made[-1]
 
     yield follow
@@ -59,7 +71,7 @@ def held(llm):
 def settle(llm, follower, hears=lambda: True):
     """Until the follower has heard, or asked for, all that the engine has told."""
     events = llm.core.kv_events
-    events.snapshot()    # when it is there, all is published
+    events.snapshot()  # when it is there, all is published
     follower.follow(0.1, hears)
     if follower.next < events._next:
         follower.catch_up()
@@ -80,12 +92,22 @@ class Traffic:
             batch = []
             for _ in range(r.randint(1, 4)):
                 base = r.choice(self.prompts)
-                base = base[:r.choice((len(base), r.randint(0, len(base))))]
+                base = base[: r.choice((len(base), r.randint(0, len(base))))]
                 ids = (base + [r.randrange(256) for _ in range(r.randint(1, 60))])[:150]
                 self.prompts = [*self.prompts[-6:], ids]
-                batch.append({"prompt_token_ids": ids} | ({"cache_salt": r.choice("ab")} if r.random() < 0.2 else {}))
-            params = [SamplingParams(temperature=0, max_tokens=r.randint(1, 30), ignore_eos=True, n=r.choice((1, 1, 2)),
-                                     prompt_logprobs=0 if r.random() < 0.1 else None) for _ in batch]
+                batch.append(
+                    {"prompt_token_ids": ids} | ({"cache_salt": r.choice("ab")} if r.random() < 0.2 else {})
+                )
+            params = [
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=r.randint(1, 30),
+                    ignore_eos=True,
+                    n=r.choice((1, 1, 2)),
+                    prompt_logprobs=0 if r.random() < 0.1 else None,
+                )
+                for _ in batch
+            ]
             if r.random() < 0.2:
                 stream = llm.stream(batch[0], params[0])
                 next(stream)
@@ -136,7 +158,7 @@ def test_a_listener_that_misses_too_much_gets_a_snapshot(start, followers):
         assert settle(llm, follower, lambda: r.random() < 0.2).names() == held(llm)
     assert follower.num_snapshots
     late = followers()
-    late.next = 2**64 - 1    # it knows no number
+    late.next = 2**64 - 1  # it knows no number
     [(number, payload)] = late.listener.replay(late.next)
     assert number == follower.next - 1 and View(SIZE).apply(payload).blocks == follower.view.blocks
 
@@ -156,14 +178,19 @@ def test_events_are_drained_in_the_same_process(start):
 def test_an_engine_without_events_says_so(root):
     with LLM(str(write_model(root, "qwen3")), **SMALL) as llm:
         for call in (llm.drain_kv_events, llm.kv_snapshot):
-            with pytest.raises(ConfigError, match="this engine keeps no KV events; build it with kv_events_config="):
+            with pytest.raises(
+                ConfigError, match="this engine keeps no KV events; build it with kv_events_config="
+            ):
                 call()
 
 
 def test_sleep_and_new_weights_clear_what_listeners_know(start, followers, root):
     llm = start(enable_sleep_mode=True)
     follower = followers()
-    for forget in (lambda: (llm.sleep(1), llm.wake_up()), lambda: llm.update_weights(str(write_model(root, "qwen3")))):
+    for forget in (
+        lambda: (llm.sleep(1), llm.wake_up()),
+        lambda: llm.update_weights(str(write_model(root, "qwen3"))),
+    ):
         llm.generate([list(range(40))], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
         assert len(settle(llm, follower).names()) == 2
         forget()
@@ -186,7 +213,7 @@ def test_tiers_below_are_told_apart(start, followers):
     traffic = Traffic(llm, seed)
     for _ in range(8):
         traffic.go(4)
-    for i in range(6):    # three times what the device holds, as the last round may have been a reset
+    for i in range(6):  # three times what the device holds, as the last round may have been a reset
         llm.generate([[i] * 150], SamplingParams(max_tokens=1), use_tqdm=False)
     assert settle(llm, follower).names("GPU") == held(llm)
     assert follower.view.names("CPU") - follower.view.names("GPU"), "blocks that only the host has"
@@ -194,20 +221,57 @@ def test_tiers_below_are_told_apart(start, followers):
 
 def test_an_endpoint_that_is_taken_is_refused_at_start(start, ends, root):
     start()
-    with pytest.raises(ConfigError, match=r"kv_events_config.endpoint 'ipc://.*events' cannot be had: another process listens there"):
+    with pytest.raises(
+        ConfigError,
+        match=r"kv_events_config.endpoint 'ipc://.*events' cannot be had: another process listens there",
+    ):
         start()
-    done = subprocess.run([sys.executable, "-m", "shoal.cli", "serve", str(write_model(root, "qwen3")), *TINY, "--kv-events-config",
-                           json.dumps({"enable_kv_cache_events": True, **ends})], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "shoal.cli",
+            "serve",
+            str(write_model(root, "qwen3")),
+            *TINY,
+            "--kv-events-config",
+            json.dumps({"enable_kv_cache_events": True, **ends}),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 1 and "another process listens there" in done.stderr
-    done = subprocess.run([sys.executable, "-m", "shoal.cli", "serve", *TINY, "--kv-events-config", '{"topics": 1}'], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "kv_events_config has no field 'topics'; did you mean 'topic'?" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.cli", "serve", *TINY, "--kv-events-config", '{"topics": 1}'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (
+        done.returncode == 1
+        and "kv_events_config has no field 'topics'; did you mean 'topic'?" in done.stderr
+    )
 
 
 def test_a_server_publishes_and_a_reset_over_http_is_heard_at_once(tmp_path, root):
     port, replay = free_port(), free_port()
-    config = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay}", "topic": "kv-events"}
-    server = Serve(tmp_path, write_model(root, "qwen3"), *TINY, "--enable-sleep-mode", "--kv-events-config", json.dumps(config))
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://*:{port}",
+        "replay_endpoint": f"tcp://*:{replay}",
+        "topic": "kv-events",
+    }
+    server = Serve(
+        tmp_path,
+        write_model(root, "qwen3"),
+        *TINY,
+        "--enable-sleep-mode",
+        "--kv-events-config",
+        json.dumps(config),
+    )
     follower = Follower(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay}", SIZE, b"kv-events")
     try:
         server.ready()
@@ -215,7 +279,12 @@ def test_a_server_publishes_and_a_reset_over_http_is_heard_at_once(tmp_path, roo
         client, model = server.client(), str(root / "qwen3")
 
         def complete(first):
-            client.completions.create(model=model, prompt=list(range(first, first + 40)), max_tokens=10, extra_body={"ignore_eos": True})
+            client.completions.create(
+                model=model,
+                prompt=list(range(first, first + 40)),
+                max_tokens=10,
+                extra_body={"ignore_eos": True},
+            )
 
         for i in range(3):
             complete(i)

@@ -1,4 +1,5 @@
-"""Tiers below the device in real processes: two ranks, a server and its drain, a killed engine, a store that engines share."""
+"""Tiers below the device in real processes: two ranks, a server and its drain, a killed engine, a store that
+engines share."""
 
 import json
 import os
@@ -15,7 +16,9 @@ import pytest
 from shoal import LLM, SamplingParams
 from tests import tiny
 
-SMALL = dict(num_gpu_blocks_override=14, max_model_len=192, kv_load_policy="always", dtype="float32", device="cpu")
+SMALL = dict(
+    num_gpu_blocks_override=14, max_model_len=192, kv_load_policy="always", dtype="float32", device="cpu"
+)
 
 
 def params(**options):
@@ -42,7 +45,13 @@ def files(path):
 
 
 def test_two_ranks_offload_and_fetch_their_shards(folder, expected, tmp_path):
-    options = dict(**SMALL, tensor_parallel_size=2, kv_host_bytes=8 << 20, kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=64 << 20)
+    options = dict(
+        **SMALL,
+        tensor_parallel_size=2,
+        kv_host_bytes=8 << 20,
+        kv_disk_path=str(tmp_path / "kv"),
+        kv_disk_bytes=64 << 20,
+    )
     with LLM(str(folder), **options) as llm:
         assert one_by_one(llm) == (expected, [0] * 8)
         tokens, cached = one_by_one(llm)
@@ -69,9 +78,29 @@ def test_engines_share_a_store(folder, expected, tmp_path):
 
 
 def serve(folder, tmp_path, *flags):
-    command = [sys.executable, "-m", "shoal.cli", "serve", str(folder), "--port", "0", "--dtype", "float32", "--device", "cpu",
-              "--max-model-len", "192", "--num-gpu-blocks-override", "14", "--kv-load-policy", "always", "--served-model-name", "m", *flags]
-    log = open(tmp_path / "log", "ab")    # noqa: SIM115
+    command = [
+        sys.executable,
+        "-m",
+        "shoal.cli",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "192",
+        "--num-gpu-blocks-override",
+        "14",
+        "--kv-load-policy",
+        "always",
+        "--served-model-name",
+        "m",
+        *flags,
+    ]
+    log = open(tmp_path / "log", "ab")  # noqa: SIM115
     process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
@@ -87,15 +116,28 @@ def complete(url, prompt):
     body = json.dumps(dict(model="m", prompt=prompt, max_tokens=8, temperature=0, ignore_eos=True)).encode()
     request = urllib.request.Request(url + "/v1/completions", body, {"content-type": "application/json"})
     answer = json.load(urllib.request.urlopen(request, timeout=60))
-    return answer["choices"][0]["text"], (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return answer["choices"][0]["text"], (answer["usage"].get("prompt_tokens_details") or {}).get(
+        "cached_tokens", 0
+    )
 
 
 def test_a_server_writes_its_blocks_when_it_drains_and_finds_them_when_it_is_back(folder, tmp_path):
-    flags = ["--kv-host-bytes", str(8 << 20), "--kv-disk-path", str(tmp_path / "kv"), "--kv-disk-bytes", str(64 << 20)]
+    flags = [
+        "--kv-host-bytes",
+        str(8 << 20),
+        "--kv-disk-path",
+        str(tmp_path / "kv"),
+        "--kv-disk-bytes",
+        str(64 << 20),
+    ]
     process, url = serve(folder, tmp_path, *flags)
     first = [complete(url, prompt)[0] for prompt in prompts()]
     metrics = urllib.request.urlopen(url + "/metrics").read().decode()
-    for name in ("shoal:kv_tier_stored_blocks_total{", 'tier="host"', "vllm:external_prefix_cache_hits_total"):
+    for name in (
+        "shoal:kv_tier_stored_blocks_total{",
+        'tier="host"',
+        "vllm:external_prefix_cache_hits_total",
+    ):
         assert name in metrics
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
@@ -110,7 +152,9 @@ def test_a_server_writes_its_blocks_when_it_drains_and_finds_them_when_it_is_bac
 
 @pytest.mark.slow
 def test_an_idle_server_offloads_what_its_last_request_left(folder, tmp_path):
-    process, url = serve(folder, tmp_path, "--kv-disk-path", str(tmp_path / "kv"), "--kv-disk-bytes", str(64 << 20))
+    process, url = serve(
+        folder, tmp_path, "--kv-disk-path", str(tmp_path / "kv"), "--kv-disk-bytes", str(64 << 20)
+    )
     complete(url, prompts()[0])
     deadline = time.monotonic() + 30
     while len(files(tmp_path)) < 6 and time.monotonic() < deadline:
@@ -137,8 +181,12 @@ def test_a_killed_engine_leaves_nothing_wrong_behind(folder, expected, tmp_path)
     root = Path(__file__).parents[2]
     path = str(tmp_path / "kv")
     for seed in (6, 7):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), path, str(seed)], stdout=subprocess.PIPE,
-                                   env=os.environ | {"PYTHONPATH": str(root)}, cwd=root)
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(folder), path, str(seed)],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(root)},
+            cwd=root,
+        )
         for _ in range(random.Random(seed).randint(5, 9)):
             assert process.stdout.readline()
         process.kill()

@@ -1,4 +1,5 @@
-"""What is built for others: the sdist holds what a clone holds, the wheel what Shoal needs, and the wheel runs where nothing else is."""
+"""What is built for others: the sdist holds what a clone holds, the wheel what Shoal needs, and the wheel
+runs where nothing else is."""
 
 import email
 import os
@@ -16,8 +17,12 @@ import pytest
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
-BUILD = "import sys; from setuptools import build_meta; folder = sys.argv[1]; getattr(build_meta, sys.argv[2])(folder)"
-NOT_OURS = (".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")    # what lies here beside what git knows
+BUILD = (
+    "import sys; from setuptools import build_meta; folder = sys.argv[1]; getattr(build_meta, "
+    "sys.argv[2])(folder)"
+)
+# what lies here beside what git knows
+NOT_OURS = (".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
 
 
 def build(what, folder, **environment):
@@ -25,8 +30,13 @@ def build(what, folder, **environment):
     if not (folder / "tree").exists():
         shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*NOT_OURS))
         shutil.copytree(ROOT / ".ci", folder / "tree" / ".ci")
-    done = subprocess.run([sys.executable, "-c", BUILD, str(folder), f"build_{what}"], cwd=folder / "tree", env=os.environ | environment,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(folder), f"build_{what}"],
+        cwd=folder / "tree",
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -40,15 +50,22 @@ def files_below(*folders):
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     build("wheel", folder)
-    path, = folder.glob("*.whl")
+    (path,) = folder.glob("*.whl")
     return path
 
 
 def test_make_clean_leaves_nothing_of_an_installation_or_a_test_run(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     kept = [tmp_path / "Makefile", tmp_path / "shoal/memory/vmm.c"]
-    left = [".venv/bin/shoal", "build/lib/a.py", "shoal.egg-info/PKG-INFO", "shoal/memory/_vmm.cpython-312.so",
-            "shoal/__pycache__/api.cpython-312.pyc", ".hypothesis/examples/a", ".ruff_cache/a"]
+    left = [
+        ".venv/bin/shoal",
+        "build/lib/a.py",
+        "shoal.egg-info/PKG-INFO",
+        "shoal/memory/_vmm.cpython-312.so",
+        "shoal/__pycache__/api.cpython-312.pyc",
+        ".hypothesis/examples/a",
+        ".ruff_cache/a",
+    ]
     for path in [*kept[1:], *(tmp_path / name for name in left)]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -58,12 +75,21 @@ def test_make_clean_leaves_nothing_of_an_installation_or_a_test_run(tmp_path):
 
 def test_the_sdist_holds_what_a_clone_holds(tmp_path):
     build("sdist", tmp_path)
-    path, = tmp_path.glob("*.tar.gz")
+    (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {Path(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
     folders = [path.name for path in ROOT.iterdir() if path.is_dir() and not path.match("*.egg-info")]
-    ours = files_below(*(name for name in folders if not name.startswith(".") and name not in ("build", "dist")))
-    assert ours | {Path(name) for name in ("Makefile", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml", ".ci/run")} <= names
+    ours = files_below(
+        *(name for name in folders if not name.startswith(".") and name not in ("build", "dist"))
+    )
+    assert (
+        ours
+        | {
+            Path(name)
+            for name in ("Makefile", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml", ".ci/run")
+        }
+        <= names
+    )
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
@@ -75,19 +101,28 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 def test_the_metadata_says_who_where_and_for_what(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        name, = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
-    assert metadata["Name"] == "shoal" and metadata["Author"] and metadata["License-Expression"] == "Apache-2.0"
+    assert (
+        metadata["Name"] == "shoal" and metadata["Author"] and metadata["License-Expression"] == "Apache-2.0"
+    )
     assert metadata["Summary"] and metadata["Keywords"] and metadata["License-File"] == "LICENSE"
-    assert {url.split(",")[0] for url in metadata.get_all("Project-URL")} >= {"Homepage", "Documentation", "Source", "Issues"}
+    assert {url.split(",")[0] for url in metadata.get_all("Project-URL")} >= {
+        "Homepage",
+        "Documentation",
+        "Source",
+        "Issues",
+    }
     classifiers = metadata.get_all("Classifier")
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(classifiers)
-    assert not any(line.startswith("License ::") for line in classifiers), "pip refuses them beside a license expression"
+    assert not any(line.startswith("License ::") for line in classifiers), (
+        "pip refuses them beside a license expression"
+    )
 
 
 def test_without_a_c_compiler_the_wheel_lacks_the_extension_alone(wheel, tmp_path):
     build("wheel", tmp_path, PATH="", CC="")
-    path, = tmp_path.glob("*.whl")
+    (path,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(path) as without, zipfile.ZipFile(wheel) as with_one:
         missing = set(with_one.namelist()) - set(without.namelist())
     assert len(missing) == 1 and missing.pop().startswith("shoal/memory/_vmm.")
@@ -99,15 +134,30 @@ def test_the_wheel_runs_in_a_clean_environment(wheel, tmp_path, compiler):
     """Clean but for what Shoal depends on, which is taken from here."""
     venv.create(tmp_path / "venv", with_pip=True)
     bin = tmp_path / "venv" / "bin"
-    subprocess.run([bin / "python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel], check=True, cwd=tmp_path)
+    subprocess.run(
+        [bin / "python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel],
+        check=True,
+        cwd=tmp_path,
+    )
     paths = dict(base=str(tmp_path / "venv"), platbase=str(tmp_path / "venv"))
-    (Path(sysconfig.get_path("purelib", vars=paths)) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"SHOAL_CACHE": str(tmp_path)}
+    (Path(sysconfig.get_path("purelib", vars=paths)) / "ours.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "SHOAL_CACHE": str(tmp_path)
+    }
     if not compiler:
         environment["PATH"] = ""
 
     def run(*command):
-        done = subprocess.run([str(part) for part in command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return done
 

@@ -40,14 +40,23 @@ def serve(tmp_path):
 @pytest.fixture(scope="module")
 def shared(checkpoints, tmp_path_factory):
     """For tests that leave it as they found it."""
-    server = Serve(tmp_path_factory.mktemp("serve"), checkpoints["qwen3"], "--served-model-name", "tiny", "also", *TINY).ready()
+    server = Serve(
+        tmp_path_factory.mktemp("serve"), checkpoints["qwen3"], "--served-model-name", "tiny", "also", *TINY
+    ).ready()
     yield server
     server.stop()
 
 
 def complete(client, length=16, model="tiny", **options):
     extra = {"ignore_eos": True, **options.pop("extra", {})}
-    given = {"model": model, "prompt": "hello", "max_tokens": length, "temperature": 0, "extra_body": extra, **options}
+    given = {
+        "model": model,
+        "prompt": "hello",
+        "max_tokens": length,
+        "temperature": 0,
+        "extra_body": extra,
+        **options,
+    }
     return client.completions.create(**given)
 
 
@@ -63,8 +72,13 @@ def test_clients_are_answered_under_each_name(shared):
     client = shared.client()
     assert [m.id for m in client.models.list().data] == ["tiny", "also"]
     whole = complete(client)
-    assert whole.usage.completion_tokens == 16 and whole.choices[0].text == complete(client, model="also").choices[0].text
-    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=5)
+    assert (
+        whole.usage.completion_tokens == 16
+        and whole.choices[0].text == complete(client, model="also").choices[0].text
+    )
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=5
+    )
     assert isinstance(answer.choices[0].message.content, str)
     with pytest.raises(openai.NotFoundError):
         complete(client, model="other")
@@ -77,26 +91,49 @@ def test_clients_that_leave_free_their_blocks(shared):
     assert shared.metric("vllm:num_requests_running") > 0
     for stream, _ in streams:
         stream.close()
-    until(lambda: shared.metric("vllm:num_requests_running") == 0 and shared.metric("vllm:kv_cache_usage_perc") == 0)
+    until(
+        lambda: (
+            shared.metric("vllm:num_requests_running") == 0 and shared.metric("vllm:kv_cache_usage_perc") == 0
+        )
+    )
     assert complete(client).usage.completion_tokens == 16
 
 
 def test_a_killed_client_frees_its_blocks(shared):
-    script = (f"import openai; c = openai.OpenAI(base_url='http://127.0.0.1:{shared.port}/v1', api_key='x')\n"
-              "s = c.completions.create(model='tiny', prompt='hello', max_tokens=480, stream=True, extra_body={'ignore_eos': True})\n"
-              "for p in s: print('part', flush=True)\n")
+    script = (
+        f"import openai; c = openai.OpenAI(base_url='http://127.0.0.1:{shared.port}/v1', api_key='x')\n"
+        "s = c.completions.create(model='tiny', prompt='hello', max_tokens=480, stream=True, "
+        "extra_body={'ignore_eos': True})\n"
+        "for p in s: print('part', flush=True)\n"
+    )
     client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert client.stdout.readline()
     client.kill()
     client.wait()
-    until(lambda: shared.metric("vllm:num_requests_running") == 0 and shared.metric("vllm:kv_cache_usage_perc") == 0)
+    until(
+        lambda: (
+            shared.metric("vllm:num_requests_running") == 0 and shared.metric("vllm:kv_cache_usage_perc") == 0
+        )
+    )
 
 
 def test_a_reader_that_takes_nothing_holds_nobody_up(shared):
-    body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 480, "stream": True, "ignore_eos": True, "logprobs": 20}).encode()
+    body = json.dumps(
+        {
+            "model": "tiny",
+            "prompt": "hello",
+            "max_tokens": 480,
+            "stream": True,
+            "ignore_eos": True,
+            "logprobs": 20,
+        }
+    ).encode()
     slow = socket.create_connection(("127.0.0.1", shared.port))
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+        f"{len(body)}\r\n\r\n"
+    )
     slow.sendall(head.encode() + body)
     client = shared.client()
     texts = {complete(client, 50).choices[0].text for _ in range(3)}
@@ -117,7 +154,11 @@ def test_a_killed_core_fails_its_requests_and_the_server_says_so(serve, checkpoi
     assert status == 503 and "SIGKILL" in text
     with pytest.raises(openai.InternalServerError) as error:
         complete(client)
-    assert error.value.status_code == 503 and "Traceback" not in str(error.value) and "INFO" not in str(error.value)
+    assert (
+        error.value.status_code == 503
+        and "Traceback" not in str(error.value)
+        and "INFO" not in str(error.value)
+    )
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(DEADLINE_S) == 0 and server.sockets() == []
 
@@ -160,7 +201,7 @@ def test_sigterm_under_load_lets_everything_end(serve, checkpoints):
         until(lambda: sum(map(server.metric, states)) >= 40)
         cores = server.cores()
         os.killpg(server.process.pid, signal.SIGTERM)
-        for core in cores:    # as a service manager does it
+        for core in cores:  # as a service manager does it
             core.send_signal(signal.SIGTERM)
         assert [f.result() for f in futures] == [300 + i for i in range(40)]
     assert server.process.wait(DEADLINE_S) == 0
@@ -173,7 +214,7 @@ def test_a_second_signal_ends_at_once(serve, checkpoints):
     server.process.send_signal(signal.SIGINT)
     until(lambda: server.ask("/health")[0] == 503)
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(DEADLINE_S) in (0, 1)    # 0: the answer had come to its end meanwhile
+    assert server.process.wait(DEADLINE_S) in (0, 1)  # 0: the answer had come to its end meanwhile
     assert len(streams) == 1
 
 
@@ -207,19 +248,31 @@ def test_two_models_take_turns(serve, checkpoints):
     assert texts == [alone["ab"[i % 2]] for i in range(48)]
     assert "first token" in server.text()
     assert server.ask("/sleep?model=a", {}, server.admin)[0] == 400
-    states = [json.loads(server.ask(f"/is_sleeping?model={name}", port=server.admin)[1])["is_sleeping"] for name in "ab"]
+    states = [
+        json.loads(server.ask(f"/is_sleeping?model={name}", port=server.admin)[1])["is_sleeping"]
+        for name in "ab"
+    ]
     assert sorted(states) == [False, True]
     assert server.ask("/health")[0] == 200
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("/nowhere",), "/nowhere"), (("MODEL", "--tensor-parallel-size", "4"), "tensor_parallel_size"),
-    (("--model", "a=MODEL", "--model", "b=MODEL"), "--swap"), (("MODEL", "--model", "a=MODEL"), "twice"),
-    (("--model", "a=MODEL", "--swap", "--restart"), "--restart"), (("--model", "a=MODEL", "--model", "a=MODEL", "--swap"), "'a'"),
-    (("MODEL", "--allowed-origins", "[1]"), "allowed_origins"), (("MODEL", "--chat-template", "/nowhere.jinja"), "/nowhere.jinja"),
-    (("MODEL", "--api-key-file", "/nowhere"), "api_key_file"), (("MODEL", "--host", "192.0.2.1"), "192.0.2.1"),
-    (("MODEL", "--ssl-certfile", "/nowhere", "--ssl-keyfile", "/nowhere"), "ssl_certfile"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("/nowhere",), "/nowhere"),
+        (("MODEL", "--tensor-parallel-size", "4"), "tensor_parallel_size"),
+        (("--model", "a=MODEL", "--model", "b=MODEL"), "--swap"),
+        (("MODEL", "--model", "a=MODEL"), "twice"),
+        (("--model", "a=MODEL", "--swap", "--restart"), "--restart"),
+        (("--model", "a=MODEL", "--model", "a=MODEL", "--swap"), "'a'"),
+        (("MODEL", "--allowed-origins", "[1]"), "allowed_origins"),
+        (("MODEL", "--chat-template", "/nowhere.jinja"), "/nowhere.jinja"),
+        (("MODEL", "--api-key-file", "/nowhere"), "api_key_file"),
+        (("MODEL", "--host", "192.0.2.1"), "192.0.2.1"),
+        (("MODEL", "--ssl-certfile", "/nowhere", "--ssl-keyfile", "/nowhere"), "ssl_certfile"),
+    ],
+    ids=str,
+)
 def test_mistakes_are_told_in_one_line(arguments, words, serve, checkpoints):
     server = serve(*[a.replace("MODEL", str(checkpoints["llama"])) for a in arguments], "--device", "cpu")
     assert server.process.wait(DEADLINE_S) == 1
@@ -228,14 +281,34 @@ def test_mistakes_are_told_in_one_line(arguments, words, serve, checkpoints):
     assert server.sockets() == []
 
 
-@pytest.mark.parametrize("arguments", [("--api-key-file", "/nowhere"), ("--port", "80000"), ("--port", "TAKEN"), ("--admin-port", "TAKEN"),
-                                       ("--ssl-certfile", "/nowhere", "--ssl-keyfile", "/nowhere")], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--api-key-file", "/nowhere"),
+        ("--port", "80000"),
+        ("--port", "TAKEN"),
+        ("--admin-port", "TAKEN"),
+        ("--ssl-certfile", "/nowhere", "--ssl-keyfile", "/nowhere"),
+    ],
+    ids=str,
+)
 def test_mistakes_are_told_before_an_engine_is_started(arguments, checkpoints, monkeypatch):
     started = []
     monkeypatch.setattr(AsyncLLM, "start", lambda *args, **options: started.append(args))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = str(taken.getsockname()[1])
-        assert main(["serve", str(checkpoints["llama"]), "--port", "0", *[a.replace("TAKEN", number) for a in arguments]]) == 1
+        assert (
+            main(
+                [
+                    "serve",
+                    str(checkpoints["llama"]),
+                    "--port",
+                    "0",
+                    *[a.replace("TAKEN", number) for a in arguments],
+                ]
+            )
+            == 1
+        )
     assert not started
 
 
@@ -244,4 +317,8 @@ def test_a_core_that_dies_at_the_start_ends_the_server(serve, checkpoints):
     until(lambda: server.cores(), server.text)
     server.cores()[0].kill()
     assert server.process.wait(DEADLINE_S) == 1
-    assert "shoal: the engine core" in server.text() and "Traceback" not in server.text() and server.sockets() == []
+    assert (
+        "shoal: the engine core" in server.text()
+        and "Traceback" not in server.text()
+        and server.sockets() == []
+    )

@@ -38,8 +38,10 @@ def changed(folder, tmp_path_factory):
     target = tmp_path_factory.mktemp("changed")
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (target / file).write_bytes((folder / file).read_bytes())
-    weights = {name: (w.flip(0) if "o_proj" in name or "embed" in name else w).contiguous()
-               for name, w in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: (w.flip(0) if "o_proj" in name or "embed" in name else w).contiguous()
+        for name, w in load_file(folder / "model.safetensors").items()
+    }
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target, [tiny.greedy(target, p, COUNT) for p in PROMPTS]
 
@@ -49,7 +51,13 @@ def build(folder):
     engines = []
 
     def make(ranks=2, **options):
-        defaults = {"dtype": "float32", "max_model_len": 256, "device": "cpu", "enable_sleep_mode": True, "kv_cache_memory_bytes": 32 << 20}
+        defaults = {
+            "dtype": "float32",
+            "max_model_len": 256,
+            "device": "cpu",
+            "enable_sleep_mode": True,
+            "kv_cache_memory_bytes": 32 << 20,
+        }
         engines.append(LLM(str(folder), tensor_parallel_size=ranks, **defaults | options))
         return engines[-1]
 
@@ -65,8 +73,15 @@ def trainer():
 
     def start(*arguments):
         env = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *map(str, arguments)], env=env, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(HERE / "trainer.py"), *map(str, arguments)],
+                env=env,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        )
         return started[-1]
 
     yield start
@@ -85,7 +100,6 @@ def described(folder):
     return list(weights), [w.dtype for w in weights.values()], [list(w.shape) for w in weights.values()]
 
 
-
 def test_ranks_sleep_and_wake_together(build, expected, changed):
     llm = build()
     assert tokens(llm) == expected
@@ -93,7 +107,10 @@ def test_ranks_sleep_and_wake_together(build, expected, changed):
     assert {name.partition(".")[0] for name in sums} == {"rank0", "rank1"}
     for level in (1, 2, 1):
         report = llm.sleep(level=level)
-        assert report.freed_bytes >= awake["kv_cache"]["device_bytes"] and llm.memory_usage()["kv_cache"]["device_bytes"] == 0
+        assert (
+            report.freed_bytes >= awake["kv_cache"]["device_bytes"]
+            and llm.memory_usage()["kv_cache"]["device_bytes"] == 0
+        )
         llm.wake_up(tags=["weights"])
         if level == 2:
             llm.update_weights(changed[0])
@@ -111,7 +128,8 @@ def test_a_wake_that_fails_on_rank_1_is_undone_on_both(build, expected):
     llm.sleep(level=1)
     asleep = llm.memory_usage()
     pid = llm.core.group._monitor.ranks[0].process.pid
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))    # it can open no file
+    # it can open no file
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     with pytest.raises(CheckpointError, match="rank 1"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
@@ -162,7 +180,9 @@ def test_an_update_that_fails_on_one_rank_stops_both(build, changed):
 
 def test_kept_requests_go_on_with_two_ranks(build, expected):
     llm = build(async_scheduling=True)
-    streams = [llm.stream(p, SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS]
+    streams = [
+        llm.stream(p, SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS
+    ]
     for stream in streams:
         next(stream), next(stream)
     llm.sleep(level=1, mode="keep")
@@ -189,7 +209,7 @@ def test_another_processs_shared_tensors_are_taken(build, changed, trainer, rank
     process.communicate("done\n")
     llm.wake_up()
     assert tokens(llm) == changed[1]
-    with pytest.raises(CheckpointError, match="cannot be opened"):    # its sender is gone
+    with pytest.raises(CheckpointError, match="cannot be opened"):  # its sender is gone
         llm.update_weights_from_tensors(handles)
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)
@@ -197,8 +217,15 @@ def test_another_processs_shared_tensors_are_taken(build, changed, trainer, rank
     assert tokens(llm) == changed[1]
 
 
-@pytest.mark.parametrize("mode, ranks", [
-    ("shoal", 2), ("torch", 1), pytest.param("shoal", 1, marks=pytest.mark.slow), pytest.param("torch", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode, ranks",
+    [
+        ("shoal", 2),
+        ("torch", 1),
+        pytest.param("shoal", 1, marks=pytest.mark.slow),
+        pytest.param("torch", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_trainer_broadcasts_new_weights(build, expected, changed, trainer, mode, ranks):
     llm, port = build(ranks), free_port()
     assert tokens(llm) == expected
@@ -207,7 +234,7 @@ def test_a_trainer_broadcasts_new_weights(build, expected, changed, trainer, mod
     with pytest.raises(ConfigError, match="in use"):
         llm.init_weights_update_group("127.0.0.1", port, 1, 1 + ranks, backend="gloo")
     names, dtypes, shapes = described(changed[0])
-    with pytest.raises(CheckpointError, match="has shape"):    # refused before anything is received
+    with pytest.raises(CheckpointError, match="has shape"):  # refused before anything is received
         llm.update_weights_from_distributed(names, dtypes, [[1]] * len(names))
     assert llm.update_weights_from_distributed(names, dtypes, shapes) == 1
     assert tokens(llm) == changed[1]
@@ -233,4 +260,7 @@ def test_checksums_tell_a_changed_tensor(build, folder):
     sums = llm.check_weights()
     llm.update_weights_from_tensors({"model.norm.weight": torch.ones(48)})
     renewed = llm.check_weights()
-    assert {name for name in sums if sums[name] != renewed[name]} == {"rank0.norm.weight", "rank1.norm.weight"}
+    assert {name for name in sums if sums[name] != renewed[name]} == {
+        "rank0.norm.weight",
+        "rank1.norm.weight",
+    }

@@ -5,18 +5,35 @@ import re
 
 from shoal import LLM, SamplingParams, StructuredOutputsParams
 
-SCHEMA = {"type": "object",
-          "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
-          "required": ["name", "age"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 
 
 def test_the_default_model_answers_as_it_is_asked():
-    asked = [dict(json=SCHEMA, whitespace_pattern=" ?"), dict(regex="[A-Z][a-z]{2,8}, [0-9]{2}"), dict(choice=["positive", "negative"]),
-             dict(grammar='root ::= "The answer is " [0-9]{1,3} "."')]
-    params = [SamplingParams(max_tokens=60, seed=i, temperature=0.8, structured_outputs=StructuredOutputsParams(**given))
-              for i, given in enumerate(asked)]
+    asked = [
+        dict(json=SCHEMA, whitespace_pattern=" ?"),
+        dict(regex="[A-Z][a-z]{2,8}, [0-9]{2}"),
+        dict(choice=["positive", "negative"]),
+        dict(grammar='root ::= "The answer is " [0-9]{1,3} "."'),
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=60, seed=i, temperature=0.8, structured_outputs=StructuredOutputsParams(**given)
+        )
+        for i, given in enumerate(asked)
+    ]
     with LLM(max_model_len=512) as llm:
-        text = [o.outputs[0].text for o in llm.chat([[{"role": "user", "content": "Describe a person."}]] * 4, params)]
+        text = [
+            o.outputs[0].text
+            for o in llm.chat([[{"role": "user", "content": "Describe a person."}]] * 4, params)
+        ]
     person = json.loads(text[0])
     assert list(person) == ["name", "age"] and len(person["name"]) <= 20 and 1 <= person["age"] <= 99
     assert re.fullmatch("[A-Z][a-z]{2,8}, [0-9]{2}", text[1])

@@ -1,4 +1,5 @@
-"""Two ranks on the CPU (Gloo): one rank's tokens, greedy and seeded; errors and deaths reach the caller; nothing stays behind."""
+"""Two ranks on the CPU (Gloo): one rank's tokens, greedy and seeded; errors and deaths reach the caller;
+nothing stays behind."""
 
 import os
 import random
@@ -23,7 +24,10 @@ def ids_of(outputs):
 
 
 def build(folder, **options):
-    return LLM(str(folder), **{"dtype": "float32", "max_model_len": 256, "device": "cpu", "tensor_parallel_size": 2} | options)
+    return LLM(
+        str(folder),
+        **{"dtype": "float32", "max_model_len": 256, "device": "cpu", "tensor_parallel_size": 2} | options,
+    )
 
 
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-yarn", "mistral-window")]
@@ -37,10 +41,19 @@ def test_two_ranks_give_the_oracles_tokens(name, root):
 
 
 def test_no_rank_ever_differs_in_what_was_drawn(root):
-    """Sampled runs with penalties and a cache so small that sequences are preempted: every rank's state rows equal rank 0's."""
+    """Sampled runs with penalties and a cache so small that sequences are preempted: every rank's state rows
+    equal rank 0's."""
     folder = tiny.write_model(root, "qwen3")
-    seeded = [params(temperature=1.3, seed=i, top_p=0.9, repetition_penalty=1.2 if i % 2 else 1.0, prompt_logprobs=1 if i == 2 else None)
-              for i in range(len(PROMPTS))]
+    seeded = [
+        params(
+            temperature=1.3,
+            seed=i,
+            top_p=0.9,
+            repetition_penalty=1.2 if i % 2 else 1.0,
+            prompt_logprobs=1 if i == 2 else None,
+        )
+        for i in range(len(PROMPTS))
+    ]
     with build(folder, tensor_parallel_size=1) as llm:
         alone = ids_of(llm.generate(PROMPTS, seeded))
     with build(folder, num_gpu_blocks_override=8, max_model_len=112, async_scheduling=True) as llm:

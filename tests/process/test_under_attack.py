@@ -1,4 +1,5 @@
-"""Whole servers while something is killed under them: ranks, engines asleep and awake, models that take turns."""
+"""Whole servers while something is killed under them: ranks, engines asleep and awake, models that take
+turns."""
 
 import concurrent.futures
 import json
@@ -76,8 +77,9 @@ def gone(processes):
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["the first rank", "the second rank"])
-def test_a_rank_that_is_killed_under_load_ends_its_requests_and_all_ranks_come_back(which, serve,
-                                                                                    checkpoints):
+def test_a_rank_that_is_killed_under_load_ends_its_requests_and_all_ranks_come_back(
+    which, serve, checkpoints
+):
     server = serve(checkpoints["qwen3"], "--tensor-parallel-size", "2", "--restart", *TINY)
     expected = complete(server)[1]["choices"][0]["text"]
     loaded = load(server, 8)
@@ -117,8 +119,9 @@ def test_an_engine_that_is_killed_in_its_sleep_is_noticed(restart, serve, checkp
 def test_of_models_that_take_turns_one_may_be_killed(victim, serve, checkpoints):
     models = ("--model", f"a={checkpoints['qwen3']}", "--model", f"b={checkpoints['llama']}")
     server = serve(*models, "--swap", "--swap-patience", "0.2", *TINY)
-    expected = {name: complete(server,
-                               model=name)[1]["choices"][0]["text"] for name in "ba"}    # a is awake now
+    expected = {
+        name: complete(server, model=name)[1]["choices"][0]["text"] for name in "ba"
+    }  # a is awake now
     pids = {name: pid_of(server, name) for name in "ab"}
     loaded = load(server, 4, model="a")
     psutil.Process(pids["a" if victim == "awake" else "b"]).kill()
@@ -142,8 +145,9 @@ def test_of_models_that_take_turns_one_may_be_killed(victim, serve, checkpoints)
 
 def pid_of(server, name):
     """The engine's process: engines are started in the order of the models."""
-    cores = sorted((p for p in server.cores() if p.ppid() == server.process.pid),
-                   key=lambda p: p.create_time())
+    cores = sorted(
+        (p for p in server.cores() if p.ppid() == server.process.pid), key=lambda p: p.create_time()
+    )
     assert len(cores) == 2
     return cores["ab".index(name)].pid
 
@@ -155,11 +159,13 @@ def test_sleeping_and_waking_under_load_ends_or_answers_every_request(mode, serv
     end = time.monotonic() + 5
     statuses = set()
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
+
         def client(_):
             while time.monotonic() < end:
                 status, answer = complete(server, max_tokens=30)
                 statuses.add(status)
                 assert status in (200, 503), answer
+
         clients = [pool.submit(client, i) for i in range(10)]
         while time.monotonic() < end:
             for level in (0, 1):
@@ -188,12 +194,19 @@ def test_a_server_on_a_unix_socket_is_a_whole_one(tmp_path, serve, checkpoints):
     assert server.process.wait(DEADLINE_S) == 0 and not path.exists()
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("--max-num-seqs", "100000000"), "max_num_seqs 100000000"), (("--num-gpu-blocks-override", "100000000000"), "num_gpu_blocks_override"),
-    (("--kv-cache-memory-bytes", str(10**15)), "kv_cache_memory_bytes"), (("--kv-host-bytes", str(10**15)),
-                                                                          "kv_host_bytes"),
-    (("--max-model-len", str(10**12)), "max_model_len"), (("--block-size", str(2**40)), "block_size"),
-    (("--max-num-seqs", str(10**30)), "max_num_seqs")], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--max-num-seqs", "100000000"), "max_num_seqs 100000000"),
+        (("--num-gpu-blocks-override", "100000000000"), "num_gpu_blocks_override"),
+        (("--kv-cache-memory-bytes", str(10**15)), "kv_cache_memory_bytes"),
+        (("--kv-host-bytes", str(10**15)), "kv_host_bytes"),
+        (("--max-model-len", str(10**12)), "max_model_len"),
+        (("--block-size", str(2**40)), "block_size"),
+        (("--max-num-seqs", str(10**30)), "max_num_seqs"),
+    ],
+    ids=str,
+)
 def test_a_number_beyond_the_machine_is_told_in_one_line(arguments, words, tmp_path, checkpoints):
     server = Serve(tmp_path, checkpoints["llama"], "--device", "cpu", *arguments)
     assert server.process.wait(DEADLINE_S) == 1

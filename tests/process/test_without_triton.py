@@ -16,14 +16,34 @@ llm.exit()
 """
 
 
-@pytest.mark.parametrize("command", [
-    ("-m", "shoal.cli", "generate", "The capital of France is", "--max-tokens", "4", "--temperature", "0", *SIZE),
-    ("-m", "shoal.cli", "chat", "--max-tokens", "24", "--temperature", "0", *SIZE),
-    ("-c", LLM_SCRIPT),
-], ids=["generate", "chat", "LLM"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        (
+            "-m",
+            "shoal.cli",
+            "generate",
+            "The capital of France is",
+            "--max-tokens",
+            "4",
+            "--temperature",
+            "0",
+            *SIZE,
+        ),
+        ("-m", "shoal.cli", "chat", "--max-tokens", "24", "--temperature", "0", *SIZE),
+        ("-c", LLM_SCRIPT),
+    ],
+    ids=["generate", "chat", "LLM"],
+)
 def test_text_is_generated(command, no_triton):
-    done = subprocess.run([sys.executable, *command], env=no_triton, input="What is the capital of France?\n", capture_output=True,
-                          text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=no_triton,
+        input="What is the capital of France?\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and "Paris" in done.stdout, done
 
 

@@ -20,8 +20,9 @@ from shoal.errors import CheckpointError, EngineDeadError, RequestError
 from shoal.layers.parallel import Rendezvous
 
 HERE = Path(__file__).parent
-ENV = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])}    # of scripts that are rank 0
-TARGET = "toy_worker:Toy"    # ranks have our sys.path, and pytest has put this folder on it
+# of scripts that are rank 0
+ENV = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])}
+TARGET = "toy_worker:Toy"  # ranks have our sys.path, and pytest has put this folder on it
 
 
 @pytest.fixture
@@ -58,11 +59,17 @@ def gone(pid):
 
 # Commands and replies
 
+
 def test_every_rank_answers_in_rank_order(start):
     group = start(3, name="x", nested={"a": [1, None]})
-    assert group.submit("echo", 5, "text", None, [1, 2]).results() == [[rank, 5, "text", None, [1, 2]] for rank in (1, 2)]
+    assert group.submit("echo", 5, "text", None, [1, 2]).results() == [
+        [rank, 5, "text", None, [1, 2]] for rank in (1, 2)
+    ]
     abouts = group.submit("about").results()
-    assert [a["world_size"] for a in abouts] == [3, 3] and abouts[0]["init"] == {"name": "x", "nested": {"a": [1, None]}}
+    assert [a["world_size"] for a in abouts] == [3, 3] and abouts[0]["init"] == {
+        "name": "x",
+        "nested": {"a": [1, None]},
+    }
 
 
 def test_the_group_is_there_before_its_ranks_are(start):
@@ -93,7 +100,7 @@ def test_a_message_of_50_mb_goes_and_comes_back(start):
 def test_ten_thousand_messages_reach_a_rank_that_slept(start):
     group = start(3)
     group.submit("about").results()
-    group.call("sleep", 0.5)    # the ring (4 MiB) fills meanwhile
+    group.call("sleep", 0.5)  # the ring (4 MiB) fills meanwhile
     for i in range(10_000):
         group.call("note", i, np.full(500 + i % 1500, i % 251, np.uint8))
     assert group.submit("notes").results() == [list(range(10_000))] * 2
@@ -126,6 +133,7 @@ def test_what_a_rank_prints_appears_under_its_name(start, capfd):
 
 # Errors that end nothing
 
+
 def test_an_exception_comes_back_with_rank_and_traceback_and_the_rank_lives_on(start):
     group = start()
     with pytest.raises(RuntimeError, match=r"(?s)rank 1: KeyError: 'oh'.*in fail"):
@@ -152,6 +160,7 @@ def test_a_reply_that_does_not_come_in_time_is_an_error_that_names_the_rank(star
 
 # Errors that end the group
 
+
 def test_a_killed_rank_is_noticed_within_a_second_with_its_last_words(start):
     group = start(3)
     pids = pids_of(group)
@@ -159,7 +168,9 @@ def test_a_killed_rank_is_noticed_within_a_second_with_its_last_words(start):
     begin = time.monotonic()
     group.call("kill", "my last words")
     wait_until(lambda: group.failed, 1.0, "nobody noticed")
-    with pytest.raises(EngineDeadError, match=r"(?s)rank \d \(pid \d+\) was killed by SIGKILL.*my last words"):
+    with pytest.raises(
+        EngineDeadError, match=r"(?s)rank \d \(pid \d+\) was killed by SIGKILL.*my last words"
+    ):
         group.check()
     for use in (lambda: group.call("echo"), lambda: group.submit("echo")):
         with pytest.raises(EngineDeadError, match="SIGKILL"):
@@ -196,12 +207,19 @@ def test_a_command_without_reply_that_raises_ends_the_rank_with_its_traceback(st
         group.check()
 
 
-@pytest.mark.parametrize("name, kind, message", [
-    ("refusing_factory", CheckpointError, "rank [12]: model.safetensors is truncated: 5 bytes of 10; download it again"),
-    ("broken_factory", EngineDeadError, r"(?s)rank [12] .* exited with code 1.*OSError: the dog ate it"),
-    ("exiting_factory", EngineDeadError, r"rank [12] .* exited with code 7; it printed nothing"),
-    ("no_such_factory", EngineDeadError, "no_such_factory"),
-])
+@pytest.mark.parametrize(
+    "name, kind, message",
+    [
+        (
+            "refusing_factory",
+            CheckpointError,
+            "rank [12]: model.safetensors is truncated: 5 bytes of 10; download it again",
+        ),
+        ("broken_factory", EngineDeadError, r"(?s)rank [12] .* exited with code 1.*OSError: the dog ate it"),
+        ("exiting_factory", EngineDeadError, r"rank [12] .* exited with code 7; it printed nothing"),
+        ("no_such_factory", EngineDeadError, "no_such_factory"),
+    ],
+)
 def test_an_error_in_a_factory_is_raised_here(start, name, kind, message):
     group = start(3, factory(name))
     with pytest.raises(kind, match=message):
@@ -219,6 +237,7 @@ def test_a_rank_that_refuses_to_start_ends_the_others(start):
 
 
 # The end
+
 
 def test_close_ends_the_ranks_whatever_they_do_and_may_be_called_twice(start):
     group = start(3)
@@ -278,21 +297,33 @@ SCRIPT = textwrap.dedent("""
     group.call("sleep", 60)
     print(*[a["pid"] for a in abouts], flush=True)
     END
-""")    # no `if __name__ == "__main__"`: ranks do not import the user's script
+""")  # no `if __name__ == "__main__"`: ranks do not import the user's script
 
 
 def run_script(end):
     """A process that is rank 0, and its ranks' pids."""
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT.replace("END", end)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, env=ENV, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.replace("END", end)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENV,
+        start_new_session=True,
+    )
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 2, process.communicate()[1]
     return process, pids
 
 
-@pytest.mark.parametrize("number", [
-    signal.SIGKILL, signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGABRT)),
-], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGABRT)),
+    ],
+    ids=lambda s: s.name,
+)
 def test_ranks_end_when_rank_0_is_killed(number):
     process, pids = run_script("time.sleep(60)")
     with process:
@@ -301,8 +332,17 @@ def test_ranks_end_when_rank_0_is_killed(number):
         wait_until(lambda: all(map(gone, pids)), 2.0, f"ranks outlive {number.name}")
 
 
-@pytest.mark.parametrize("end", ["", "1 / 0", "sys.exit(3)", "os._exit(4)", "group.close()",
-                                 "import threading; threading.Thread(target=sys.exit).start()"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "1 / 0",
+        "sys.exit(3)",
+        "os._exit(4)",
+        "group.close()",
+        "import threading; threading.Thread(target=sys.exit).start()",
+    ],
+)
 def test_ranks_end_when_rank_0_does(end):
     process, pids = run_script(end)
     with process:
@@ -323,7 +363,7 @@ except KeyboardInterrupt:
 """)
     with process:
         assert process.stdout.readline() == "waiting\n"
-        os.killpg(process.pid, signal.SIGINT)    # what a terminal does
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
         assert process.stdout.readline() == "alive False\n"
         assert not any(map(gone, pids))
         process.kill()
@@ -352,11 +392,14 @@ def test_a_fork_of_rank_0_that_exits_leaves_the_ranks_alone():
         os.waitpid(child, 0)
         print(group.submit("echo", 1).results())
     """)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, env=ENV)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, env=ENV
+    )
     assert done.stdout == "[[1, 1]]\n", done.stderr
 
 
 # Collectives between processes
+
 
 def test_collectives_of_all_ranks(start):
     rendezvous = Rendezvous()

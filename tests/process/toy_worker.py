@@ -1,4 +1,5 @@
-"""What the ranks of test_workers.py run: a small object with methods that answer, sleep, print, raise and die."""
+"""What the ranks of test_workers.py run: a small object with methods that answer, sleep, print, raise and
+die."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ class Toy:
         return [self.rank, *args]
 
     def about(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "world_size": self.world_size, "init": self.init, "group": os.getpgid(0), "session": os.getsid(0)}
+        return {
+            "pid": os.getpid(),
+            "world_size": self.world_size,
+            "init": self.init,
+            "group": os.getpgid(0),
+            "session": os.getsid(0),
+        }
 
     def note(self, number: int, filler: np.ndarray | None = None) -> None:
         assert filler is None or (filler == number % 251).all(), f"message {number} was overwritten"
@@ -123,7 +130,9 @@ def sums_on_a_side_stream(tp: Any, count: int) -> list[float]:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for i in range(count):
-            results[i] = tp.all_reduce(torch.full((1 << 18,), float(i * (tp.rank + 1)), device=tp.device)).mean()
+            results[i] = tp.all_reduce(
+                torch.full((1 << 18,), float(i * (tp.rank + 1)), device=tp.device)
+            ).mean()
     torch.cuda.synchronize()
     return results.tolist()
 

@@ -1,7 +1,9 @@
-"""A trainer's process: `python trainer.py MODE CHECKPOINT PORT [WORLD_SIZE]`. Sends the checkpoint's tensors in the way that MODE names.
+"""A trainer's process: `python trainer.py MODE CHECKPOINT PORT [WORLD_SIZE]`. Sends the checkpoint's tensors
+in the way that MODE names.
 
-share: prints the handles of shared tensors as JSON, waits for a line, ends. shoal: broadcasts over a WeightsGroup. torch: broadcasts over a
-group built as RL frameworks do for SGLang and vLLM. die: joins, sends one tensor and ends.
+share: prints the handles of shared tensors as JSON, waits for a line, ends. shoal: broadcasts over a
+WeightsGroup. torch: broadcasts over a group built as RL frameworks do for SGLang and vLLM. die: joins, sends
+one tensor and ends.
 """
 
 import json
@@ -32,12 +34,14 @@ def main() -> None:
         for tensor in weights.values():
             dist.broadcast(tensor, 0, group=group)
     else:
-        trainer = WeightsGroup("127.0.0.1", int(port), 0, world_size, NAME, "gloo", torch.device("cpu"), timeout_s=120)
+        trainer = WeightsGroup(
+            "127.0.0.1", int(port), 0, world_size, NAME, "gloo", torch.device("cpu"), timeout_s=120
+        )
         if mode == "die":
             trainer.send(dict(list(weights.items())[:1]))
             os._exit(1)
         trainer.send(weights)
-    sys.stdin.readline()    # the store lives here: it must not go before the others have ended
+    sys.stdin.readline()  # the store lives here: it must not go before the others have ended
 
 
 def framework_group(port: int, world_size: int) -> dist.ProcessGroup:
@@ -46,7 +50,9 @@ def framework_group(port: int, world_size: int) -> dist.ProcessGroup:
     timeout = timedelta(seconds=120)
     store, rank, world_size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    group, _ = _new_process_group_helper(world_size, rank, [], "gloo", PrefixStore(NAME, store), group_name=NAME, timeout=timeout)
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], "gloo", PrefixStore(NAME, store), group_name=NAME, timeout=timeout
+    )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 

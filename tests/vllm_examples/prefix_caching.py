@@ -5,8 +5,10 @@ import sys
 from shoal import LLM, SamplingParams
 
 PREFIX = (
-    "You are an expert in managing a school. Draft questions for a teacher who comes in for a first interview, "
-    "has taught for five years, and is to teach mathematics. Based on these information, fulfill the following paragraph: "
+    "You are an expert in managing a school. Draft questions for a teacher who comes in for a first "
+    "interview, "
+    "has taught for five years, and is to teach mathematics. Based on these information, fulfill the "
+    "following paragraph: "
 )
 PROMPTS = [PREFIX + end for end in ("Hello, my name is", "The capital of France is", "The future of AI is")]
 PARAMS = SamplingParams(temperature=0.0)

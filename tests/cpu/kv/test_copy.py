@@ -1,4 +1,5 @@
-"""Copies of blocks: every pair of storages and layouts against an oracle, by each of the three ways; ids; copy streams."""
+"""Copies of blocks: every pair of storages and layouts against an oracle, by each of the three ways; ids;
+copy streams."""
 
 import ctypes
 import gc
@@ -50,8 +51,10 @@ def test_ids_are_honoured_in_every_layout(way):
 
 
 def test_random_copies_between_layouts_equal_indexing(way, monkeypatch):
-    monkeypatch.setattr(block_copy_triton, "TILE_BYTES", 256)    # several tiles a run, and runs a tile
-    kv_cases.check_random_copies(seed=7, rounds=15 if way == "kernel" else 60, allocators=[(host_memory, host_memory)])
+    monkeypatch.setattr(block_copy_triton, "TILE_BYTES", 256)  # several tiles a run, and runs a tile
+    kv_cases.check_random_copies(
+        seed=7, rounds=15 if way == "kernel" else 60, allocators=[(host_memory, host_memory)]
+    )
 
 
 def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
@@ -61,10 +64,13 @@ def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
 
 
 def test_whole_blocks_are_one_run_and_layers_of_other_layouts_are_not():
-    caches = {layout: BlockView.over(replace(SPEC, layout=layout), 3, host_memory(3 * SPEC.block_bytes)) for layout in Layout}
+    caches = {
+        layout: BlockView.over(replace(SPEC, layout=layout), 3, host_memory(3 * SPEC.block_bytes))
+        for layout in Layout
+    }
 
     def shape(a, b):
-        pieces, = copy.pieces_between([caches[a]], [caches[b]], range(2))
+        (pieces,) = copy.pieces_between([caches[a]], [caches[b]], range(2))
         return len(pieces.src), pieces.sizes, pieces.run
 
     head, side = 8 * 2, SPEC.block_layer_bytes // 2
@@ -81,7 +87,10 @@ def test_layers_in_storages_of_their_own(tmp_path):
     rng = random.Random(4)
 
     def cache(allocate):
-        layers = [TensorView(allocate(3 * spec.block_layer_bytes, i), spec.layer_shape(3), torch.float16) for i in range(2)]
+        layers = [
+            TensorView(allocate(3 * spec.block_layer_bytes, i), spec.layer_shape(3), torch.float16)
+            for i in range(2)
+        ]
         for layer in layers:
             layer.fill(rng.randrange(100))
         return BlockView(spec, 3, layers)
@@ -93,28 +102,54 @@ def test_layers_in_storages_of_their_own(tmp_path):
     assert torch.equal(kv_cases.contents(other)[:, 1:], kv_cases.contents(memory)[:, [2, 0]])
 
 
-@pytest.mark.parametrize(("src_ids", "dst_ids", "said"), [
-    ([0, 1], [0], "2 source blocks and 1 destination"), ([3], [0], "source block 3 does not exist: ids go from 0 to 2"),
-    ([0.7], [0], "source blocks .0.7. are no list of integers"), ([0], [[1]], "destination blocks"), ([2**64], [0], "source blocks"),
-    ([0], [-1], "destination block -1"), ([0], [4], "ids go from 0 to 3"), ([0, 1, 2], [1, 3, 1], "block 1 is named more than once")])
+@pytest.mark.parametrize(
+    ("src_ids", "dst_ids", "said"),
+    [
+        ([0, 1], [0], "2 source blocks and 1 destination"),
+        ([3], [0], "source block 3 does not exist: ids go from 0 to 2"),
+        ([0.7], [0], "source blocks .0.7. are no list of integers"),
+        ([0], [[1]], "destination blocks"),
+        ([2**64], [0], "source blocks"),
+        ([0], [-1], "destination block -1"),
+        ([0], [4], "ids go from 0 to 3"),
+        ([0, 1, 2], [1, 3, 1], "block 1 is named more than once"),
+    ],
+)
 def test_ids_that_are_refused(src_ids, dst_ids, said):
     src, dst = (BlockView.over(SPEC, n, host_memory(n * SPEC.block_bytes)) for n in (3, 4))
     staged = CopyStream("cpu")
     staged.prepare_block_map(src, dst)
     tensors = [torch.zeros(n, 10, dtype=torch.uint8) for n in (3, 4)]
-    for refused in (lambda: copy_blocks(src, src_ids, dst, dst_ids), lambda: staged.prepare_block_ids(src_ids, dst_ids),
-                    lambda: gather_blocks(tensors[0], src_ids, tensors[1], dst_ids),
-                    lambda: scatter_blocks(tensors[0], src_ids, tensors[1], dst_ids)):
+    for refused in (
+        lambda: copy_blocks(src, src_ids, dst, dst_ids),
+        lambda: staged.prepare_block_ids(src_ids, dst_ids),
+        lambda: gather_blocks(tensors[0], src_ids, tensors[1], dst_ids),
+        lambda: scatter_blocks(tensors[0], src_ids, tensors[1], dst_ids),
+    ):
         with pytest.raises(BlockCopyError, match=said):
             refused()
 
 
-@pytest.mark.parametrize("change", [dict(num_layers=3), dict(num_heads=2), dict(head_dim=4), dict(dtype="bfloat16"), dict(block_size=8),
-                                    dict(tp_size=2), dict(tp_size=4, tp_rank=1)], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(num_layers=3),
+        dict(num_heads=2),
+        dict(head_dim=4),
+        dict(dtype="bfloat16"),
+        dict(block_size=8),
+        dict(tp_size=2),
+        dict(tp_size=4, tp_rank=1),
+    ],
+    ids=str,
+)
 def test_caches_that_do_not_go_together(change):
     other = replace(SPEC, **change)
     src, dst = (BlockView.over(spec, 2, host_memory(2 * spec.block_bytes)) for spec in (SPEC, other))
-    for refused in (lambda: copy_blocks(src, [0], dst, [0]), lambda: CopyStream("cpu").prepare_block_map(src, dst)):
+    for refused in (
+        lambda: copy_blocks(src, [0], dst, [0]),
+        lambda: CopyStream("cpu").prepare_block_map(src, dst),
+    ):
         with pytest.raises(LayoutError, match=f"{next(iter(change))} is .* on one side"):
             refused()
 
@@ -138,8 +173,17 @@ def test_copies_within_one_memory():
 def test_caches_whose_layers_lie_between_each_other():
     spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
     memory, layer = host_memory(4 * 3 * spec.block_layer_bytes), 3 * spec.block_layer_bytes
-    caches = [BlockView(spec, 3, [TensorView(memory, spec.layer_shape(3), torch.float16, offset=(2 * i + first) * layer) for i in range(2)])
-              for first in range(2)]
+    caches = [
+        BlockView(
+            spec,
+            3,
+            [
+                TensorView(memory, spec.layer_shape(3), torch.float16, offset=(2 * i + first) * layer)
+                for i in range(2)
+            ],
+        )
+        for first in range(2)
+    ]
     caches[0].layer(1, mutable=True).fill(4)
     copy_blocks(caches[0], [0, 1, 2], caches[1], [2, 1, 0])
     assert (caches[1].layer(1).array() == 4).all() and not caches[1].layer(0).array().any()
@@ -147,7 +191,9 @@ def test_caches_whose_layers_lie_between_each_other():
 
 def test_a_read_only_destination():
     spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
-    layers = [TensorView(host_memory(1 << 16), spec.layer_shape(2), torch.float16, mutable=False) for _ in range(2)]
+    layers = [
+        TensorView(host_memory(1 << 16), spec.layer_shape(2), torch.float16, mutable=False) for _ in range(2)
+    ]
     cache = BlockView(spec, 2, layers)
     with pytest.raises(BlockCopyError, match="read-only"):
         copy_blocks(cache, [0], cache, [1])
@@ -188,8 +234,13 @@ def test_copy_streams_say_what_is_missing():
             stream.prepare_block_ids([0], [0])
         if staged:
             stream.prepare_block_map(*caches)
-        for early in (lambda: stream.trigger_layer(0), stream.trigger_all_layers, stream.rearm, lambda: stream.event(0),
-                      lambda: stream.wait_layer(0)):
+        for early in (
+            lambda: stream.trigger_layer(0),
+            stream.trigger_all_layers,
+            stream.rearm,
+            lambda: stream.event(0),
+            lambda: stream.wait_layer(0),
+        ):
             with pytest.raises(BlockCopyError, match="nothing is staged"):
                 early()
     stream.prepare_block_ids([0], [0])
@@ -240,15 +291,26 @@ def _launch(src_layout, dst_layout, tp=1, spec=QWEN3_8B):
     """The kernel at real sizes; the launch is all that counts, so the memory is not touched."""
     srcs = [BlockView.over(replace(spec, layout=src_layout), 4, host_memory(4 * spec.block_bytes))]
     shard = replace(spec, layout=dst_layout, tp_size=tp)
-    dsts = [BlockView.over(replace(shard, tp_rank=rank), 4, host_memory(4 * shard.block_bytes)) for rank in range(tp)]
-    pieces, = copy.pieces_between(srcs, dsts, range(spec.num_layers))
+    dsts = [
+        BlockView.over(replace(shard, tp_rank=rank), 4, host_memory(4 * shard.block_bytes))
+        for rank in range(tp)
+    ]
+    (pieces,) = copy.pieces_between(srcs, dsts, range(spec.num_layers))
     by_kernel(pieces, np.arange(4), np.arange(4))
 
 
-LAUNCHES = {f"{a} to {b}, tp 1 to {tp}": lambda a=a, b=b, tp=tp: _launch(a, b, tp)
-            for a, b, tp in ((Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS, 1), (Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS, 4),
-                             (Layout.KV_FIRST, Layout.KV_FIRST, 4), (Layout.KV_FIRST, Layout.WHOLE_BLOCKS, 1))}
-LAUNCHES["odd heads"] = lambda: _launch(Layout.KV_FIRST, Layout.WHOLE_BLOCKS, 1, CacheSpec(Layout.KV_FIRST, 3, 3, 20, "uint8", 5))
+LAUNCHES = {
+    f"{a} to {b}, tp 1 to {tp}": lambda a=a, b=b, tp=tp: _launch(a, b, tp)
+    for a, b, tp in (
+        (Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS, 1),
+        (Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS, 4),
+        (Layout.KV_FIRST, Layout.KV_FIRST, 4),
+        (Layout.KV_FIRST, Layout.WHOLE_BLOCKS, 1),
+    )
+}
+LAUNCHES["odd heads"] = lambda: _launch(
+    Layout.KV_FIRST, Layout.WHOLE_BLOCKS, 1, CacheSpec(Layout.KV_FIRST, 3, 3, 20, "uint8", 5)
+)
 
 compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 

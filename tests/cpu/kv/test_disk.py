@@ -1,4 +1,5 @@
-"""The disk tier: what is read is right or not there at all, whatever happens to its files, its disk, its process and its neighbours."""
+"""The disk tier: what is read is right or not there at all, whatever happens to its files, its disk, its
+process and its neighbours."""
 
 import errno
 import logging
@@ -22,7 +23,7 @@ from shoal.kv.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, in_pages
 from shoal.kv.disk import DiskTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
 
-FILE = in_pages(PAGE + BYTES)    # what a block takes
+FILE = in_pages(PAGE + BYTES)  # what a block takes
 
 
 @pytest.fixture
@@ -73,10 +74,18 @@ def fail(monkeypatch, name, code, when=lambda *args: True):
 
 # Blocks in, out, and after a restart
 
+
 def test_what_was_written_is_read(make):
-    tier, metas = make(), [*chain(5), *chain(3, 1, ("adapter", "\ud800")), *chain(3, 1, (None, "salt" * 2000))]
+    tier, metas = (
+        make(),
+        [*chain(5), *chain(3, 1, ("adapter", "\ud800")), *chain(3, 1, (None, "salt" * 2000))],
+    )
     assert all(write(tier, metas)) and all_right(tier, metas)
-    assert tier.match(keys_of(metas)) == 11 and tier.match([metas[0].key, b"?" * 16]) == 1 and not tier.contains(b"?" * 16)
+    assert (
+        tier.match(keys_of(metas)) == 11
+        and tier.match([metas[0].key, b"?" * 16]) == 1
+        and not tier.contains(b"?" * 16)
+    )
     assert tier.flush(10) == tier._reads.wait(10) == 0
     stats = tier.stats()
     assert (stats.blocks, stats.written, stats.read, stats.pending, stats.problems) == (11, 11, 11, 0, {})
@@ -119,6 +128,7 @@ def test_short_writes_and_reads_are_completed(make, monkeypatch):
 
 # The bound
 
+
 def test_the_coldest_go_first_and_the_bound_holds(make, tmp_path):
     tier, metas = make(max_blocks=4), [meta for s in range(6) for meta in chain(1, s)]
     write(tier, metas[:4])
@@ -131,7 +141,7 @@ def test_the_coldest_go_first_and_the_bound_holds(make, tmp_path):
 def test_tails_go_before_the_heads_without_which_they_are_of_no_use(make):
     tier, a, b = make(max_blocks=8), chain(4, "a"), chain(4, "b")
     write(tier, [*a, *b])
-    assert all_right(tier, a)    # its head first, so that is the colder one
+    assert all_right(tier, a)  # its head first, so that is the colder one
     write(tier, chain(3, "c"))
     assert tier.match(keys_of(b)) == 1 and tier.match(keys_of(a)) == 4
     write(tier, chain(3, "d"))
@@ -178,7 +188,11 @@ def test_files_of_models_that_nobody_runs_go_before_ours(make, tmp_path):
     write(ours, metas[2:])
     assert len(files(tmp_path)) == 5 and all_right(ours, metas)
     write(ours, chain(1, 5))
-    assert len(files(tmp_path)) == 5 and all_right(ours, metas) and not (tmp_path / "kv" / OTHER_MODEL.hex()).exists()
+    assert (
+        len(files(tmp_path)) == 5
+        and all_right(ours, metas)
+        and not (tmp_path / "kv" / OTHER_MODEL.hex()).exists()
+    )
 
 
 def test_files_of_a_living_engine_are_left_alone(make):
@@ -193,12 +207,14 @@ def test_ranks_share_a_path_and_never_read_each_others_shards(make):
     ranks = [make(max_blocks=4, spec=replace(SPEC, tp_rank=rank, tp_size=2)) for rank in range(2)]
     metas = chain(4)
     for rank in ranks:
-        write(rank, metas[:3 + rank.spec.tp_rank])
+        write(rank, metas[: 3 + rank.spec.tp_rank])
     assert [rank.match(keys_of(metas)) for rank in ranks] == [3, 4]
     for rank in ranks:
         rank.close()
     again = [make(max_blocks=4, spec=rank.spec) for rank in ranks]
-    assert [rank.match(keys_of(metas)) for rank in again] == [3, 4] and all(all_right(rank, metas[:3]) for rank in again)
+    assert [rank.match(keys_of(metas)) for rank in again] == [3, 4] and all(
+        all_right(rank, metas[:3]) for rank in again
+    )
 
 
 def test_a_smaller_bound_after_a_restart_is_kept_at_once(make, tmp_path):
@@ -210,18 +226,22 @@ def test_a_smaller_bound_after_a_restart_is_kept_at_once(make, tmp_path):
 
 # What may have happened to a file
 
+
 def flipped(at):
     def damage(path):
         data = bytearray(path.read_bytes())
         data[at] ^= 0x10
         path.write_bytes(data)
+
     return damage
 
 
 def swapped_for(make_other):
     """The file of a tier or block that is not this one, under this one's name."""
+
     def damage(path):
         shutil.copy(make_other(path), path)
+
     return damage
 
 
@@ -242,9 +262,11 @@ def another_layouts(path):
 
 def a_lie(**changes):
     """A whole file whose header says something else about the block than its name."""
+
     def damage(path):
         meta = replace(chain(1)[0], **changes)
         path.write_bytes(BlockFormat(MODEL, SPEC).seal(meta, content(chain(1)[0])) + content(chain(1)[0]))
+
     return damage
 
 
@@ -252,6 +274,7 @@ def in_place_of_it(make_thing):
     def damage(path):
         path.unlink()
         make_thing(path)
+
     return damage
 
 
@@ -288,12 +311,16 @@ def test_a_damaged_file_is_not_served_is_counted_and_makes_way_for_a_good_one(ma
     tier, metas = make(), chain(3)
     write(tier, metas)
     damage(files(tmp_path)[metas[0].key.hex()])
-    assert read(tier, metas[0]) is None and tier.stats().problems == {kind: 1} and not tier.contains(metas[0].key)
+    assert (
+        read(tier, metas[0]) is None
+        and tier.stats().problems == {kind: 1}
+        and not tier.contains(metas[0].key)
+    )
     assert all_right(tier, metas[1:])
     if name != "a directory":
         assert metas[0].key.hex() not in files(tmp_path)
         assert write(tier, metas[:1]) == [True] and all_right(tier, metas)
-    else:    # somebody else's, so it stays
+    else:  # somebody else's, so it stays
         assert write(tier, metas[:1]) == [False] and write(tier, chain(1, 8)) == [True], "the tier goes on"
 
 
@@ -325,11 +352,20 @@ def test_strangers_files_are_left_alone(make, tmp_path):
     write(first, chain(2))
     first.close()
     folder = files(tmp_path)[chain(1)[0].key.hex()].parent
-    for path in (tmp_path / "kv" / "notes.txt", folder / "notes.txt", folder / ("0" * 31 + ".kv"), tmp_path / "kv" / "elsewhere" / "x.kv"):
+    for path in (
+        tmp_path / "kv" / "notes.txt",
+        folder / "notes.txt",
+        folder / ("0" * 31 + ".kv"),
+        tmp_path / "kv" / "elsewhere" / "x.kv",
+    ):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"mine")
     make(max_blocks=1).close()
-    assert (tmp_path / "kv" / "notes.txt").exists() and (folder / "notes.txt").exists() and (folder / ("0" * 31 + ".kv")).exists()
+    assert (
+        (tmp_path / "kv" / "notes.txt").exists()
+        and (folder / "notes.txt").exists()
+        and (folder / ("0" * 31 + ".kv")).exists()
+    )
     assert (tmp_path / "kv" / "elsewhere" / "x.kv").exists()
 
 
@@ -347,9 +383,20 @@ def test_each_kind_of_problem_is_logged_once(make, tmp_path, caplog):
 
 # What may happen to the disk
 
-@pytest.mark.parametrize("name, code", [("writev", errno.EIO), ("open", errno.EROFS), ("open", errno.EACCES), ("replace", errno.EROFS),
-                                        ("close", errno.EIO)])
-def test_a_write_that_fails_leaves_nothing_and_the_tier_rests_and_comes_back(make, tmp_path, monkeypatch, name, code):
+
+@pytest.mark.parametrize(
+    "name, code",
+    [
+        ("writev", errno.EIO),
+        ("open", errno.EROFS),
+        ("open", errno.EACCES),
+        ("replace", errno.EROFS),
+        ("close", errno.EIO),
+    ],
+)
+def test_a_write_that_fails_leaves_nothing_and_the_tier_rests_and_comes_back(
+    make, tmp_path, monkeypatch, name, code
+):
     tier, metas = make(), chain(3)
     write(tier, metas[:1])
     now = [1000.0]
@@ -358,7 +405,11 @@ def test_a_write_that_fails_leaves_nothing_and_the_tier_rests_and_comes_back(mak
         fail(broken, name, code, lambda first, *rest: name != "open" or (rest[0] & os.O_CREAT))
         assert write(tier, metas[1:2]) == [False]
     assert write(tier, metas[1:2]) == [False] and tier.stats().refused == 1, "it rests"
-    assert tier.stats().problems == {errno.errorcode[code]: 1} and len(files(tmp_path)) == 1 and tier.stats().num_bytes == FILE
+    assert (
+        tier.stats().problems == {errno.errorcode[code]: 1}
+        and len(files(tmp_path)) == 1
+        and tier.stats().num_bytes == FILE
+    )
     assert all_right(tier, metas[:1])
     now[0] += 1.1
     assert write(tier, metas[1:]) == [True, True] and all_right(tier, metas)
@@ -405,7 +456,11 @@ def test_a_file_that_cannot_be_deleted_counts_and_does_not_stop_the_tier(make, t
     fail(monkeypatch, "unlink", errno.EPERM, lambda path: path == stuck)
     assert write(tier, metas[3:4]) == [False] and tier.stats().problems == {"EPERM": 1}
     now[0] += 2
-    assert write(tier, metas[3:]) == [True] * 3 and tier.stats().num_bytes == 3 * FILE and len(files(tmp_path)) == 3
+    assert (
+        write(tier, metas[3:]) == [True] * 3
+        and tier.stats().num_bytes == 3 * FILE
+        and len(files(tmp_path)) == 3
+    )
 
 
 def test_a_shortage_of_descriptors_says_nothing_of_the_files(make, monkeypatch):
@@ -431,7 +486,9 @@ def test_a_folder_that_vanishes_is_made_again(make, tmp_path, what):
     tier, metas = make(), chain(6)
     write(tier, metas[:3])
     shutil.rmtree(tmp_path / what)
-    assert read(tier, metas[0]) is None and tier.match(keys_of(metas[1:])) == 0, "none of its blocks is believed"
+    assert read(tier, metas[0]) is None and tier.match(keys_of(metas[1:])) == 0, (
+        "none of its blocks is believed"
+    )
     assert write(tier, metas) == [True] * 6 and all_right(tier, metas)
     shutil.rmtree(tmp_path / what)
     assert all(write(tier, chain(3, 1))) and tier.match(keys_of(metas)) == 0 and all_right(tier, chain(3, 1))
@@ -454,7 +511,9 @@ def test_a_path_turned_into_a_file_fails_writes_only(make, tmp_path):
 
 def test_a_real_limit_on_file_sizes(tmp_path):
     """The kernel cuts the write off in the middle."""
-    run_child(tmp_path, """
+    run_child(
+        tmp_path,
+        """
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
         tier = make(spec=replace(SPEC, block_bytes=8192))
@@ -463,14 +522,15 @@ def test_a_real_limit_on_file_sizes(tmp_path):
         assert write(tier, metas) == [False, False], tier.stats()
         assert tier.stats().problems == {"EFBIG": 1} and tier.stats().num_bytes == 0, tier.stats()
         tier.check()
-    """)
+    """,
+    )
     assert not files(tmp_path) and not list((tmp_path / "kv").rglob("writing-*/*"))
 
 
 def test_a_write_that_breaks_off_leaves_the_books_right(make, monkeypatch):
     tier, metas = make(), chain(2)
     with monkeypatch.context() as broken:
-        broken.setattr(tier._folder, "prepare", lambda *args: [][1])    # a bug
+        broken.setattr(tier._folder, "prepare", lambda *args: [][1])  # a bug
         assert write(tier, metas[:1]) == [False]
     assert tier.flush(10) == 0
     tier.check()
@@ -478,6 +538,7 @@ def test_a_write_that_breaks_off_leaves_the_books_right(make, monkeypatch):
 
 
 # A bad start
+
 
 def test_files_that_others_delete_during_a_start_are_passed_over(make, tmp_path):
     tier, keys = make(), [bytes([7]) + bytes([i]) * 15 for i in range(3)]
@@ -499,8 +560,11 @@ def test_folders_of_other_users_are_theirs(make, monkeypatch, tmp_path):
 
 def test_impossible_paths_are_refused_with_a_reason(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
-    for path, reason in [("/proc/nowhere/kv", "No such file"), (str(tmp_path / "file"), "File exists|Not a directory"),
-                         (str(tmp_path / "file" / "kv"), "Not a directory")]:
+    for path, reason in [
+        ("/proc/nowhere/kv", "No such file"),
+        (str(tmp_path / "file"), "File exists|Not a directory"),
+        (str(tmp_path / "file" / "kv"), "Not a directory"),
+    ]:
         with pytest.raises(ConfigError, match=f"kv_disk_path {path} can't be used: .*({reason})"):
             DiskTier(path, 1 << 20, MODEL, SPEC)
     fail(monkeypatch, "mkdir", errno.EACCES)
@@ -537,6 +601,7 @@ def test_less_than_a_file_is_refused(tmp_path):
 
 # Threads
 
+
 class Gate:
     """os.writev waits until it is opened."""
 
@@ -558,7 +623,11 @@ def test_writes_beyond_the_bound_are_refused_at_once_and_reads_do_not_queue_behi
     first = tier.write(metas[1], memoryview(content(metas[1])))
     gate.reached.acquire(timeout=10)
     others = [tier.write(meta, memoryview(content(meta))) for meta in metas[2:]]
-    assert [future.done() for future in others] == [False, False, True, True] and not others[2].result() and tier.stats().refused == 2
+    assert (
+        [future.done() for future in others] == [False, False, True, True]
+        and not others[2].result()
+        and tier.stats().refused == 2
+    )
     assert all_right(tier, metas[:1]) and not first.done()
     again = tier.write(metas[1], memoryview(content(metas[1])))
     assert again is first, "a block under way is not written twice"
@@ -578,9 +647,14 @@ def test_threads_that_cannot_be_had_cost_a_block_or_some_speed(make, monkeypatch
     assert write(tier, metas[:1]) == [True]
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", start)
-        assert all(future.result(10) for future in [tier.write(meta, memoryview(content(meta))) for meta in metas])
+        assert all(
+            future.result(10) for future in [tier.write(meta, memoryview(content(meta))) for meta in metas]
+        )
         into = [bytearray(BYTES) for _ in metas]
-        assert all(future.result(10) for future in [tier.read(meta, memoryview(one)) for meta, one in zip(metas, into)])
+        assert all(
+            future.result(10)
+            for future in [tier.read(meta, memoryview(one)) for meta, one in zip(metas, into)]
+        )
         other = make(fingerprint=OTHER_MODEL)
         assert write(other, metas[:1]) == [False] and other.stats().refused == 1
     assert write(other, metas[:1]) == [True]
@@ -606,11 +680,19 @@ def test_a_block_forgotten_while_it_is_written_does_not_come_back(make, tmp_path
     tier.forget(keys_of(metas[:1]))
     gate.open.set()
     assert futures[1].result(10) and tier.flush(10) == 0
-    assert [tier.contains(meta.key) for meta in metas] == [False, True] and files(tmp_path).keys() == {metas[1].key.hex()}
+    assert [tier.contains(meta.key) for meta in metas] == [False, True] and files(tmp_path).keys() == {
+        metas[1].key.hex()
+    }
 
 
 def test_a_block_forgotten_while_its_read_waits_is_a_miss_and_no_problem(make, monkeypatch):
-    tier, metas, go, reached, real = make(threads=1), chain(2), threading.Event(), threading.Event(), os.preadv
+    tier, metas, go, reached, real = (
+        make(threads=1),
+        chain(2),
+        threading.Event(),
+        threading.Event(),
+        os.preadv,
+    )
     write(tier, metas)
     monkeypatch.setattr(os, "preadv", lambda *args: (reached.set(), go.wait(20), real(*args))[2])
     futures = [tier.read(meta, memoryview(bytearray(BYTES))) for meta in metas]
@@ -627,7 +709,10 @@ def test_forgotten_blocks_are_not_found_and_their_files_go(make, tmp_path):
     tier.forget(keys_of(metas[:2]))
     assert not tier.contains(metas[0].key) and read(tier, metas[0]) is None
     tier.flush(10)
-    assert files(tmp_path).keys() == {meta.key.hex() for meta in metas[2:]} and tier.stats().num_bytes == 2 * FILE
+    assert (
+        files(tmp_path).keys() == {meta.key.hex() for meta in metas[2:]}
+        and tier.stats().num_bytes == 2 * FILE
+    )
     tier.forget()
     tier.flush(10)
     assert not files(tmp_path) and tier.stats().blocks == tier.stats().num_bytes == 0
@@ -666,8 +751,14 @@ PRELUDE = textwrap.dedent("""
 
 
 def start_child(tmp_path, code):
-    return subprocess.Popen([sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(tmp_path / "kv")], stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(tmp_path / "kv")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
 
 
 def run_child(tmp_path, code):
@@ -696,8 +787,12 @@ def test_a_process_killed_between_write_and_rename_leaves_no_block_and_no_file(m
     child.communicate()
     assert len(list((tmp_path / "kv").rglob("writing-*/*"))) == 1
     tier, metas = make(), chain(3)
-    assert not tier.contains(metas[2].key) and all_right(tier, metas[:2]) and tier.stats().num_bytes == 2 * FILE
-    assert [path.name for path in (tmp_path / "kv").rglob("writing-*")] == [os.path.basename(tier._folder._unfinished)]
+    assert (
+        not tier.contains(metas[2].key) and all_right(tier, metas[:2]) and tier.stats().num_bytes == 2 * FILE
+    )
+    assert [path.name for path in (tmp_path / "kv").rglob("writing-*")] == [
+        os.path.basename(tier._folder._unfinished)
+    ]
     assert all(write(tier, metas)) and all_right(tier, metas)
 
 
@@ -712,11 +807,14 @@ def test_the_unfinished_file_of_a_living_process_is_left_to_it(make, tmp_path):
 
 
 def test_a_killed_process_leaves_its_files_to_others_that_need_the_room(make, tmp_path):
-    child = start_child(tmp_path, """
+    child = start_child(
+        tmp_path,
+        """
         write(make(fingerprint=OTHER_MODEL), chain(3))
         print("here", flush=True)
         sys.stdin.readline()
-    """)
+    """,
+    )
     assert child.stdout.readline() == "here\n"
     tier = make(max_blocks=4)
     assert tier.stats().num_bytes == 0, "it lives"
@@ -724,11 +822,17 @@ def test_a_killed_process_leaves_its_files_to_others_that_need_the_room(make, tm
     child.communicate()
     tier.close()
     tier = make(max_blocks=4)
-    assert tier.stats().num_bytes == 3 * FILE and all(write(tier, chain(4, 1))) and tier.stats().num_bytes == 4 * FILE
+    assert (
+        tier.stats().num_bytes == 3 * FILE
+        and all(write(tier, chain(4, 1)))
+        and tier.stats().num_bytes == 4 * FILE
+    )
 
 
 def test_engines_on_one_path_find_and_evict_each_others_blocks_and_both_stay_right(make, tmp_path):
-    child = start_child(tmp_path, """
+    child = start_child(
+        tmp_path,
+        """
         import random
         tier, r = make(max_blocks=8), random.Random(1)
         metas = chain(20)
@@ -742,7 +846,8 @@ def test_engines_on_one_path_find_and_evict_each_others_blocks_and_both_stay_rig
                 write(tier, [meta])
         assert tier.stats().problems.keys() <= {"missing"}, tier.stats()
         tier.check()
-    """)
+    """,
+    )
     assert child.stdout.readline() == "here\n"
     tier, metas, r = make(max_blocks=8), chain(20), random.Random(2)
     for _ in range(600):
@@ -758,10 +863,20 @@ def test_engines_on_one_path_find_and_evict_each_others_blocks_and_both_stay_rig
 
 # All of it at once
 
+
 class Faults:
     """Makes os functions fail, or do only a part, at random."""
 
-    CODES = [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENOENT, errno.EINTR, errno.EDQUOT]
+    CODES = [
+        errno.EIO,
+        errno.ENOSPC,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EMFILE,
+        errno.ENOENT,
+        errno.EINTR,
+        errno.EDQUOT,
+    ]
 
     def __init__(self, monkeypatch, r, root):
         self.rate, self.r, self.root, self.lock = 0.0, r, str(root), threading.Lock()
@@ -773,15 +888,19 @@ class Faults:
             ours = threading.current_thread().name.startswith("kv-disk")
             with self.lock:
                 draw = self.r.random() if ours else 1.0
-                code = self.r.choice([code for code in self.CODES if name != "unlink" or code != errno.ENOENT])    # that would be a lie
+                # that would be a lie
+                code = self.r.choice(
+                    [code for code in self.CODES if name != "unlink" or code != errno.ENOENT]
+                )
             if draw < self.rate:
                 if name == "close":
                     real(first)
                 raise OSError(code, os.strerror(code), str(first))
             if draw < 2 * self.rate and name in ("writev", "preadv"):
                 pieces = args[0]
-                return real(first, [pieces[0][:self.r.randint(1, len(pieces[0]))]], *args[1:])
+                return real(first, [pieces[0][: self.r.randint(1, len(pieces[0]))]], *args[1:])
             return real(first, *args, **options)
+
         return call
 
 
@@ -813,7 +932,9 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
 
     def build(fingerprint=MODEL):
         rate, faults.rate = faults.rate, 0.0
-        tier = DiskTier(str(tmp_path / "kv"), max_blocks * FILE, fingerprint, SPEC, policy, record_events=True)
+        tier = DiskTier(
+            str(tmp_path / "kv"), max_blocks * FILE, fingerprint, SPEC, policy, record_events=True
+        )
         faults.rate = rate
         return tier
 
@@ -840,7 +961,7 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
             vandalize(r, r.choice(paths))
         elif action < 0.97:
             tier.close()
-            if r.random() < 0.3:    # other weights for a while
+            if r.random() < 0.3:  # other weights for a while
                 other = build(OTHER_MODEL)
                 for meta in r.sample(metas, 3):
                     other.write(meta, memoryview(content(meta))).result(20)
@@ -859,9 +980,13 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
     faults.rate = 0.0
     tier.close()
     assert served > 10 and written > 10
-    tier = build()    # in peace, all is well again
+    tier = build()  # in peace, all is well again
     last = metas[-1]
-    assert read(tier, last) in (None, content(last)) and write(tier, [last]) == [True] and read(tier, last) == content(last)
+    assert (
+        read(tier, last) in (None, content(last))
+        and write(tier, [last]) == [True]
+        and read(tier, last) == content(last)
+    )
     tier.close()
 
 

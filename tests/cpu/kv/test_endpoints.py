@@ -64,12 +64,19 @@ def test_every_interface_is_had_with_a_warning(start, caplog):
     assert f"endpoint tcp://*:{port} tells every prompt, answer and cache_salt to whoever" in caplog.text
 
 
-@pytest.mark.parametrize("endpoint, ours, leaves", [
-    ("tcp://*:1", True, True), ("tcp://lo:1", True, False), ("tcp://[::]:1", True, True),
-    ("tcp://[::1]:1", True, False),
-    ("tcp://127.0.0.1:1", False, False), ("tcp://router:1", False, True), ("ipc:///tmp/x", True, False),
-    ("inproc://x", True, False),
-])
+@pytest.mark.parametrize(
+    "endpoint, ours, leaves",
+    [
+        ("tcp://*:1", True, True),
+        ("tcp://lo:1", True, False),
+        ("tcp://[::]:1", True, True),
+        ("tcp://[::1]:1", True, False),
+        ("tcp://127.0.0.1:1", False, False),
+        ("tcp://router:1", False, True),
+        ("ipc:///tmp/x", True, False),
+        ("inproc://x", True, False),
+    ],
+)
 def test_what_is_bound_and_what_leaves_the_host(endpoint, ours, leaves):
     assert (is_ours(endpoint), leaves_the_host(endpoint)) == (ours, leaves)
 
@@ -81,10 +88,10 @@ def test_a_frame_that_is_announced_too_long_ends_the_connection(start, which, ki
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
     with socket.create_connection(("127.0.0.1", ports[which]), timeout=10) as connection:
         connection.sendall(GREETING + bytes([4, len(ready)]) + ready)
-        connection.sendall(b"\x02" + struct.pack(">Q", 2**31) + bytes(100))    # a long frame
+        connection.sendall(b"\x02" + struct.pack(">Q", 2**31) + bytes(100))  # a long frame
         with contextlib.suppress(ConnectionResetError):
             while connection.recv(4096):
-                pass    # its own greeting
+                pass  # its own greeting
     store(events, 1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
@@ -95,9 +102,13 @@ def test_a_frame_that_is_announced_too_long_ends_the_connection(start, which, ki
 
 def test_with_keys_only_who_has_one_that_is_let_in_hears_anything(start, keys):
     events_port, replay_port = free_port(), free_port()
-    events = start(endpoint=f"tcp://*:{events_port}", replay_endpoint=f"tcp://*:{replay_port}", topic="t",
-                   curve_secret_key_file=str(keys / "server.key_secret"),
-                   curve_client_keys_dir=str(keys / "clients"))
+    events = start(
+        endpoint=f"tcp://*:{events_port}",
+        replay_endpoint=f"tcp://*:{replay_port}",
+        topic="t",
+        curve_secret_key_file=str(keys / "server.key_secret"),
+        curve_client_keys_dir=str(keys / "clients"),
+    )
     server, _ = zmq.auth.load_certificate(keys / "server.key")
     with zmq.Context() as context:
         clients = {}
@@ -112,7 +123,7 @@ def test_with_keys_only_who_has_one_that_is_let_in_hears_anything(start, keys):
                     one.curve_publickey, one.curve_secretkey, one.curve_serverkey = public, secret, server
                 one.connect(f"tcp://127.0.0.1:{port}")
             sub.subscribe(b"")
-            ask.send_multipart([b"", bytes(8)])    # goes out as soon as there is a connection
+            ask.send_multipart([b"", bytes(8)])  # goes out as soon as there is a connection
             clients[name] = sub, ask
         friend, ask = clients["friend"]
         number = 0
@@ -120,7 +131,7 @@ def test_with_keys_only_who_has_one_that_is_let_in_hears_anything(start, keys):
             store(events, number)
             number += 1
         assert friend.recv_multipart()[0] == b"t"
-        read(ask)    # what there was when it had connected
+        read(ask)  # what there was when it had connected
         ask.send_multipart([b"", bytes(8)])
         assert read(ask)[:1] == [0]
         for name in ("stranger", "nobody", "guesser"):
@@ -132,19 +143,19 @@ def test_with_keys_only_who_has_one_that_is_let_in_hears_anything(start, keys):
 
 
 def test_keys_that_cannot_be_had_are_config_errors(start, keys):
-    good = dict(curve_secret_key_file=str(keys / "server.key_secret"),
-                curve_client_keys_dir=str(keys / "clients"))
+    good = dict(
+        curve_secret_key_file=str(keys / "server.key_secret"), curve_client_keys_dir=str(keys / "clients")
+    )
     (keys / "empty").mkdir()
     (keys / "odd").mkdir()
     (keys / "odd" / "x.key").write_text("no key")
-    for change, words in ((dict(curve_secret_key_file="/nowhere"), "curve_secret_key_file '/nowhere' "
-                                                                   "cannot be read"),
-                          (dict(curve_secret_key_file=str(keys / "server.key")), "holds a public key only"),
-                          (dict(curve_client_keys_dir="/nowhere"), "curve_client_keys_dir '/nowhere' "
-                                                                   "cannot be read"),
-                          (dict(curve_client_keys_dir=str(keys / "empty")), "holds no"),
-                          (dict(curve_client_keys_dir=str(keys / "odd")), "curve_client_keys_dir .* cannot "
-                                                                          "be read")):
+    for change, words in (
+        (dict(curve_secret_key_file="/nowhere"), "curve_secret_key_file '/nowhere' cannot be read"),
+        (dict(curve_secret_key_file=str(keys / "server.key")), "holds a public key only"),
+        (dict(curve_client_keys_dir="/nowhere"), "curve_client_keys_dir '/nowhere' cannot be read"),
+        (dict(curve_client_keys_dir=str(keys / "empty")), "holds no"),
+        (dict(curve_client_keys_dir=str(keys / "odd")), "curve_client_keys_dir .* cannot be read"),
+    ):
         with pytest.raises(ConfigError, match=words):
             start(endpoint=f"tcp://lo:{free_port()}", **good | change)
 
@@ -152,5 +163,8 @@ def test_keys_that_cannot_be_had_are_config_errors(start, keys):
 def test_a_libzmq_without_curve_says_so(start, keys, monkeypatch):
     monkeypatch.setattr(zmq, "has", lambda name: name != "curve")
     with pytest.raises(ConfigError, match="needs a libzmq with CURVE"):
-        start(endpoint=f"tcp://lo:{free_port()}", curve_secret_key_file=str(keys / "server.key_secret"),
-              curve_client_keys_dir=str(keys / "clients"))
+        start(
+            endpoint=f"tcp://lo:{free_port()}",
+            curve_secret_key_file=str(keys / "server.key_secret"),
+            curve_client_keys_dir=str(keys / "clients"),
+        )

@@ -45,6 +45,7 @@ def payload(events):
 
 # The book
 
+
 def test_a_run_of_blocks_is_one_event_with_all_its_tokens():
     keys, tokens = chain(*range(12))
     [event] = Book(SIZE).apply([Stored(keys, None, tokens, None, None, "GPU")])
@@ -52,13 +53,19 @@ def test_a_run_of_blocks_is_one_event_with_all_its_tokens():
     book = Book(SIZE)
     book.apply([Stored(keys[:1], None, tokens[:4], None, None, "GPU")])
     assert book.apply([Stored(keys[1:], keys[0], tokens[4:], None, None, "GPU")]) == [
-        BlockStored(names(keys[1:]), block_name(keys[0]), tokens[4:], SIZE, None, "GPU", None)]
+        BlockStored(names(keys[1:]), block_name(keys[0]), tokens[4:], SIZE, None, "GPU", None)
+    ]
 
 
 def test_what_is_no_news_is_not_told():
     keys, tokens = chain(*range(20))
     book = Book(SIZE)
-    book.apply([Stored(keys[1:2], keys[0], tokens[4:8], None, None, "GPU"), Stored(keys[3:4], keys[2], tokens[12:16], None, None, "GPU")])
+    book.apply(
+        [
+            Stored(keys[1:2], keys[0], tokens[4:8], None, None, "GPU"),
+            Stored(keys[3:4], keys[2], tokens[12:16], None, None, "GPU"),
+        ]
+    )
     stored = book.apply([Stored(keys, None, tokens, None, None, "GPU")])
     assert [e.block_hashes for e in stored] == [names(keys[:1]), names(keys[2:3]), names(keys[4:])]
     assert [e.parent_block_hash for e in stored] == [None, *names((keys[1], keys[3]))]
@@ -73,15 +80,24 @@ def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_is_told_again()
     book.apply([store])
     removed = [Removed(key, "GPU") for key in reversed(keys)]
     assert book.apply([*removed, store, removed[0]]) == [
-        BlockRemoved(names(keys)[::-1], "GPU"), BlockStored(names(keys), None, tokens, SIZE, None, "GPU", None),
-        BlockRemoved(names(keys[1:]), "GPU")]
+        BlockRemoved(names(keys)[::-1], "GPU"),
+        BlockStored(names(keys), None, tokens, SIZE, None, "GPU", None),
+        BlockRemoved(names(keys[1:]), "GPU"),
+    ]
 
 
 def test_tiers_are_told_apart_and_cleared_means_all_of_them():
     keys, tokens = chain(*range(8))
     book = Book(SIZE)
-    told = book.apply([Stored(keys, None, tokens, None, None, "GPU"), Stored(keys[1:], keys[0], tokens[4:], None, None, "CPU"),
-                       Cleared("GPU"), Cleared("STORAGE"), Cleared("CPU")])
+    told = book.apply(
+        [
+            Stored(keys, None, tokens, None, None, "GPU"),
+            Stored(keys[1:], keys[0], tokens[4:], None, None, "CPU"),
+            Cleared("GPU"),
+            Cleared("STORAGE"),
+            Cleared("CPU"),
+        ]
+    )
     assert [type(event) for event in told] == [BlockStored, BlockStored, BlockRemoved, AllBlocksCleared]
     assert told[1].medium == "CPU" and told[2] == BlockRemoved(names(keys), "GPU")
     assert book.apply([Cleared("GPU")]) == [AllBlocksCleared()], "who knew nothing of it may have an old view"
@@ -97,7 +113,10 @@ def test_adapter_and_salt_are_told():
     assert kv_events.decode(payload(book.snapshot())).events[1:] == [event]
     payload(book.apply([Stored([b"\1" * 16], None, [1, 2, 3, 4], None, "half a pair: \ud800", "GPU")]))
     keys, tokens = chain(*range(8), cache_salt="s")
-    assert book.apply([Stored(keys, None, tokens, None, "s", "GPU")])[0].extra_keys == [[{"type": "cache_salt", "salt": "s"}], None]
+    assert book.apply([Stored(keys, None, tokens, None, "s", "GPU")])[0].extra_keys == [
+        [{"type": "cache_salt", "salt": "s"}],
+        None,
+    ]
 
 
 def test_two_contents_of_one_name_are_told_as_the_first():
@@ -119,38 +138,72 @@ def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
         for _ in range(r.randint(1, 4)):
             (keys, tokens), tier = r.choice(chains), r.choice(("GPU", "CPU"))
             start, end = sorted(r.sample(range(len(keys) + 1), 2))
-            changes.append(r.choice((
-                Stored(keys[start:end], keys[start - 1] if start else None, tokens[start * SIZE:end * SIZE], None, None, tier),
-                Removed(r.choice(keys), tier), Removed(keys[-1], tier), Cleared(tier) if r.random() < 0.1 else Removed(keys[0], tier))))
+            changes.append(
+                r.choice(
+                    (
+                        Stored(
+                            keys[start:end],
+                            keys[start - 1] if start else None,
+                            tokens[start * SIZE : end * SIZE],
+                            None,
+                            None,
+                            tier,
+                        ),
+                        Removed(r.choice(keys), tier),
+                        Removed(keys[-1], tier),
+                        Cleared(tier) if r.random() < 0.1 else Removed(keys[0], tier),
+                    )
+                )
+            )
         if events := book.apply(changes):
             view.apply(payload(events))
-        assert view.blocks == {(tier, name): (block.parent, struct.unpack(f"{SIZE}I", block.token_ids))
-                               for tier, blocks in book.tiers.items() for name, block in blocks.items()}
+        assert view.blocks == {
+            (tier, name): (block.parent, struct.unpack(f"{SIZE}I", block.token_ids))
+            for tier, blocks in book.tiers.items()
+            for name, block in blocks.items()
+        }
         seen = set()
         for event in book.snapshot()[1:]:
             for i, name in enumerate(event.block_hashes):
                 parent = event.block_hashes[i - 1] if i else event.parent_block_hash
-                assert parent is None or (event.medium, parent) in seen or (event.medium, parent) not in view.blocks
+                assert (
+                    parent is None
+                    or (event.medium, parent) in seen
+                    or (event.medium, parent) not in view.blocks
+                )
                 seen.add((event.medium, name))
         assert View(SIZE, reachable=False).apply(payload(book.snapshot())).blocks == view.blocks
 
 
 # What the scheduler tells
 
+
 @pytest.mark.parametrize("seed", range(12))
 def test_any_load_tells_exactly_what_the_pool_holds(seed):
     print(f"seed {seed}")
     r = random.Random(seed)
-    events = KvEvents(KVEventsConfig(enable_kv_cache_events=True, publisher="null", buffer_steps=r.choice((1, 5, 10_000))), SIZE)
-    scheduler = Scheduler(num_blocks=r.randint(8, 40), block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=r.choice((5, 16, 64)),
-                          max_model_len=60, events=events)
+    events = KvEvents(
+        KVEventsConfig(enable_kv_cache_events=True, publisher="null", buffer_steps=r.choice((1, 5, 10_000))),
+        SIZE,
+    )
+    scheduler = Scheduler(
+        num_blocks=r.randint(8, 40),
+        block_size=SIZE,
+        max_num_seqs=4,
+        max_num_batched_tokens=r.choice((5, 16, 64)),
+        max_model_len=60,
+        events=events,
+    )
     view, in_flight, prompts = View(SIZE), [], [[]]
     for i in range(400):
         if r.random() < 0.3 and len(scheduler.waiting) < 6:
             base = r.choice(prompts)
-            prompt = (base[:r.choice((len(base), r.randint(0, len(base))))] + [r.randrange(3) for _ in range(r.randint(1, 12))])[:30]
+            prompt = (
+                base[: r.choice((len(base), r.randint(0, len(base))))]
+                + [r.randrange(3) for _ in range(r.randint(1, 12))]
+            )[:30]
             prompts = [*prompts[-8:], prompt]
-            options = {"prompt_logprobs": 0} if r.random() < 0.2 else {}    # computes what is cached already
+            options = {"prompt_logprobs": 0} if r.random() < 0.2 else {}  # computes what is cached already
             params = SamplingParams(max_tokens=r.randint(1, 25), ignore_eos=True, **options)
             scheduler.add(Request(f"r{i}", prompt, params, cache_salt=r.choice((None, None, "s"))))
         if r.random() < 0.03 and scheduler.running:
@@ -169,7 +222,9 @@ def test_any_load_tells_exactly_what_the_pool_holds(seed):
             for batch in events.drain():
                 view.apply(kv_events.encode(batch))
             assert view.names() == set(names(scheduler.pool.cached_keys()))
-            assert {parent for parent, _ in view.blocks.values()} <= view.names() | {None}, "cached, and out of reach"
+            assert {parent for parent, _ in view.blocks.values()} <= view.names() | {None}, (
+                "cached, and out of reach"
+            )
         if r.random() < 0.05:
             late = View(SIZE).apply(kv_events.encode(events.snapshot()))
             assert late.names() == set(names(scheduler.pool.cached_keys()))
@@ -179,13 +234,31 @@ def test_any_load_tells_exactly_what_the_pool_holds(seed):
 
 def test_a_step_makes_one_batch_and_what_changes_nothing_makes_none():
     events = KvEvents(QUIET, SIZE)
-    scheduler = Scheduler(num_blocks=8, block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, events=events)
+    scheduler = Scheduler(
+        num_blocks=8,
+        block_size=SIZE,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=32,
+        events=events,
+    )
     for name in "ab":
-        scheduler.add(Request(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=2, ignore_eos=True)))
+        scheduler.add(
+            Request(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=2, ignore_eos=True))
+        )
     plan = scheduler.schedule()
     events.flush()
     [batch] = events.drain()
-    assert [len(event.block_hashes) for event in batch.events] == [2] and batch.events[0].token_ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [len(event.block_hashes) for event in batch.events] == [2] and batch.events[0].token_ids == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
     assert batch.data_parallel_rank == 0 and abs(batch.ts - time.time()) < 60
     scheduler.update(plan, [5, 5])
     scheduler.abort("a")
@@ -202,17 +275,22 @@ def test_a_step_makes_one_batch_and_what_changes_nothing_makes_none():
 
 # The wire
 
+
 @pytest.fixture
 def publish(tmp_path):
     """(events, listener), connected."""
     made = []
 
     def make(**options):
-        ends = dict(endpoint=f"ipc://{tmp_path}/e{len(made)}", replay_endpoint=f"ipc://{tmp_path}/r{len(made)}", topic="t")
+        ends = dict(
+            endpoint=f"ipc://{tmp_path}/e{len(made)}",
+            replay_endpoint=f"ipc://{tmp_path}/r{len(made)}",
+            topic="t",
+        )
         config = KVEventsConfig(enable_kv_cache_events=True, **ends | options)
         events, listener = KvEvents(config, SIZE), Listener(config.endpoint, config.replay_endpoint, b"t")
         made.extend((listener, events))
-        while not listener.sub.poll(20):     # a subscriber hears nothing until its subscription has arrived
+        while not listener.sub.poll(20):  # a subscriber hears nothing until its subscription has arrived
             events.cleared()
             events.flush()
         events.drain()
@@ -263,7 +341,7 @@ def test_who_missed_too_much_gets_a_snapshot_under_the_last_number(publish):
     heard = [listener.hear() for _ in range(7)]
     last = heard[-1][0]
     assert listener.replay(last - 2) == heard[-3:]
-    for start in (last - 3, 0, -1, last + 2):    # gone, or numbers of an engine before this one
+    for start in (last - 3, 0, -1, last + 2):  # gone, or numbers of an engine before this one
         [(number, data)] = listener.replay(start)
         assert number == last and View(SIZE).apply(data).names() == set(names(keys[1:]))
     for i in range(9, 14):
@@ -293,10 +371,12 @@ def test_a_request_of_a_req_socket_is_answered(publish):
 
 
 def test_without_listeners_nothing_waits_and_the_queue_is_bounded(tmp_path):
-    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/e", max_queue_size=3, buffer_steps=2)
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/e", max_queue_size=3, buffer_steps=2
+    )
     events = KvEvents(config, SIZE)
     gate = threading.Event()
-    events._queue.put(gate.wait)               # the thread is busy
+    events._queue.put(gate.wait)  # the thread is busy
     threading.Timer(0.3, gate.set).start()
     for i in range(20):
         store(events, i, i, i, i)
@@ -338,8 +418,12 @@ def test_an_endpoint_that_cannot_be_had_is_a_config_error(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for options in (dict(endpoint=f"tcp://*:{port}"), dict(endpoint=f"ipc://{tmp_path}/a", replay_endpoint=f"tcp://127.0.0.1:{port}"),
-                        dict(endpoint=f"ipc://{tmp_path}/no/folder"), dict(endpoint="tcp://no such host::5:1")):
+        for options in (
+            dict(endpoint=f"tcp://*:{port}"),
+            dict(endpoint=f"ipc://{tmp_path}/a", replay_endpoint=f"tcp://127.0.0.1:{port}"),
+            dict(endpoint=f"ipc://{tmp_path}/no/folder"),
+            dict(endpoint="tcp://no such host::5:1"),
+        ):
             with pytest.raises(ConfigError, match=r"kv_events_config\.(replay_)?endpoint .* cannot be had"):
                 KvEvents(KVEventsConfig(enable_kv_cache_events=True, **options), SIZE)
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/a")
@@ -354,7 +438,9 @@ def test_an_address_of_one_host_is_connected_to(tmp_path):
     with zmq.Context() as context, context.socket(zmq.SUB) as sub:
         port = sub.bind_to_random_port("tcp://127.0.0.1")
         sub.subscribe(b"")
-        events = KvEvents(KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}"), SIZE)
+        events = KvEvents(
+            KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}"), SIZE
+        )
         while not sub.poll(20):
             store(events, 1, 2, 3, 4)
             events.cleared()
@@ -364,7 +450,10 @@ def test_an_address_of_one_host_is_connected_to(tmp_path):
 
 def test_data_parallel_ranks_have_endpoints_of_their_own():
     assert with_rank("tcp://*:5557", 0) == "tcp://*:5557" and with_rank("tcp://*:5557", 3) == "tcp://*:5560"
-    assert with_rank("ipc:///tmp/e", 2) == "ipc:///tmp/e_dp2" and with_rank("inproc://cache", 1) == "inproc://cache_dp1"
+    assert (
+        with_rank("ipc:///tmp/e", 2) == "ipc:///tmp/e_dp2"
+        and with_rank("inproc://cache", 1) == "inproc://cache_dp1"
+    )
 
 
 # Reading others
@@ -374,36 +463,156 @@ NAME = int.from_bytes(HASH, "big") % 2**64
 
 
 def stored(**fields):
-    return BlockStored(**dict(block_hashes=[1], parent_block_hash=None, token_ids=[5, 6], block_size=2, lora_id=None, medium="GPU",
-                              lora_name=None) | fields)
+    return BlockStored(
+        **dict(
+            block_hashes=[1],
+            parent_block_hash=None,
+            token_ids=[5, 6],
+            block_size=2,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+        )
+        | fields
+    )
 
 
-@pytest.mark.parametrize("events, expected", [
-    # vLLM, maps, and what it leaves out
-    ([{"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [5, 6], "block_size": 2, "lora_id": None,
-       "medium": "GPU", "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full", "session_id": "x"}], [stored()]),
-    ([{"type": "BlockStored", "block_hashes": [HASH], "parent_block_hash": HASH, "token_ids": [5, 6], "block_size": 2, "lora_id": 3,
-       "medium": "CPU", "lora_name": "a", "extra_keys": [["a", "salt", ["image", 0]]]}],
-     [stored(block_hashes=[NAME], parent_block_hash=NAME, lora_id=3, medium="CPU", lora_name="a", extra_keys=[[
-         {"type": "lora", "name": "a"}, {"type": "cache_salt", "salt": "salt"}, {"type": "legacy", "value": ["image", 0]}]])]),
-    ([{"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [5, 6, 7, 8], "block_size": 2,
-       "lora_id": None, "medium": "GPU", "lora_name": None, "event_version": 1,
-       "extra_keys": [[{"type": "cache_salt", "salt": "s"}], None]}],
-     [stored(block_hashes=[1, 2], token_ids=[5, 6, 7, 8], extra_keys=[[{"type": "cache_salt", "salt": "s"}], None])]),
-    # vLLM, arrays, younger and older
-    ([["BlockStored", [1], 7, [5, 6], 2, None, "STORAGE", "a", None, 0], ["BlockRemoved", [1, 2], "GPU"], ["AllBlocksCleared"]],
-     [stored(parent_block_hash=7, medium="STORAGE", lora_name="a"), BlockRemoved([1, 2], "GPU"), AllBlocksCleared()]),
-    ([["BlockStored", [1], None, [5, 6], 2, None], ["BlockRemoved", [HASH]]], [stored(), BlockRemoved([NAME], "GPU")]),
-    # SGLang
-    ([{"type": "BlockStored", "block_hashes": [-1], "parent_block_hash": -2, "token_ids": [5, 6], "block_size": 2, "lora_id": None,
-       "medium": "CPU_PINNED"}, {"type": "BlockRemoved", "block_hashes": [3], "medium": "DISK"},
-      {"type": "BlockStored", "block_hashes": [4], "parent_block_hash": None, "token_ids": [5, 6], "block_size": 2, "cache_salt": "s",
-       "medium": "EXTERNAL"}],
-     [stored(block_hashes=[2**64 - 1], parent_block_hash=2**64 - 2, medium="CPU"), BlockRemoved([3], "STORAGE"),
-      stored(block_hashes=[4], medium="STORAGE", extra_keys=[[{"type": "cache_salt", "salt": "s"}]])]),
-    # of a time to come
-    ([{"type": "BlockMoved", "from": 1}, ["BlockMoved", 1], {"type": "AllBlocksCleared", "why": "sleep"}], [AllBlocksCleared()]),
-], ids=["map", "bytes", "typed", "array", "old array", "sglang", "unknown"])
+@pytest.mark.parametrize(
+    "events, expected",
+    [
+        # vLLM, maps, and what it leaves out
+        (
+            [
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [1],
+                    "parent_block_hash": None,
+                    "token_ids": [5, 6],
+                    "block_size": 2,
+                    "lora_id": None,
+                    "medium": "GPU",
+                    "lora_name": None,
+                    "group_idx": 0,
+                    "kv_cache_spec_kind": "full",
+                    "session_id": "x",
+                }
+            ],
+            [stored()],
+        ),
+        (
+            [
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [HASH],
+                    "parent_block_hash": HASH,
+                    "token_ids": [5, 6],
+                    "block_size": 2,
+                    "lora_id": 3,
+                    "medium": "CPU",
+                    "lora_name": "a",
+                    "extra_keys": [["a", "salt", ["image", 0]]],
+                }
+            ],
+            [
+                stored(
+                    block_hashes=[NAME],
+                    parent_block_hash=NAME,
+                    lora_id=3,
+                    medium="CPU",
+                    lora_name="a",
+                    extra_keys=[
+                        [
+                            {"type": "lora", "name": "a"},
+                            {"type": "cache_salt", "salt": "salt"},
+                            {"type": "legacy", "value": ["image", 0]},
+                        ]
+                    ],
+                )
+            ],
+        ),
+        (
+            [
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [1, 2],
+                    "parent_block_hash": None,
+                    "token_ids": [5, 6, 7, 8],
+                    "block_size": 2,
+                    "lora_id": None,
+                    "medium": "GPU",
+                    "lora_name": None,
+                    "event_version": 1,
+                    "extra_keys": [[{"type": "cache_salt", "salt": "s"}], None],
+                }
+            ],
+            [
+                stored(
+                    block_hashes=[1, 2],
+                    token_ids=[5, 6, 7, 8],
+                    extra_keys=[[{"type": "cache_salt", "salt": "s"}], None],
+                )
+            ],
+        ),
+        # vLLM, arrays, younger and older
+        (
+            [
+                ["BlockStored", [1], 7, [5, 6], 2, None, "STORAGE", "a", None, 0],
+                ["BlockRemoved", [1, 2], "GPU"],
+                ["AllBlocksCleared"],
+            ],
+            [
+                stored(parent_block_hash=7, medium="STORAGE", lora_name="a"),
+                BlockRemoved([1, 2], "GPU"),
+                AllBlocksCleared(),
+            ],
+        ),
+        (
+            [["BlockStored", [1], None, [5, 6], 2, None], ["BlockRemoved", [HASH]]],
+            [stored(), BlockRemoved([NAME], "GPU")],
+        ),
+        # SGLang
+        (
+            [
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [-1],
+                    "parent_block_hash": -2,
+                    "token_ids": [5, 6],
+                    "block_size": 2,
+                    "lora_id": None,
+                    "medium": "CPU_PINNED",
+                },
+                {"type": "BlockRemoved", "block_hashes": [3], "medium": "DISK"},
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [4],
+                    "parent_block_hash": None,
+                    "token_ids": [5, 6],
+                    "block_size": 2,
+                    "cache_salt": "s",
+                    "medium": "EXTERNAL",
+                },
+            ],
+            [
+                stored(block_hashes=[2**64 - 1], parent_block_hash=2**64 - 2, medium="CPU"),
+                BlockRemoved([3], "STORAGE"),
+                stored(
+                    block_hashes=[4], medium="STORAGE", extra_keys=[[{"type": "cache_salt", "salt": "s"}]]
+                ),
+            ],
+        ),
+        # of a time to come
+        (
+            [
+                {"type": "BlockMoved", "from": 1},
+                ["BlockMoved", 1],
+                {"type": "AllBlocksCleared", "why": "sleep"},
+            ],
+            [AllBlocksCleared()],
+        ),
+    ],
+    ids=["map", "bytes", "typed", "array", "old array", "sglang", "unknown"],
+)
 def test_events_of_other_engines_are_read(events, expected):
     named = {"ts": 1.5, "events": events}
     for batch in ([1.5, events, 2], named | {"data_parallel_rank": 2}, named | {"attn_dp_rank": 2}):
@@ -411,13 +620,29 @@ def test_events_of_other_engines_are_read(events, expected):
     assert kv_events.decode(msgpack.packb([1.5, events])) == EventBatch(1.5, expected, None)
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\xc1", b"{}", msgpack.packb(3), msgpack.packb([1.5]), msgpack.packb({"ts": 1.5}), msgpack.packb([1.5, 7]),
-    msgpack.packb(["now", []]), msgpack.packb([1.5, [{}]]), msgpack.packb([1.5, [[]]]), msgpack.packb([1.5, [["BlockStored"]]]),
-    msgpack.packb([1.5, [["BlockRemoved", 5, "GPU"]]]), msgpack.packb([1.5, [["BlockRemoved", ["a"], "GPU"]]]),
-    msgpack.packb([1.5, [{"type": "BlockStored", "block_hashes": [1]}]]), msgpack.packb([1.5, [["BlockRemoved", [1], 5]]]),
-    msgpack.packb([1.5, [["BlockStored", [1], None, ["a"], 2, None]]]), msgpack.packb([1.5, [[["BlockStored"]]]]), b"\x91" * 10**5,
-])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"{}",
+        msgpack.packb(3),
+        msgpack.packb([1.5]),
+        msgpack.packb({"ts": 1.5}),
+        msgpack.packb([1.5, 7]),
+        msgpack.packb(["now", []]),
+        msgpack.packb([1.5, [{}]]),
+        msgpack.packb([1.5, [[]]]),
+        msgpack.packb([1.5, [["BlockStored"]]]),
+        msgpack.packb([1.5, [["BlockRemoved", 5, "GPU"]]]),
+        msgpack.packb([1.5, [["BlockRemoved", ["a"], "GPU"]]]),
+        msgpack.packb([1.5, [{"type": "BlockStored", "block_hashes": [1]}]]),
+        msgpack.packb([1.5, [["BlockRemoved", [1], 5]]]),
+        msgpack.packb([1.5, [["BlockStored", [1], None, ["a"], 2, None]]]),
+        msgpack.packb([1.5, [[["BlockStored"]]]]),
+        b"\x91" * 10**5,
+    ],
+)
 def test_what_is_no_batch_is_refused(data):
     with pytest.raises(ValueError, match="is no batch of KV events"):
         kv_events.decode(data)
@@ -428,23 +653,37 @@ def test_damaged_batches_are_refused_or_read_and_nothing_else():
     print(f"seed {seed}")
     r = random.Random(seed)
     keys, tokens = chain(*range(12), adapter="a", cache_salt="s")
-    good = payload(Book(SIZE).apply([Stored(keys, None, tokens, "a", "s", "GPU"), Removed(keys[2], "GPU"), Cleared("GPU")]))
+    good = payload(
+        Book(SIZE).apply(
+            [Stored(keys, None, tokens, "a", "s", "GPU"), Removed(keys[2], "GPU"), Cleared("GPU")]
+        )
+    )
     for _ in range(3000):
         data = bytearray(good)
         for _ in range(r.randint(1, 3)):
             data[r.randrange(len(data))] = r.randrange(256)
         try:
-            kv_events.decode(bytes(data[:r.choice((len(data), r.randrange(len(data))))]))
+            kv_events.decode(bytes(data[: r.choice((len(data), r.randrange(len(data))))]))
         except ValueError:
             pass
 
 
 # The options
 
+
 def test_vllms_options_are_taken_as_dict_or_json():
-    fields = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:6000", "replay_endpoint": "tcp://*:6001",
-              "buffer_steps": 5, "hwm": 6, "max_queue_size": 7, "topic": "kv", "curve_secret_key_file": "a",
-              "curve_client_keys_dir": "b"}
+    fields = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:6000",
+        "replay_endpoint": "tcp://*:6001",
+        "buffer_steps": 5,
+        "hwm": 6,
+        "max_queue_size": 7,
+        "topic": "kv",
+        "curve_secret_key_file": "a",
+        "curve_client_keys_dir": "b",
+    }
     for given in (fields, json.dumps(fields), KVEventsConfig(**fields)):
         config = EngineConfig.from_options(kv_events_config=given)
         assert msgspec.to_builtins(config.kv_events_config) == fields
@@ -455,19 +694,33 @@ def test_vllms_options_are_taken_as_dict_or_json():
     assert EngineConfig().kv_events_config is None
 
 
-@pytest.mark.parametrize("given, named", [
-    ("{", "neither a dict nor a JSON object"), ([1], "neither a dict nor a JSON object"), ('"zmq"', "neither a dict nor a JSON object"),
-    ({"enabled": True}, "no field 'enabled'"), ({"bufer_steps": 1}, "did you mean 'buffer_steps'"),
-    ({"enable_kv_cache_events": 1}, "enable_kv_cache_events 1 is neither"), ({"publisher": "nats"}, "'nats' is not one of zmq, null"),
-    ({"topic": None}, "topic None"), ({"buffer_steps": -1}, "buffer_steps -1"), ({"hwm": 0}, "hwm 0"), ({"hwm": True}, "hwm True"),
-    ({"max_queue_size": 2.5}, "max_queue_size 2.5"), ({"max_queue_size": 2**40}, "max_queue_size 1099511627776"),
-    ({"endpoint": None}, "endpoint None"), ({"endpoint": "5557"}, "endpoint '5557'"), ({"endpoint": "tcp://*"}, "endpoint 'tcp://\\*'"),
-    ({"endpoint": "tcp://*:70000"}, "tcp://\\*:70000"), ({"endpoint": "http://x:1"}, "http://x:1"),
-    ({"replay_endpoint": ""}, "replay_endpoint ''"),
-    ({"replay_endpoint": "tcp://lo:5557"}, "is the endpoint too"),
-    ({"curve_secret_key_file": "a"}, "belong together"),
-    ({"curve_client_keys_dir": 3}, "curve_client_keys_dir 3 is no path"),
-])
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ("{", "neither a dict nor a JSON object"),
+        ([1], "neither a dict nor a JSON object"),
+        ('"zmq"', "neither a dict nor a JSON object"),
+        ({"enabled": True}, "no field 'enabled'"),
+        ({"bufer_steps": 1}, "did you mean 'buffer_steps'"),
+        ({"enable_kv_cache_events": 1}, "enable_kv_cache_events 1 is neither"),
+        ({"publisher": "nats"}, "'nats' is not one of zmq, null"),
+        ({"topic": None}, "topic None"),
+        ({"buffer_steps": -1}, "buffer_steps -1"),
+        ({"hwm": 0}, "hwm 0"),
+        ({"hwm": True}, "hwm True"),
+        ({"max_queue_size": 2.5}, "max_queue_size 2.5"),
+        ({"max_queue_size": 2**40}, "max_queue_size 1099511627776"),
+        ({"endpoint": None}, "endpoint None"),
+        ({"endpoint": "5557"}, "endpoint '5557'"),
+        ({"endpoint": "tcp://*"}, "endpoint 'tcp://\\*'"),
+        ({"endpoint": "tcp://*:70000"}, "tcp://\\*:70000"),
+        ({"endpoint": "http://x:1"}, "http://x:1"),
+        ({"replay_endpoint": ""}, "replay_endpoint ''"),
+        ({"replay_endpoint": "tcp://lo:5557"}, "is the endpoint too"),
+        ({"curve_secret_key_file": "a"}, "belong together"),
+        ({"curve_client_keys_dir": 3}, "curve_client_keys_dir 3 is no path"),
+    ],
+)
 def test_bad_options_are_named(given, named):
     with pytest.raises(ConfigError, match=named):
         EngineConfig.from_options(kv_events_config=given)

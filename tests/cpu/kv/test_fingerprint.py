@@ -1,4 +1,5 @@
-"""What names a model: equal for equal weights wherever they came from, different for everything that changes the KV of a token."""
+"""What names a model: equal for equal weights wherever they came from, different for everything that changes
+the KV of a token."""
 
 import shutil
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tests.cpu.test_weights_gguf import write_gguf
 def build(root, engine_options):
     """As everywhere, but of any folder under `root`."""
     from shoal import LLM
+
     engines = []
 
     def make(name, **options):
@@ -33,12 +35,17 @@ def of(llm):
 
 def copy_of(folder, target, change=lambda name, weight: weight):
     shutil.copytree(folder, target)
-    weights = {name: change(name, weight).contiguous() for name, weight in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: change(name, weight).contiguous()
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
-def test_the_same_weights_under_two_paths_agree_and_one_changed_number_does_not(build, root, folder, tmp_path):
+def test_the_same_weights_under_two_paths_agree_and_one_changed_number_does_not(
+    build, root, folder, tmp_path
+):
     def nudge(name, weight):
         if name == "model.layers.1.mlp.up_proj.weight":
             weight = weight.clone()
@@ -78,9 +85,18 @@ def test_what_the_config_says_of_the_kv_counts_and_the_rest_does_not(build, fold
     runner = build("qwen3").core.runner
     config, sums = runner.model_config, [runner.checksums()]
     found = weights_fingerprint(sums, config)
-    for changed in (replace(config, rope=replace(config.rope, theta=1e6)), replace(config, rms_norm_eps=1e-3),
-                    replace(config, num_kv_heads=1), replace(config, windows=(8,) * config.num_layers)):
+    for changed in (
+        replace(config, rope=replace(config.rope, theta=1e6)),
+        replace(config, rms_norm_eps=1e-3),
+        replace(config, num_kv_heads=1),
+        replace(config, windows=(8,) * config.num_layers),
+    ):
         assert weights_fingerprint(sums, changed) != found
-    assert weights_fingerprint(sums, replace(config, eos_token_ids=(1,), max_position_embeddings=99, dtype=None)) == found
+    assert (
+        weights_fingerprint(sums, replace(config, eos_token_ids=(1,), max_position_embeddings=99, dtype=None))
+        == found
+    )
     shards = [{name: value for name, value in sums[0].items() if "layers" in name}, sums[0]]
-    assert weights_fingerprint(shards, config) != weights_fingerprint(shards[::-1], config), "ranks have an order"
+    assert weights_fingerprint(shards, config) != weights_fingerprint(shards[::-1], config), (
+        "ranks have an order"
+    )

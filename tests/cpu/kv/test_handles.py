@@ -84,7 +84,9 @@ def test_a_prefill_knows_what_is_in_flight_what_was_matched_and_what_remains(man
         held.register(keys)
     in_flight = manager.match(keys[:1])
     prefill = manager.prepare_prefill(keys, 3)
-    assert (prefill.num_in_flight, prefill.num_matched, len(prefill)) == (1, 1, 3) and prefill.blocks[:1] == in_flight.blocks
+    assert (prefill.num_in_flight, prefill.num_matched, len(prefill)) == (1, 1, 3) and prefill.blocks[
+        :1
+    ] == in_flight.blocks
     with pytest.raises(NoFreeBlocksError):
         manager.prepare_prefill(keys, 4)
     assert manager.num_free == 1
@@ -97,6 +99,7 @@ def test_blocks_may_be_dropped_by_the_garbage_collector_of_another_thread(manage
         held.itself = held
         del held
         gc.collect()
+
     thread = threading.Thread(target=drop)
     thread.start()
     thread.join()

@@ -23,8 +23,15 @@ def store(tier, metas):
 def test_what_was_put_is_found_with_its_metadata():
     tier, metas = HostTier(4), chain(3)
     slots = store(tier, metas)
-    assert tier.match(keys_of(metas)) == slots and tier.match([metas[0].key, b"?" * 16, metas[1].key]) == slots[:1]
-    assert tier.find(metas[1].key) == slots[1] and tier.meta(metas[2].key) is metas[2] and tier.meta(b"?" * 16) is None
+    assert (
+        tier.match(keys_of(metas)) == slots
+        and tier.match([metas[0].key, b"?" * 16, metas[1].key]) == slots[:1]
+    )
+    assert (
+        tier.find(metas[1].key) == slots[1]
+        and tier.meta(metas[2].key) is metas[2]
+        and tier.meta(b"?" * 16) is None
+    )
     assert tier.num_free == 4 and tier.num_blocks == 3
     tier.check([])
 
@@ -94,7 +101,7 @@ def test_a_slot_that_is_being_filled_is_not_found_before_it_is_put():
     tier, metas = HostTier(2), chain(1)
     slots = tier.take(1)
     assert tier.match(keys_of(metas)) == [] and tier.num_free == 1
-    tier.release(slots)    # the copy failed
+    tier.release(slots)  # the copy failed
     assert tier.num_free == 2 and tier.num_blocks == 0
     tier.check([])
 
@@ -128,7 +135,10 @@ def test_events_say_what_came_and_went():
     store(tier, metas[:2])
     store(tier, metas[2:])
     tier.forget()
-    assert tier.take_events() == [*metas[:2], metas[1].key, metas[2], metas[0].key, metas[2].key] and tier.take_events() == []
+    assert (
+        tier.take_events() == [*metas[:2], metas[1].key, metas[2], metas[0].key, metas[2].key]
+        and tier.take_events() == []
+    )
 
 
 def test_without_recording_there_are_no_events():
@@ -151,7 +161,7 @@ def test_random_operations_never_lose_or_mix_blocks(seed, policy):
     tier = HostTier(r.randint(1, 12), policy, record_events=True)
     metas = [meta for s in range(4) for meta in chain(5, s)]
     slab: list[object] = [None] * tier.num_slots
-    copies: list[tuple[list[int], list]] = []    # slots that are being filled, and with what
+    copies: list[tuple[list[int], list]] = []  # slots that are being filled, and with what
     readers: list[list[int]] = []
     told = set()
     for _ in range(1500):
@@ -167,7 +177,7 @@ def test_random_operations_never_lose_or_mix_blocks(seed, policy):
                 copies.append((slots, wanted))
         elif action < 0.55 and copies:
             slots, wanted = copies.pop(r.randrange(len(copies)))
-            if r.random() < 0.8:    # else the copy failed
+            if r.random() < 0.8:  # else the copy failed
                 for slot, meta in zip(slots, wanted):
                     slab[slot] = meta.key
                     tier.put(slot, meta)
@@ -175,7 +185,7 @@ def test_random_operations_never_lose_or_mix_blocks(seed, policy):
         elif action < 0.75:
             chosen = chain(5, r.randrange(4))
             slots = tier.match(keys_of(chosen))
-            assert [slab[slot] for slot in slots] == keys_of(chosen)[:len(slots)]
+            assert [slab[slot] for slot in slots] == keys_of(chosen)[: len(slots)]
             if slots:
                 tier.hold(slots)
                 readers.append(slots)

@@ -99,7 +99,9 @@ def test_random_uses_agree_with_a_naive_order(seed, policy):
         leaves = uses.keys() - set(parents.values())
         order.check()
         assert order.keys() == uses.keys()
-        assert order.coldest() == min(leaves, key=lambda k: (uses[k] if policy == "lfu" else 0, last[k]), default=None)
+        assert order.coldest() == min(
+            leaves, key=lambda k: (uses[k] if policy == "lfu" else 0, last[k]), default=None
+        )
 
 
 def test_an_unknown_policy_is_named():

@@ -26,9 +26,20 @@ def start(tmp_path):
     made = []
 
     def events(**options):
-        made.append(KvEvents(KVEventsConfig(enable_kv_cache_events=True, **{
-            "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r",
-            "topic": "t"} | options), SIZE))
+        made.append(
+            KvEvents(
+                KVEventsConfig(
+                    enable_kv_cache_events=True,
+                    **{
+                        "endpoint": f"ipc://{tmp_path}/e",
+                        "replay_endpoint": f"ipc://{tmp_path}/r",
+                        "topic": "t",
+                    }
+                    | options,
+                ),
+                SIZE,
+            )
+        )
         return made[-1]
 
     yield events
@@ -87,7 +98,7 @@ def test_clients_that_never_read_cost_bounded_memory_and_hold_nobody_up(start, a
     events = start()
     for i in range(250):
         store(events, i, 8000)
-    events.snapshot()    # when it is there, all is published
+    events.snapshot()  # when it is there, all is published
     all_bytes, before = sum(map(len, events._ring)), resident_mib()
     assert all_bytes > 5 << 20
     deaf = [ask() for _ in range(150)]

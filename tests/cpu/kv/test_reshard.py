@@ -22,7 +22,9 @@ SPEC = CacheSpec(Layout.KV_FIRST, 2, 8, 4, "float16", 4)
 def way(request, monkeypatch):
     def by_kernel(pieces, src_ids, dst_ids):
         addresses = torch.from_numpy(np.concatenate((pieces.src, pieces.dst)))
-        block_copy_triton.copy_by_kernel(pieces, addresses, torch.from_numpy(np.concatenate((src_ids, dst_ids))))
+        block_copy_triton.copy_by_kernel(
+            pieces, addresses, torch.from_numpy(np.concatenate((src_ids, dst_ids)))
+        )
 
     if request.param == "kernel":
         monkeypatch.setattr(copy, "copy_on_host", by_kernel)
@@ -34,7 +36,9 @@ def test_one_shard_for_four_is_a_permutation(way):
 
 
 def test_any_sizes_ids_and_layouts(way):
-    kv_cases.check_random_reshards(seed=21, rounds=6 if way == "kernel" else 60, allocators=[(host_memory, host_memory)])
+    kv_cases.check_random_reshards(
+        seed=21, rounds=6 if way == "kernel" else 60, allocators=[(host_memory, host_memory)]
+    )
 
 
 def test_any_kinds(tmp_path, monkeypatch):
@@ -44,7 +48,10 @@ def test_any_kinds(tmp_path, monkeypatch):
 
 
 def shards(tp_size, ranks, spec=SPEC):
-    return [BlockView.over(one, 2, host_memory(2 * one.block_bytes)) for one in (replace(spec, tp_size=tp_size, tp_rank=r) for r in ranks)]
+    return [
+        BlockView.over(one, 2, host_memory(2 * one.block_bytes))
+        for one in (replace(spec, tp_size=tp_size, tp_rank=r) for r in ranks)
+    ]
 
 
 def test_a_rank_takes_its_share_from_the_ranks_that_have_it():
@@ -55,9 +62,11 @@ def test_a_rank_takes_its_share_from_the_ranks_that_have_it():
 
 def test_shards_that_do_not_go_together():
     for srcs, dsts, said in (
-            ([], shards(1, [0]), "0 sources"), (shards(2, [1, 1]), shards(1, [0]), "each may come once"),
-            (shards(2, [0, 1]), [*shards(4, [0]), *shards(2, [1])], "tp_size is 4 on one side and 2"),
-            (shards(1, [0]), shards(1, [0], replace(SPEC, head_dim=8)), "head_dim is 4 on one side and 8"),
-            (shards(1, [0]), shards(2, [0], replace(SPEC, num_heads=4)), "num_heads is 8")):
+        ([], shards(1, [0]), "0 sources"),
+        (shards(2, [1, 1]), shards(1, [0]), "each may come once"),
+        (shards(2, [0, 1]), [*shards(4, [0]), *shards(2, [1])], "tp_size is 4 on one side and 2"),
+        (shards(1, [0]), shards(1, [0], replace(SPEC, head_dim=8)), "head_dim is 4 on one side and 8"),
+        (shards(1, [0]), shards(2, [0], replace(SPEC, num_heads=4)), "num_heads is 8"),
+    ):
         with pytest.raises(LayoutError, match=said):
             reshard(srcs, [0], dsts, [0])

@@ -35,8 +35,13 @@ def borrowed(path, num_bytes):
     return borrowed_memory(ctypes.addressof(owner), num_bytes, Kind.HOST, owner)
 
 
-KINDS = {"host": lambda path, n: host_memory(n), "mapped": lambda path, n: mapped_file(path, n), "direct": DirectFile, "borrowed": borrowed,
-         "tensor": lambda path, n: memory_of(torch.zeros(n, dtype=torch.uint8))}
+KINDS = {
+    "host": lambda path, n: host_memory(n),
+    "mapped": lambda path, n: mapped_file(path, n),
+    "direct": DirectFile,
+    "borrowed": borrowed,
+    "tensor": lambda path, n: memory_of(torch.zeros(n, dtype=torch.uint8)),
+}
 
 
 @pytest.fixture(params=KINDS)
@@ -54,11 +59,11 @@ def test_bytes_come_back_from_any_offset(make):
             offset = rng.choice((rng.randrange(20_001), 4096 * rng.randrange(4)))
             size = rng.choice((rng.randrange(20_001 - offset + 1), 0, min(4096, 20_001 - offset)))
             if rng.random() < 0.5:
-                model[offset:offset + size] = rng.randrange(256)
-                made.write(offset, model[offset:offset + size].copy())
+                model[offset : offset + size] = rng.randrange(256)
+                made.write(offset, model[offset : offset + size].copy())
             into = np.empty(size, np.uint8)
             made.read(offset, into)
-            assert (into == model[offset:offset + size]).all(), f"seed {seed}"
+            assert (into == model[offset : offset + size]).all(), f"seed {seed}"
 
 
 def test_more_than_the_buffer_of_direct_io(tmp_path, monkeypatch):
@@ -130,7 +135,7 @@ def test_a_mapped_file_holds_what_was_written(tmp_path):
     with mapped_file(tmp_path / "blocks", 100) as made:
         made.write(10, np.full(5, 7, np.uint8))
     assert (tmp_path / "blocks").read_bytes() == bytes(10) + b"\7" * 5 + bytes(85)
-    with mapped_file(tmp_path / "blocks", 50) as again:    # a longer file is not cut off
+    with mapped_file(tmp_path / "blocks", 50) as again:  # a longer file is not cut off
         assert again.tensor()[12] == 7
     assert (tmp_path / "blocks").stat().st_size == 100
 
@@ -143,8 +148,15 @@ def test_more_memory_than_there_is():
             pinned_memory(100)
 
 
-@pytest.mark.parametrize("make", [host_memory, lambda n: mapped_file("unused", n), lambda n: DirectFile("unused", n),
-                                  lambda n: borrowed_memory(4096, n, Kind.HOST, None)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        host_memory,
+        lambda n: mapped_file("unused", n),
+        lambda n: DirectFile("unused", n),
+        lambda n: borrowed_memory(4096, n, Kind.HOST, None),
+    ],
+)
 def test_storages_of_no_bytes(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for num_bytes in (0, -1):
@@ -166,7 +178,7 @@ def test_files_that_cannot_be_had(make, tmp_path):
         make(tmp_path, 100)
     (tmp_path / "blocks").write_bytes(b"before")
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, most))    # as if the disk were full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, most))  # as if the disk were full
     try:
         with pytest.raises(StorageError, match="cannot hold"):
             make(tmp_path / "blocks", 1 << 20)
@@ -213,4 +225,9 @@ def test_descriptors_are_returned(tmp_path):
 
 
 def test_layouts_need_no_torch():
-    assert subprocess.run([sys.executable, "-c", "import sys, shoal.kv.layout; sys.exit('torch' in sys.modules)"]).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", "import sys, shoal.kv.layout; sys.exit('torch' in sys.modules)"]
+        ).returncode
+        == 0
+    )

@@ -1,4 +1,5 @@
-"""The shared store: many writers, objects that are wrong, stores that are slow, broken or dead. No wrong byte, no endless wait."""
+"""The shared store: many writers, objects that are wrong, stores that are slow, broken or dead. No wrong
+byte, no endless wait."""
 
 import logging
 import random
@@ -98,6 +99,7 @@ def look_up(tier, metas):
 def fails(error):
     def trouble():
         raise error
+
     return staticmethod(trouble)
 
 
@@ -113,7 +115,11 @@ def test_what_one_engine_wrote_another_reads(make, url):
 def test_other_models_layouts_and_ranks_find_nothing(make, url):
     metas = chain(3)
     write(make(url), metas)
-    for tier in (make(url, OTHER_MODEL), make(url, spec=replace(SPEC, layout="[2, 4, 2, 16]")), make(url, spec=replace(SPEC, tp_size=2))):
+    for tier in (
+        make(url, OTHER_MODEL),
+        make(url, spec=replace(SPEC, layout="[2, 4, 2, 16]")),
+        make(url, spec=replace(SPEC, tp_size=2)),
+    ):
         assert look_up(tier, metas) == 0 and read(tier, metas[0]) is None
 
 
@@ -146,6 +152,7 @@ def test_answers_are_believed_for_a_while(make, shaky, monkeypatch):
 
 def test_folders_that_a_client_remembers_hide_nothing(make, monkeypatch):
     """S3's and Google's clients answer from the listings that they have."""
+
     class Remembering(Shaky):
         protocol = "remembering"
 
@@ -182,6 +189,7 @@ def test_forgotten_blocks_are_absent_for_a_while(make, url):
 
 # Wrong objects
 
+
 def whole(meta, fingerprint=MODEL, spec=SPEC, data=None):
     data = content(meta) if data is None else data
     return BlockFormat(fingerprint, spec).seal(meta, data) + data
@@ -193,8 +201,14 @@ WRONG = {
     "cut off": (whole(FIRST)[:-1], "torn"),
     "longer": (whole(FIRST) + b"x", "torn"),
     "a flipped bit": (whole(FIRST)[:-1] + bytes([whole(FIRST)[-1] ^ 1]), "damaged"),
-    "a flipped bit in the header": (whole(FIRST)[:HEADER_AT + 5] + b"?" + whole(FIRST)[HEADER_AT + 6:], "damaged"),
-    "other content under the same front": (BlockFormat(MODEL, SPEC).seal(FIRST, content(FIRST)) + bytes(BYTES), "damaged"),
+    "a flipped bit in the header": (
+        whole(FIRST)[: HEADER_AT + 5] + b"?" + whole(FIRST)[HEADER_AT + 6 :],
+        "damaged",
+    ),
+    "other content under the same front": (
+        BlockFormat(MODEL, SPEC).seal(FIRST, content(FIRST)) + bytes(BYTES),
+        "damaged",
+    ),
     "another block's": (whole(replace(FIRST, key=b"k" * 16)), "different"),
     "another model's": (whole(FIRST, OTHER_MODEL), "foreign"),
     "another layout's": (whole(FIRST, spec=replace(SPEC, layout="?")), "foreign"),
@@ -207,7 +221,11 @@ def test_a_wrong_object_is_not_served_is_counted_and_makes_way_for_a_good_one(ma
     tier, metas = make(url), chain(2)
     write(tier, metas)
     tier._fs.pipe_file(tier._path(FIRST.key), value)
-    assert read(tier, metas[0]) is None and tier.stats().problems == {kind: 1} and read(tier, metas[1]) == content(metas[1])
+    assert (
+        read(tier, metas[0]) is None
+        and tier.stats().problems == {kind: 1}
+        and read(tier, metas[1]) == content(metas[1])
+    )
     assert write(tier, metas) == [True, True] and read(tier, metas[0]) == content(metas[0])
 
 
@@ -225,10 +243,15 @@ def test_nothing_unfinished_is_left_under_another_name(make, tmp_path, monkeypat
 
     monkeypatch.setattr(tier._fs, "mv", mv)
     assert write(tier, chain(2, 1)) == [False, False]
-    assert len(list(tmp_path.rglob("*.kv"))) == 4 and not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("probe*"))
+    assert (
+        len(list(tmp_path.rglob("*.kv"))) == 4
+        and not list(tmp_path.rglob("*.tmp"))
+        and not list(tmp_path.rglob("probe*"))
+    )
 
 
 # Stores in trouble
+
 
 def test_a_dead_store_is_left_alone_and_tried_again(make, shaky, monkeypatch, caplog):
     now = [1000.0]
@@ -240,7 +263,11 @@ def test_a_dead_store_is_left_alone_and_tried_again(make, shaky, monkeypatch, ca
         assert [read(tier, metas[0]) for _ in range(3)] == [None] * 3
     assert tier.stats().problems == {"ConnectionError": 3} and len(caplog.records) == 1
     shaky.requests.clear()
-    assert write(tier, metas[1:]) == [False] * 19 and look_up(tier, metas[1:]) == 0 and read(tier, metas[0]) is None
+    assert (
+        write(tier, metas[1:]) == [False] * 19
+        and look_up(tier, metas[1:]) == 0
+        and read(tier, metas[0]) is None
+    )
     assert not shaky.requests and tier.stats().refused == 21
     now[0] += 1.1
     assert read(tier, metas[0]) is None and len(shaky.requests) == 1, "a trial"
@@ -260,7 +287,10 @@ def test_a_store_that_hangs_costs_no_more_than_the_timeout(make, shaky, monkeypa
     shaky.trouble = staticmethod(lambda: release.wait(20))
     into = [bytearray(b"\xaa" * BYTES) for _ in metas]
     futures = [tier.read(meta, memoryview(buffer)) for meta, buffer in zip(metas, into)]
-    futures += [tier.look_up(keys_of(chain(2, 1))), *(tier.write(meta, memoryview(content(meta))) for meta in metas[2:])]
+    futures += [
+        tier.look_up(keys_of(chain(2, 1))),
+        *(tier.write(meta, memoryview(content(meta))) for meta in metas[2:]),
+    ]
     assert [future.result(10) for future in futures] == [False] * len(futures)
     assert tier.stats().problems["timeout"] >= 3
     assert not tier.read(metas[0], memoryview(into[0])).result(0), "nobody asks it now"
@@ -282,12 +312,15 @@ def test_a_job_that_hangs_is_answered_when_the_tier_is_closed(make, shaky):
 
 
 def test_answers_that_come_too_late_are_no_sign_of_health(make, shaky, monkeypatch):
-    monkeypatch.setattr(io_threads, "time", type("clock", (), {"monotonic": staticmethod(lambda: 1000.0)}))    # rests don't end
+    # rests don't end
+    monkeypatch.setattr(io_threads, "time", type("clock", (), {"monotonic": staticmethod(lambda: 1000.0)}))
     release, metas = threading.Event(), chain(3)
     tier = make("shaky://bucket/kv", threads=3, timeout_s=0.3)
     write(tier, metas)
     shaky.trouble = staticmethod(lambda: release.wait(20))
-    assert [future.result(10) for future in [tier.read(meta, memoryview(bytearray(BYTES))) for meta in metas]] == [False] * 3
+    assert [
+        future.result(10) for future in [tier.read(meta, memoryview(bytearray(BYTES))) for meta in metas]
+    ] == [False] * 3
     while tier.stats().problems["timeout"] < 3:
         time.sleep(0.01)
     release.set()
@@ -311,12 +344,21 @@ def test_a_write_that_is_too_late_takes_nothing_from_a_buffer_that_has_been_give
 
 
 def test_writes_beyond_the_bound_are_refused_and_close_drops_what_waits(make, shaky):
-    tier, metas, release, reached = make("shaky://bucket/kv", threads=1, max_pending=2), chain(6), threading.Event(), threading.Event()
+    tier, metas, release, reached = (
+        make("shaky://bucket/kv", threads=1, max_pending=2),
+        chain(6),
+        threading.Event(),
+        threading.Event(),
+    )
     shaky.trouble = staticmethod(lambda: (reached.set(), release.wait(20)))
     first = tier.write(metas[0], memoryview(content(metas[0])))
     assert reached.wait(10)
     futures = [first, *(tier.write(meta, memoryview(content(meta))) for meta in metas[1:])]
-    assert [future.done() for future in futures] == [False] * 3 + [True] * 3 and tier.stats().refused == 3 and tier.flush(0.05) == 3
+    assert (
+        [future.done() for future in futures] == [False] * 3 + [True] * 3
+        and tier.stats().refused == 3
+        and tier.flush(0.05) == 3
+    )
     threading.Timer(0.2, release.set).start()
     tier.close()
     assert [future.result(1) for future in futures] == [True] + [False] * 5
@@ -329,7 +371,7 @@ def test_the_breaker_lets_one_trial_through_and_rests_longer_each_time(monkeypat
     breaker = Breaker(failures=2)
     breaker.failed()
     assert breaker.allows()
-    for _ in range(5):    # all let through before
+    for _ in range(5):  # all let through before
         breaker.failed()
     tried = []
     for second in range(20):
@@ -348,14 +390,20 @@ def test_the_breaker_lets_one_trial_through_and_rests_longer_each_time(monkeypat
 
 # Bad starts
 
+
 def test_impossible_stores_are_refused_with_a_reason(monkeypatch, tmp_path, shaky):
     (tmp_path / "file").write_bytes(b"")
-    for url, reason in [("nope://bucket", "nope"), ("file:///proc/nowhere/kv", "can't be written.*No such file"),
-                        (f"file://{tmp_path}/file/kv", "can't be written.*Not a directory")]:
+    for url, reason in [
+        ("nope://bucket", "nope"),
+        ("file:///proc/nowhere/kv", "can't be written.*No such file"),
+        (f"file://{tmp_path}/file/kv", "can't be written.*Not a directory"),
+    ]:
         with pytest.raises(ConfigError, match=rf"kv_store {url} .*{reason}"):
             StoreTier(url, MODEL, SPEC)
     shaky.trouble = fails(PermissionError("403 Forbidden"))
-    with pytest.raises(ConfigError, match=r"kv_store shaky://bucket/kv can't be written: PermissionError: 403"):
+    with pytest.raises(
+        ConfigError, match=r"kv_store shaky://bucket/kv can't be written: PermissionError: 403"
+    ):
         StoreTier("shaky://bucket/kv", MODEL, SPEC)
     release = threading.Event()
     shaky.trouble = staticmethod(lambda: release.wait(10))
@@ -378,6 +426,7 @@ def test_a_password_in_the_url_is_not_shown():
 
 # Many at once
 
+
 def test_processes_that_write_the_same_blocks_at_once_all_read_right(make, tmp_path):
     code = textwrap.dedent("""
         import random, sys
@@ -397,7 +446,12 @@ def test_processes_that_write_the_same_blocks_at_once_all_read_right(make, tmp_p
     """)
     url = f"file://{tmp_path}/store"
     root = Path(__file__).parents[3]
-    children = [subprocess.Popen([sys.executable, "-c", code, url, str(i)], stderr=subprocess.PIPE, text=True, cwd=root) for i in range(3)]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, url, str(i)], stderr=subprocess.PIPE, text=True, cwd=root
+        )
+        for i in range(3)
+    ]
     for child in children:
         _, err = child.communicate(timeout=60)
         assert child.returncode == 0, err
@@ -419,7 +473,12 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(make, sh
         if draw < rate[0] / 20:
             time.sleep(0.3)
         elif draw < rate[0]:
-            raise [ConnectionError("reset"), OSError(5, "EIO"), PermissionError("403"), RuntimeError("from a backend")][int(draw * 1e6) % 4]
+            raise [
+                ConnectionError("reset"),
+                OSError(5, "EIO"),
+                PermissionError("403"),
+                RuntimeError("from a backend"),
+            ][int(draw * 1e6) % 4]
 
     shaky.trouble = staticmethod(trouble)
     tiers = [make("shaky://bucket/kv", timeout_s=0.2) for _ in range(2)]
@@ -431,7 +490,7 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(make, sh
         tier, metas = r.choice(tiers), r.choice(chains)
         action = r.random()
         if action < 0.35:
-            futures = [tier.write(meta, memoryview(content(meta))) for meta in metas[:r.randint(1, 5)]]
+            futures = [tier.write(meta, memoryview(content(meta))) for meta in metas[: r.randint(1, 5)]]
             [future.result(20) for future in futures]
         elif action < 0.45:
             assert 0 <= look_up(tier, metas) <= 5
@@ -449,5 +508,5 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(make, sh
             else:
                 data = bytearray(shaky.store[name].getvalue())
                 data[r.randrange(len(data))] ^= 1 << r.randrange(8)
-                MemoryFileSystem.pipe_file(tier._fs, name, bytes(data[:r.choice([FILE, FILE - 1])]))
+                MemoryFileSystem.pipe_file(tier._fs, name, bytes(data[: r.choice([FILE, FILE - 1])]))
     assert served > 100

@@ -1,4 +1,5 @@
-"""Arithmetic of views: strides, offsets, bounds, slices; elements; copies between kinds; torch, numpy and DLPack."""
+"""Arithmetic of views: strides, offsets, bounds, slices; elements; copies between kinds; torch, numpy and
+DLPack."""
 
 import random
 
@@ -18,8 +19,12 @@ def make(request, tmp_path):
     def new(num_bytes: int) -> Storage:
         new.count += 1
         path = tmp_path / str(new.count)
-        return {"host": lambda: host_memory(num_bytes), "mapped": lambda: mapped_file(path, num_bytes),
-                "direct": lambda: DirectFile(path, num_bytes)}[request.param]()
+        return {
+            "host": lambda: host_memory(num_bytes),
+            "mapped": lambda: mapped_file(path, num_bytes),
+            "direct": lambda: DirectFile(path, num_bytes),
+        }[request.param]()
+
     new.count = 0
     return new
 
@@ -95,14 +100,20 @@ def test_random_slices_copied_between_any_two_kinds(tmp_path):
     seed = 11
     rng = random.Random(seed)
     print("seed", seed)
-    kinds = [host_memory, lambda n: mapped_file(tmp_path / f"m{rng.random()}", n), lambda n: DirectFile(tmp_path / f"d{rng.random()}", n)]
+    kinds = [
+        host_memory,
+        lambda n: mapped_file(tmp_path / f"m{rng.random()}", n),
+        lambda n: DirectFile(tmp_path / f"d{rng.random()}", n),
+    ]
     for _ in range(60):
         shape = [rng.randint(1, 6) for _ in range(3)]
         views, arrays = [], []
         for _ in range(2):
             size = [n + rng.randrange(4) for n in shape]
             offset = 4 * rng.randrange(5)
-            view = TensorView(rng.choice(kinds)(offset + 4 * int(np.prod(size))), size, torch.int32, offset=offset)
+            view = TensorView(
+                rng.choice(kinds)(offset + 4 * int(np.prod(size))), size, torch.int32, offset=offset
+            )
             array = np.random.default_rng(rng.randrange(1 << 30)).integers(-100, 100, size).astype(np.int32)
             TensorView.of(array).copy_to(view)
             starts = [rng.randint(0, big - n) for big, n in zip(size, shape)]
@@ -147,7 +158,12 @@ def test_views_that_do_not_match_are_not_copied():
 def test_torch_and_numpy_share_the_memory():
     view = TensorView(host_memory(400), (4, 5), F32, (20, 2), offset=40)
     view.tensor()[3, 4] = 7
-    assert view[3, 4] == 7 and view.array()[3, 4] == 7 and np.from_dlpack(view)[3, 4] == 7 and torch.from_dlpack(view)[3, 4] == 7
+    assert (
+        view[3, 4] == 7
+        and view.array()[3, 4] == 7
+        and np.from_dlpack(view)[3, 4] == 7
+        and torch.from_dlpack(view)[3, 4] == 7
+    )
     view.array()[1, 2] = 5
     assert view.tensor()[1, 2] == 5 and view[1, 2] == 5
     assert view.tensor().stride() == (20, 2) and view.array().strides == (80, 8)
@@ -176,8 +192,14 @@ def test_read_only_views_can_be_read():
     TensorView(memory, (5,), F32).fill(2)
     view = TensorView(memory, (5,), F32, mutable=False)
     assert view[3] == 2 and view.array().sum() == 10 and view.slice(0, 1, 3).array().tolist() == [2, 2]
-    for write in (lambda: view.fill(1), lambda: view.__setitem__(0, 1), view.tensor, lambda: view.slice(0, 0, 2).fill(1),
-                  lambda: TensorView(memory, (5,), F32).copy_to(view), lambda: torch.from_dlpack(view)):
+    for write in (
+        lambda: view.fill(1),
+        lambda: view.__setitem__(0, 1),
+        view.tensor,
+        lambda: view.slice(0, 0, 2).fill(1),
+        lambda: TensorView(memory, (5,), F32).copy_to(view),
+        lambda: torch.from_dlpack(view),
+    ):
         with pytest.raises(ViewError, match="read-only"):
             write()
     with pytest.raises(ValueError, match="read-only"):
@@ -223,9 +245,11 @@ def test_layers_that_make_no_cache():
     memory = host_memory(1 << 16)
     layer = TensorView(memory, SPEC.layer_shape(3), torch.float16)
     BlockView(SPEC, 3, [layer, TensorView(host_memory(1 << 16), SPEC.layer_shape(3), torch.float16)])
-    for second, said in ((TensorView(memory, SPEC.layer_shape(4), torch.float16), "layer 1 has shape"),
-                         (TensorView(memory, SPEC.layer_shape(3), torch.bfloat16), "layer 1 has shape"),
-                         (TensorView(memory, SPEC.layer_shape(3), torch.float16, (4096, 256, 64, 8, 1)), "strides")):
+    for second, said in (
+        (TensorView(memory, SPEC.layer_shape(4), torch.float16), "layer 1 has shape"),
+        (TensorView(memory, SPEC.layer_shape(3), torch.bfloat16), "layer 1 has shape"),
+        (TensorView(memory, SPEC.layer_shape(3), torch.float16, (4096, 256, 64, 8, 1)), "strides"),
+    ):
         with pytest.raises(LayoutError, match=said):
             BlockView(SPEC, 3, [layer, second])
 
