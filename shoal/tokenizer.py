@@ -208,12 +208,9 @@ class Tokenizer:
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
         """{"input_ids": ids}, or a list of ids each for a list of texts."""
-        many = not isinstance(text, str)
-        return {
-            "input_ids": [self.encode(t, add_special_tokens) for t in text]
-            if many
-            else self.encode(text, add_special_tokens)
-        }  # type: ignore[arg-type]
+        if isinstance(text, str):
+            return {"input_ids": self.encode(text, add_special_tokens)}
+        return {"input_ids": [self.encode(each, add_special_tokens) for each in text]}
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
         pieces = self.shown_bytes if skip_special_tokens else self.token_bytes

@@ -202,10 +202,10 @@ class LLM:
         conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts = [
             self.chat_prompt(
-                m,
+                m,  # type: ignore[arg-type]
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
-                tools=tools,  # type: ignore[arg-type]
+                tools=tools,
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )

@@ -251,12 +251,12 @@ def _settings(app: Server, config: ServerConfig, all_connections: Connections) -
     connection = functools.partial(Connection, limits=config, all_connections=all_connections)
     return uvicorn.Config(
         app,
-        http=connection,
+        http=connection,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",
         log_config=None,
-        access_log=False,  # type: ignore[arg-type]
+        access_log=False,
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
