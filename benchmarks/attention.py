@@ -18,7 +18,6 @@ from functools import partial
 import torch
 import triton
 
-from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.attention.triton import (
     MIN_SPLIT,
     PREFIX_PROGRAMS_PER_SM,
@@ -36,6 +35,7 @@ from shoal.kernels.attention import (
 )
 from shoal.kernels.prefix_attention import prefix_attention, prefix_tiles
 from shoal.kernels.state import MAX_GROUPS, GroupField
+from shoal.kernels.step_input import SharedPrefixes, StepInput
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16

@@ -192,7 +192,7 @@ def cold_start(threads: int) -> float:
     command = [
         sys.executable,
         "-m",
-        "shoal.cli",
+        "shoal.cli.main",
         "generate",
         "The capital of France is",
         "--max-tokens",
@@ -275,7 +275,7 @@ def kernels(threads: int) -> None:
     import torch
 
     from shoal.kernels import cpu_linear
-    from shoal.weights.quantized import GROUPS, QuantizedTensor
+    from shoal.kernels.quantized_tensor import GROUPS, QuantizedTensor
 
     torch.set_num_threads(threads)
     shapes = {

@@ -67,8 +67,8 @@ def run_workload(llm, name: str, kind: str) -> dict:
     from workloads import workload
 
     from shoal import SamplingParams
-    from shoal.bench import floor_of, idle_share
-    from shoal.models.floor import Ceilings
+    from shoal.bench.floor import Ceilings
+    from shoal.bench.offline import floor_of, idle_share
 
     prompts, lengths = workload(kind) if kind in COMPARED else other_workload(kind)
     params = [

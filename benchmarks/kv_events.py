@@ -15,8 +15,8 @@ import time
 
 from shoal.api import Request, SamplingParams
 from shoal.config import KVEventsConfig
-from shoal.engine.scheduler import Scheduler
-from shoal.kv.events import KvEvents
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.kv.event_publisher import KvEvents
 
 
 def start(events: KvEvents | None) -> Scheduler:

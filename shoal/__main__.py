@@ -2,7 +2,7 @@
 
 import sys
 
-from shoal.cli import main
+from shoal.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

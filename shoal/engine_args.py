@@ -7,8 +7,8 @@ import dataclasses
 import typing
 from typing import Any
 
-from shoal.cli_options import argument_of, flag_of
 from shoal.config import EngineConfig
+from shoal.options import argument_of, flag_of
 
 
 class EngineArgs(EngineConfig):

@@ -1,9 +1,9 @@
 """What an answer must look like, as a grammar of llguidance. Torch-free: the server checks a request here
 before it is admitted.
 
-`grammar_of` translates, `check` also proves that llguidance takes the result; engine/grammar.py compiles it
-for a tokenizer. A grammar is a program that a stranger sends: its size, its nesting and llguidance's own
-limits bound what it may cost.
+`grammar_of` translates, `check` also proves that llguidance takes the result; engine/scheduling/grammar.py
+compiles it for a tokenizer. A grammar is a program that a stranger sends: its size, its nesting and
+llguidance's own limits bound what it may cost.
 """
 
 from __future__ import annotations

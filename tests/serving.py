@@ -41,7 +41,7 @@ class Serve:
         self.folder, self.port, self.admin = folder, free_port(), free_port()
         self.log = folder / f"log-{self.port}"
         ports = ("--port", str(self.port), "--admin-port", str(self.admin))
-        command = [PYTHON, "-m", "shoal.cli", "serve", *map(str, arguments), *ports]
+        command = [PYTHON, "-m", "shoal", "serve", *map(str, arguments), *ports]
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)}
         with self.log.open("w") as log:

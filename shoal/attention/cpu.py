@@ -12,8 +12,8 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from shoal.attention.step import StepInput
 from shoal.kernels import cpu_build
+from shoal.kernels.step_input import StepInput
 
 
 class CpuBackend:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.attention.step import AttentionBackend
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
+from shoal.kernels.step_input import AttentionBackend
 
 logger = logging.getLogger(__name__)
 

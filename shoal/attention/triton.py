@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from shoal.attention.step import StepInput
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
 from shoal.kernels.hopper import HAS_GLUON, empty_rows
 from shoal.kernels.prefix_attention import prefix_attention
+from shoal.kernels.step_input import StepInput
 
 if HAS_GLUON:
     from shoal.kernels import hopper_attention as hopper

@@ -23,21 +23,21 @@ import torch
 
 from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, SleepState, Stats, TokenLogprobs
 from shoal.config import EngineConfig
-from shoal.engine.batch import BatchBuilder, num_prompt_targets
-from shoal.engine.grammar import Grammar, Grammars
+from shoal.engine.lifecycle.sleep import Sleeper
+from shoal.engine.lifecycle.weight_updates import Weights
+from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.profile import span
+from shoal.engine.ranks.workers import WorkerGroup
 from shoal.engine.resolve import check_room, resolve_config
-from shoal.engine.runner import ModelRunner, StepResult, prepare_process
-from shoal.engine.sampling import LogprobLists
-from shoal.engine.scheduler import Scheduler, StepPlan
-from shoal.engine.sequence import Sequence as QueuedSequence
-from shoal.engine.sequence import SequenceStatus
-from shoal.engine.sleep import Sleeper
-from shoal.engine.tiers import KvTiers
-from shoal.engine.weights import Weights
-from shoal.engine.workers import WorkerGroup
+from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
+from shoal.engine.runner.runner import ModelRunner, StepResult, prepare_process
+from shoal.engine.runner.sampling import LogprobLists
+from shoal.engine.scheduling.grammar import Grammar, Grammars
+from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.sequence import Sequence as QueuedSequence
+from shoal.engine.scheduling.sequence import SequenceStatus
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
-from shoal.kv.events import KvEvents
+from shoal.kv.event_publisher import KvEvents
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
 from shoal.tokenizer import load_tokenizer
@@ -102,7 +102,9 @@ class EngineCore:
                 "port": rendezvous.port,
                 "keep_quantized": keep_quantized,
             }
-            self.group = WorkerGroup(config.tensor_parallel_size, "shoal.engine.runner:serve_rank", init)
+            self.group = WorkerGroup(
+                config.tensor_parallel_size, "shoal.engine.runner.runner:serve_rank", init
+            )
             self.tp = tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
             self.group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
         self.runner = ModelRunner(config, files, tp, keep_quantized)
@@ -473,7 +475,8 @@ class EngineCore:
             outcomes.append(error)
         return outcomes + (pending.outcomes() if pending is not None else [])
 
-    # Sleep and weights. What each does and raises: engine/sleep.py, engine/weights.py
+    # Sleep and weights. What each does and raises: engine/lifecycle/sleep.py,
+    # engine/lifecycle/weight_updates.py
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
         return self.sleeper.sleep(level, tags, mode)

@@ -37,7 +37,7 @@ from shoal.detokenizer import Detokenizer, add_texts
 from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, UnavailableError
-from shoal.kv_events import EventBatch
+from shoal.kv_event_format import EventBatch
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import resolve
 
@@ -259,8 +259,9 @@ class LLM:
 
     def drain_kv_events(self) -> list[EventBatch]:
         """What has been cached and forgotten since the last call, a batch for each step that changed anything
-        (shoal/kv_events.py); vLLM's `take_events`. After more than `buffer_steps` of them one batch that
-        clears all and stores what is there. Raises ConfigError unless kv_events_config enables events."""
+        (shoal/kv_event_format.py); vLLM's `take_events`. After more than `buffer_steps` of them one batch
+        that clears all and stores what is there. Raises ConfigError unless kv_events_config enables
+        events."""
         return self.core.kv_events.drain()
 
     def kv_snapshot(self) -> EventBatch:

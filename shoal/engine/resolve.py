@@ -16,7 +16,7 @@ from shoal.config import EngineConfig
 from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes, total_bytes
-from shoal.models.config import ModelConfig
+from shoal.model_config import ModelConfig
 from shoal.models.shapes import num_weights
 
 CPU_CACHE_BYTES = 1 << 30

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from shoal.attention.step import StepInput
 from shoal.kernels import c_library
+from shoal.kernels.step_input import StepInput
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from shoal.attention.step import StepInput
 from shoal.kernels import cpu_build
 from shoal.kernels.cpu_linear import PackedWeight
+from shoal.kernels.step_input import StepInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from shoal.kernels import cpu_build
 from shoal.kernels.cpu_build import Packed
-from shoal.weights.quantized import QuantizedTensor
+from shoal.kernels.quantized_tensor import QuantizedTensor
 
 GROUP = 32
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")

@@ -4,7 +4,8 @@ says what lies where.
 First the active decode rows in batch order (-1: padding); then what decodes share: of each in batch order how
 many of its first tokens its group shares (0: none), the groups' members one group after the other, as indices
 into the batch, and the table of groups; then one row a sequence: its fields, then its block table; last a
-spare row, nobody's, where writes through index -1 end up. The host's mirror of it: engine/batch.py. Who reads
+spare row, nobody's, where writes through index -1 end up. The host's mirror of it: engine/runner/batch.py.
+Who reads
 it: the kernels. No Triton here.
 """
 

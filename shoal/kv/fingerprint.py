@@ -10,7 +10,7 @@ from dataclasses import asdict
 import msgspec
 import xxhash
 
-from shoal.models.config import ModelConfig
+from shoal.model_config import ModelConfig
 from shoal.weights.update import FREE_FIELDS
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from shoal.kv_events import END
+from shoal.kv_event_format import END
 
 logger = logging.getLogger(__name__)
 

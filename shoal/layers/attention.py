@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.attention.step import AttentionBackend, StepInput
 from shoal.kernels.ops import Ops
+from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.models.config import ModelConfig
+from shoal.model_config import ModelConfig
 
 
 class Attention(nn.Module):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shoal.kernels.ops import Ops
+from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.layers.linear import Loaded, check_shape, copy_into, narrow
 from shoal.layers.parallel import TensorParallel
-from shoal.weights.quantized import QuantizedTensor
 
 
 class Vocabulary(nn.Module):

@@ -14,8 +14,8 @@ from torch import nn
 
 from shoal.errors import CheckpointError
 from shoal.kernels.ops import Ops
+from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.layers.parallel import TensorParallel
-from shoal.weights.quantized import QuantizedTensor
 
 Loaded = torch.Tensor | QuantizedTensor
 

@@ -15,7 +15,7 @@ from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear, Loaded, check_shape, copy_into, narrow
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.models.config import ModelConfig
+from shoal.model_config import ModelConfig
 
 
 class MLP(nn.Module):

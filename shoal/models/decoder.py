@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.attention.step import AttentionBackend, StepInput
 from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.ops import Ops
+from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.attention import Attention
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.linear import Linear, Loaded
 from shoal.layers.mlp import MLP, Experts, MoE
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.models.config import ModelConfig
+from shoal.model_config import ModelConfig
 from shoal.models.rope import rope_frequencies
 from shoal.models.shapes import checkpoint_shapes
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shoal.attention.step import AttentionBackend
 from shoal.kernels.cpu_layers import CpuLayers, LayerWeights
 from shoal.kernels.cpu_linear import PackedWeight
+from shoal.kernels.step_input import AttentionBackend
 from shoal.layers.mlp import MLP
-from shoal.models.config import ModelConfig
+from shoal.model_config import ModelConfig
 
 
 def fuse_layers(layers: Iterable, config: ModelConfig, backend: AttentionBackend) -> CpuLayers | None:

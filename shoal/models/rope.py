@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from shoal.models.config import RopeConfig
+from shoal.model_config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -11,10 +11,8 @@ from typing import Any
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that takes --max_model_len for --max-model-len."""
 
-    def parse_known_args(
-        self,
-        args: Sequence[str] | None = None,  # type: ignore[override]
-        namespace: Any = None,
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args([_with_dashes(argument) for argument in given], namespace)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.models.config import ModelConfig
+from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.model_config import ModelConfig
 from shoal.weights.gguf_header import ROPE_FACTORS, GGUFHeader, TensorInfo
-from shoal.weights.quantized import QuantizedTensor
 
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {

@@ -10,10 +10,10 @@ import torch
 from tqdm import tqdm
 
 from shoal.errors import CheckpointError
-from shoal.models.config import ModelConfig
+from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.model_config import ModelConfig
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.gguf import gguf_shapes, gguf_tensors
-from shoal.weights.quantized import QuantizedTensor
 from shoal.weights.safetensors import safetensors_shapes, safetensors_tensors
 from shoal.weights.source import CheckpointFiles
 

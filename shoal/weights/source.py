@@ -16,7 +16,7 @@ from shoal.api import SamplingParams, sampling_defaults
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, RequestError
 from shoal.json_file import read_object
-from shoal.models.config import ModelConfig, token_ids
+from shoal.model_config import ModelConfig, token_ids
 from shoal.weights import default_model
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 

@@ -12,7 +12,7 @@ import xxhash
 from torch import nn
 
 from shoal.errors import CheckpointError
-from shoal.models.config import ModelConfig
+from shoal.model_config import ModelConfig
 from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles

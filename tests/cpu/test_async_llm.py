@@ -6,7 +6,7 @@ import pytest
 
 from shoal.api import FinishReason, Logprob, Output
 from shoal.config import EngineConfig
-from shoal.engine.async_llm import AsyncLLM, Collector
+from shoal.engine.process.async_llm import AsyncLLM, Collector
 from shoal.errors import EngineDeadError
 
 

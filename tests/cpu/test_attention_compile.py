@@ -11,10 +11,10 @@ import torch
 import triton
 from triton_compile import Compiled, check_kernels, compile_launches
 
-from shoal.attention.step import SharedPrefixes, StepInput
 from shoal.attention.triton import TritonBackend
 from shoal.kernels.hopper_attention import hopper_prefill_attention
 from shoal.kernels.state import StateLayout
+from shoal.kernels.step_input import SharedPrefixes, StepInput
 
 
 def attend(

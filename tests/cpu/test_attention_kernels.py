@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from shoal.attention import triton as backend_module
-from shoal.attention.step import StepInput
 from shoal.attention.triton import TritonBackend, decode_splits, is_large
-from shoal.engine.batch import MixedShape
+from shoal.engine.runner.batch import MixedShape
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
 from shoal.kernels.attention_reference import paged_attention
 from shoal.kernels.hopper_attention import heads_an_item, prefill_work
+from shoal.kernels.step_input import StepInput
 
 # padded rows divide 0 by 0 and are not stored
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")

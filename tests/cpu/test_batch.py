@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from shoal.api import Request, SamplingParams
-from shoal.engine.batch import (
+from shoal.engine.runner.batch import (
     HEADER_SIZE,
     BatchBuilder,
     Header,
@@ -14,8 +14,8 @@ from shoal.engine.batch import (
     section_spans,
     token_spans,
 )
-from shoal.engine.graphs import mixed_shapes
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.runner.graphs import mixed_shapes
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
 BLOCK = 4

@@ -1,6 +1,6 @@
 """What `shoal bench` prints; what it measures is tests/process/test_cli.py's."""
 
-from shoal.bench import table
+from shoal.bench.offline import table
 
 
 def test_the_benchs_table_says_its_units():

@@ -11,8 +11,9 @@ import numpy
 import pytest
 from aiohttp import web
 
-from shoal import bench_serve, cli
-from shoal.bench_serve import ServeBench
+from shoal.bench import serving
+from shoal.bench.serving import ServeBench
+from shoal.cli.main import main as cli
 from shoal.errors import ConfigError, UnavailableError
 
 
@@ -71,7 +72,7 @@ def measure(server, **options):
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             defaults = {"base_url": url, "num_prompts": 8, "random_input_len": 5, "random_output_len": 6}
-            return await bench_serve.run(ServeBench(**defaults | options))
+            return await serving.run(ServeBench(**defaults | options))
         finally:
             await runner.cleanup()
 
@@ -173,7 +174,7 @@ def test_failures_are_counted_and_shown_and_spoil_no_figure():
         and all(errors[:5])
     )
     assert errors[5:] == [""] * 3 and result["output_lens"][:5] == [0] * 5
-    shown = bench_serve.table(result, [99])
+    shown = serving.table(result, [99])
     assert (
         "Failed requests:                         5" in shown
         and "1 x HTTP 429" in shown
@@ -189,12 +190,12 @@ def test_an_answer_without_usage_or_text_is_a_failure():
 
 def test_no_server_is_one_clear_error():
     with pytest.raises(UnavailableError, match="is the server up"):
-        asyncio.run(bench_serve.run(ServeBench(base_url="http://127.0.0.1:9")))
+        asyncio.run(serving.run(ServeBench(base_url="http://127.0.0.1:9")))
 
 
 def test_arrivals_have_the_rate_and_the_burstiness():
     def gaps(**options):
-        times = bench_serve.arrival_times(ServeBench(num_prompts=20_000, request_rate=50.0, **options))
+        times = serving.arrival_times(ServeBench(num_prompts=20_000, request_rate=50.0, **options))
         return [b - a for a, b in itertools.pairwise(times)]
 
     for burstiness in (0.25, 1.0, 4.0):  # a gamma distribution's deviation is mean / sqrt(shape)
@@ -202,11 +203,11 @@ def test_arrivals_have_the_rate_and_the_burstiness():
         assert statistics.fmean(found) == pytest.approx(1 / 50, rel=0.05)
         assert statistics.pstdev(found) == pytest.approx(1 / 50 / math.sqrt(burstiness), rel=0.1)
     assert gaps() == gaps() != gaps(seed=1)
-    assert bench_serve.arrival_times(ServeBench(num_prompts=3)) == [0.0] * 3
+    assert serving.arrival_times(ServeBench(num_prompts=3)) == [0.0] * 3
 
 
 def test_lengths_vary_within_the_ratio():
-    asks = bench_serve.make_requests(
+    asks = serving.make_requests(
         ServeBench(num_prompts=500, random_input_len=100, random_output_len=10, random_range_ratio=0.3)
     )
     assert {len(a.prompt) for a in asks} == set(range(70, 131)) and {a.output_len for a in asks} == set(
@@ -223,19 +224,17 @@ def test_conversations_come_from_a_file(tmp_path):
         json.dumps([{"conversations": t} for t in turns] + [{"conversations": [{"value": "alone"}]}])
     )
     options = {"dataset_name": "sharegpt", "dataset_path": str(path), "num_prompts": 7}
-    asks = bench_serve.make_requests(ServeBench(**options))
+    asks = serving.make_requests(ServeBench(**options))
     assert (
         len(asks) == 7
         and {a.prompt for a in asks} == {f"question {i}" for i in range(3)}
         and {a.output_len for a in asks} == {10}
     )
-    assert {
-        a.output_len for a in bench_serve.make_requests(ServeBench(**options, sharegpt_output_len=5))
-    } == {5}
+    assert {a.output_len for a in serving.make_requests(ServeBench(**options, sharegpt_output_len=5))} == {5}
     for broken in ("[{}]", "not json", "[]"):
         path.write_text(broken)
         with pytest.raises(ConfigError, match="dataset_path"):
-            bench_serve.make_requests(ServeBench(**options))
+            serving.make_requests(ServeBench(**options))
 
 
 @pytest.mark.parametrize(
@@ -263,16 +262,16 @@ def test_impossible_options_are_named(options, hint):
 def test_percentiles_are_numpys():
     values = [5.0, 1.0, 4.0, 4.5, 9.0, 2.0]
     for p in (0, 1, 25, 50, 90, 99, 100):
-        assert bench_serve.percentile(values, p) == pytest.approx(numpy.percentile(values, p))
+        assert serving.percentile(values, p) == pytest.approx(numpy.percentile(values, p))
 
 
 def test_the_plot_and_the_table_show_a_result(tmp_path):
     # with figures, and with failures alone
     for result in (measure(Server(), request_rate=1e4), measure(Server(usage={}))):
         path = tmp_path / "plot.png"
-        bench_serve.plot(result, str(path))
+        serving.plot(result, str(path))
         assert path.read_bytes().startswith(b"\x89PNG")
-        assert ("Median TTFT (ms)" in bench_serve.table(result, [99])) == (
+        assert ("Median TTFT (ms)" in serving.table(result, [99])) == (
             result["completed"] > 0
         ) and json.dumps(result)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engine.channel import PREFIX, ChannelReader, ChannelWriter, pack, unpack
+from shoal.engine.ranks.channel import PREFIX, ChannelReader, ChannelWriter, pack, unpack
 from shoal.errors import EngineDeadError
 
 

@@ -20,7 +20,7 @@ from shoal.config import EngineConfig
 from shoal.engine.resolve import check_room, resolve_config
 from shoal.errors import MAX_MESSAGE, CheckpointError, ConfigError
 from shoal.gguf_tokenizer import MAX_TOKEN_LEN
-from shoal.models.config import MOST, ModelConfig
+from shoal.model_config import MOST, ModelConfig
 from shoal.models.decoder import Decoder
 from shoal.weights.gguf_header import MAX_VALUES
 from shoal.weights.loader import check_shapes

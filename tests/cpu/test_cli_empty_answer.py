@@ -2,8 +2,8 @@
 
 import re
 
-from shoal.cli_chat import Chat, Keyboard
-from shoal.cli_speakers import Piece
+from shoal.cli.chat import Chat, Keyboard
+from shoal.cli.speakers import Piece
 
 
 class Scripted:

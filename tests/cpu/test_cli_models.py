@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shoal.cli import main
+from shoal.cli.main import main
 from shoal.weights import default_model
 
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from shoal.bench_serve import ServeBench
-from shoal.cli import build_parser, main
+from shoal.bench.serving import ServeBench
+from shoal.cli.main import build_parser, main
 from shoal.config import MAX_NUM_SEQS, EngineConfig, ServerConfig
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from shoal.cli_chat import Chat, Keyboard
-from shoal.cli_speakers import ContextFullError, RemoteSpeaker
+from shoal.cli.chat import Chat, Keyboard
+from shoal.cli.speakers import ContextFullError, RemoteSpeaker
 from shoal.errors import RequestError, UnavailableError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.attention.cpu import CpuBackend
-from shoal.attention.step import StepInput
 from shoal.kernels import cpu_build
+from shoal.kernels.step_input import StepInput
 
 
 def make_step(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.kernels import cpu_build, cpu_linear
-from shoal.weights.quantized import GROUPS, QuantizedTensor
+from shoal.kernels.quantized_tensor import GROUPS, QuantizedTensor
 
 needs_library = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
 # activations rounded to 16 bits a group of 32: steps of about 2.2 / 32767, an error of 2e-5 of each term

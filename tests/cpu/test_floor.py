@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.models.config import ModelConfig
-from shoal.models.floor import Ceilings, Floor
+from shoal.bench.floor import Ceilings, Floor
+from shoal.model_config import ModelConfig
 
 spec = importlib.util.spec_from_file_location(
     "workloads", Path(__file__).parents[2] / "benchmarks" / "workloads.py"

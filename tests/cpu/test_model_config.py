@@ -11,7 +11,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shoal.errors import CheckpointError
-from shoal.models.config import ModelConfig, RopeConfig
+from shoal.model_config import ModelConfig, RopeConfig
 from shoal.models.rope import rope_frequencies
 
 SIZES = dict(

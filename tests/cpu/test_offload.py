@@ -14,9 +14,9 @@ import torch
 from shoal import LLM, SamplingParams
 from shoal.api import Request
 from shoal.config import EngineConfig
-from shoal.engine.offload import Offloader, OffloadPolicy
-from shoal.engine.scheduler import Scheduler
-from shoal.engine.transfers import Done
+from shoal.engine.offload.offloader import Offloader, OffloadPolicy
+from shoal.engine.offload.transfers import Done
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError, EngineDeadError
 from shoal.kv.host import HostTier
 from shoal.memory.slab import HostSlab
@@ -163,7 +163,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeyp
 def test_a_disk_that_takes_nothing_is_not_offered_the_same_blocks_at_every_look(build, disk, monkeypatch):
     llm = build(**SMALL, **disk, **HOST)
     monkeypatch.setattr(llm.core.runner.kv_tiers["disk"]._breaker, "allows", lambda: False)
-    monkeypatch.setattr("shoal.engine.offload.WRITE_REST_S", 1e9)
+    monkeypatch.setattr("shoal.engine.offload.offloader.WRITE_REST_S", 1e9)
     one_by_one(llm, prompts())
     assert 0 < llm.stats().kv_tiers["disk"].failed_blocks <= 54
 
@@ -335,7 +335,7 @@ def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(
 
 
 def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, monkeypatch):
-    monkeypatch.setattr("shoal.engine.fetch.PATIENCE_S", 0.2)
+    monkeypatch.setattr("shoal.engine.offload.fetch.PATIENCE_S", 0.2)
     llm, slow = slow_second_engine(build, disk)
     assert one_by_one(llm, prompts()[:2]) == (expected[:2], [0, 0])
     slow.gate.set()
@@ -708,7 +708,7 @@ def test_host_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(option,
     def nothing(*_):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("shoal.engine.kv_commands.HostSlab", nothing)
+    monkeypatch.setattr("shoal.engine.runner.kv_commands.HostSlab", nothing)
     with pytest.raises(ConfigError, match=f"{option}.*no memory"):
         build(**SMALL, **(HOST if option == "kv_host_bytes" else disk))
 
@@ -725,7 +725,7 @@ def test_a_slab_of_which_nothing_can_be_pinned_is_refused(monkeypatch):
 
 
 def test_options_of_tiers_are_flags_of_the_command():
-    from shoal.cli import build_parser
+    from shoal.cli.main import build_parser
 
     given = build_parser().parse_args(
         [

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 from test_scheduler_fuzz import Device, History, Row, Trace
 
-from shoal.engine.offload import Offloader, OffloadPolicy
-from shoal.engine.scheduler import ScheduledSeq, StepPlan
-from shoal.engine.transfers import Done
+from shoal.engine.offload.offloader import Offloader, OffloadPolicy
+from shoal.engine.offload.transfers import Done
+from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.kv.host import HostTier
 
 TRACES_A_TEST = 25
@@ -405,7 +405,7 @@ def trace(seed: int) -> Counter:
 
 @pytest.mark.parametrize("first_seed", FIRST_SEEDS)
 def test_whatever_transfers_do_each_request_gets_the_tokens_of_an_undisturbed_run(first_seed, monkeypatch):
-    monkeypatch.setattr("shoal.engine.offload.POLL_S", 0.0)
+    monkeypatch.setattr("shoal.engine.offload.offloader.POLL_S", 0.0)
     print(f"seeds {first_seed}..{first_seed + TRACES_A_TEST - 1}")
     seen = sum((trace(seed) for seed in range(first_seed, first_seed + TRACES_A_TEST)), Counter())
     for name in (

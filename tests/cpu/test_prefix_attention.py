@@ -10,11 +10,11 @@ import pytest
 import torch
 from test_attention_kernels import Case
 
-from shoal.attention.step import SharedPrefixes
 from shoal.attention.triton import SHARE_FROM, TritonBackend, prefix_parts
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention
 from shoal.kernels.prefix_attention import prefix_attention
 from shoal.kernels.state import MAX_GROUPS, GroupField
+from shoal.kernels.step_input import SharedPrefixes
 
 # padded rows divide 0 by 0 and are not stored
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shoal.api import Request, SamplingParams
-from shoal.engine import prefixes
-from shoal.engine.batch import HEADER_SIZE, BatchBuilder, Header, section_spans
-from shoal.engine.prefixes import PrefixTree, best_runs, num_common
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, Header, section_spans
+from shoal.engine.scheduling import shared_prefixes as prefixes
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.shared_prefixes import PrefixTree, best_runs, num_common
 from shoal.kernels.state import FIELDS, MAX_GROUPS, GroupField, StateLayout
 
 

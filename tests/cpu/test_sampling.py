@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engine.batch import Extras, GrammarRow
-from shoal.engine.sampling import FEW_ELEMENTS, LogitShaper, few_threads, logprobs
+from shoal.engine.runner.batch import Extras, GrammarRow
+from shoal.engine.runner.sampling import FEW_ELEMENTS, LogitShaper, few_threads, logprobs
 from shoal.kernels import reference
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.api import STEP_TOKENS, FinishReason, Request, SamplingParams
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import RequestError
 
 EOS = 99

@@ -13,7 +13,7 @@ from collections import Counter, deque
 import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
-from shoal.engine.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 
 VOCAB = 40
 EOS = (0, 1)

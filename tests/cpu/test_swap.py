@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams
-from shoal.engine.swap import Swapper, Turns
+from shoal.engine.process.swap import Swapper, Turns
 from shoal.errors import ConfigError, EngineDeadError, UnavailableError
 from shoal.fake import FakeEngine
 from tests.fake_server import FakeServer

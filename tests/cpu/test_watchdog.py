@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.config import ServerConfig
-from shoal.engine.watchdog import CPU_PATIENCE, Watchdog
+from shoal.engine.process.watchdog import CPU_PATIENCE, Watchdog
 from shoal.errors import ConfigError
 from shoal.wire import BEAT_S, Beat
 

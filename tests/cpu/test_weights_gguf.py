@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from shoal.errors import CheckpointError
-from shoal.models.config import ModelConfig
+from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.model_config import ModelConfig
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header, read_rope_factors
-from shoal.weights.quantized import QuantizedTensor
 from tests.cpu.test_weights_quantized import random_rows
 
 SIZES = dict(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shoal.errors import CheckpointError
+from shoal.kernels.quantized_tensor import GROUPS, QuantizedTensor
 from shoal.weights.gguf_header import TYPES
-from shoal.weights.quantized import GROUPS, QuantizedTensor
 
 KINDS = list(GROUPS)
 # where the float16s are

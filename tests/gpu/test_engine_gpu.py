@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal import SamplingParams
-from shoal.engine import prefixes
+from shoal.engine.scheduling import shared_prefixes as prefixes
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

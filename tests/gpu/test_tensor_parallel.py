@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.engine.workers import WorkerGroup
+from shoal.engine.ranks.workers import WorkerGroup
 from shoal.errors import EngineDeadError
 from shoal.layers.parallel import Rendezvous
 

@@ -17,9 +17,9 @@ import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams, SleepState, StructuredOutputsParams
 from shoal.config import EngineConfig
-from shoal.engine import async_llm
-from shoal.engine.async_llm import AsyncLLM
-from shoal.engine.swap import Swapper
+from shoal.engine.process import async_llm
+from shoal.engine.process.async_llm import AsyncLLM
+from shoal.engine.process.swap import Swapper
 from shoal.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, UnavailableError
 from tests.tiny import write_model
 
@@ -412,7 +412,7 @@ def test_the_core_and_its_ranks_die_with_the_parent(ready, checkpoint, temporary
         import asyncio, tempfile
         tempfile.tempdir = {str(temporary)!r}
         from shoal.config import EngineConfig
-        from shoal.engine.async_llm import AsyncLLM
+        from shoal.engine.process.async_llm import AsyncLLM
         async def main():
             llm = AsyncLLM.start(EngineConfig(model={str(checkpoint)!r}, device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 22,
                                               tensor_parallel_size=2))

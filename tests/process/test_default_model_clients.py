@@ -47,7 +47,7 @@ def url(tmp_path_factory):
     command = [
         sys.executable,
         "-m",
-        "shoal.cli",
+        "shoal",
         "serve",
         "--device",
         "cpu",

@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 
+from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.weights.default_model import FILE, NUM_BYTES
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header
-from shoal.weights.quantized import QuantizedTensor
 from shoal.weights.source import resolve
 
 FETCH = "from shoal.weights.default_model import fetch_default_model; print(fetch_default_model())"

@@ -59,7 +59,7 @@ def test_settings_of_clients_point_at_what_the_server_offers():
 
 @pytest.mark.parametrize("command", ["two_models.sh", "shoal.service"])
 def test_the_options_in_an_example_exist(command):
-    from shoal.cli import build_parser
+    from shoal.cli.main import build_parser
 
     text = (EXAMPLES / command).read_text().replace('"$@"', "")
     [line] = [line for line in text.splitlines() if "shoal serve" in line and not line.startswith("#")]

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from shoal import LLM, SamplingParams, kv_events
+from shoal import LLM, SamplingParams
+from shoal import kv_event_format as kv_events
 from shoal.errors import ConfigError
 from shoal.hashing import block_name
 from tests.kv_listener import Follower, View
@@ -230,7 +231,7 @@ def test_an_endpoint_that_is_taken_is_refused_at_start(start, ends, root):
         [
             sys.executable,
             "-m",
-            "shoal.cli",
+            "shoal",
             "serve",
             str(write_model(root, "qwen3")),
             *TINY,
@@ -244,7 +245,7 @@ def test_an_endpoint_that_is_taken_is_refused_at_start(start, ends, root):
     )
     assert done.returncode == 1 and "another process listens there" in done.stderr
     done = subprocess.run(
-        [sys.executable, "-m", "shoal.cli", "serve", *TINY, "--kv-events-config", '{"topics": 1}'],
+        [sys.executable, "-m", "shoal", "serve", *TINY, "--kv-events-config", '{"topics": 1}'],
         cwd=ROOT,
         capture_output=True,
         text=True,

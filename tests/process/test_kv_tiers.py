@@ -81,7 +81,7 @@ def serve(folder, tmp_path, *flags):
     command = [
         sys.executable,
         "-m",
-        "shoal.cli",
+        "shoal",
         "serve",
         str(folder),
         "--port",

@@ -12,8 +12,8 @@ import openai
 import psutil
 import pytest
 
-from shoal.cli import main
-from shoal.engine.async_llm import AsyncLLM
+from shoal.cli.main import main
+from shoal.engine.process.async_llm import AsyncLLM
 from tests.serving import DEADLINE_S, TINY, Serve, until
 from tests.tiny import write_model
 

@@ -21,7 +21,7 @@ llm.exit()
     [
         (
             "-m",
-            "shoal.cli",
+            "shoal",
             "generate",
             "The capital of France is",
             "--max-tokens",
@@ -30,7 +30,7 @@ llm.exit()
             "0",
             *SIZE,
         ),
-        ("-m", "shoal.cli", "chat", "--max-tokens", "24", "--temperature", "0", *SIZE),
+        ("-m", "shoal", "chat", "--max-tokens", "24", "--temperature", "0", *SIZE),
         ("-c", LLM_SCRIPT),
     ],
     ids=["generate", "chat", "LLM"],

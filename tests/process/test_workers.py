@@ -15,7 +15,7 @@ import pytest
 import torch
 from toy_worker import collectives
 
-from shoal.engine.workers import WorkerGroup
+from shoal.engine.ranks.workers import WorkerGroup
 from shoal.errors import CheckpointError, EngineDeadError, RequestError
 from shoal.layers.parallel import Rendezvous
 
@@ -252,7 +252,7 @@ def test_close_ends_the_ranks_whatever_they_do_and_may_be_called_twice(start):
 
 
 def test_close_kills_a_rank_that_is_stopped(start, monkeypatch):
-    monkeypatch.setattr("shoal.engine.workers.EXIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("shoal.engine.ranks.workers.EXIT_TIMEOUT_S", 0.2)
     group = start()
     [pid] = pids_of(group)
     os.kill(pid, signal.SIGSTOP)
@@ -290,7 +290,7 @@ def test_groups_leave_no_file_descriptor_thread_or_child_behind():
 
 SCRIPT = textwrap.dedent("""
     import os, signal, sys, time
-    from shoal.engine.workers import WorkerGroup
+    from shoal.engine.ranks.workers import WorkerGroup
     signal.signal(signal.SIGINT, signal.default_int_handler)    # what a shell starts in the background ignores it, and so would we
     group = WorkerGroup(3, "toy_worker:Toy", {})
     abouts = group.submit("about").results()
@@ -383,7 +383,7 @@ def test_the_ranks_survive_the_thread_that_started_them(start):
 def test_a_fork_of_rank_0_that_exits_leaves_the_ranks_alone():
     code = textwrap.dedent("""
         import os, sys
-        from shoal.engine.workers import WorkerGroup
+        from shoal.engine.ranks.workers import WorkerGroup
         group = WorkerGroup(2, "toy_worker:Toy", {})
         group.submit("about").results()
         child = os.fork()

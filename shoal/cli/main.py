@@ -1,0 +1,415 @@
+"""The `shoal` command: its parser and what each command runs. Heavy imports happen inside commands.
+
+The engine's flags are EngineConfig's fields, so the two never differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal import logs
+from shoal.api import SamplingParams
+from shoal.bench import serving
+from shoal.bench.serving import ServeBench
+from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from shoal.errors import ConfigError, ShoalError
+from shoal.options import SAMPLING, Parser, given_options, integer
+from shoal.version import __version__
+
+DESCRIPTION = "A small, very fast LLM inference system."
+SERVE_DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within
+--shutdown-timeout; a second signal ends it at once. If the engine's process dies the server stays up: its
+requests fail, /health is 503, and with --restart the engine comes back."""
+CHAT_DESCRIPTION = "A conversation, with a model on this machine or (--url) on a server. /help explains."
+MODELS_DESCRIPTION = "Lists the models in this machine's caches; `shoal models rm NAME` removes one."
+PROFILE_DESCRIPTION = "Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name."
+COMPLETION_DESCRIPTION = """Prints a script that completes this command. bash: eval "$(shoal completion bash)"
+in ~/.bashrc; zsh: shoal completion zsh > a file _shoal in a folder of $fpath; fish: shoal completion fish >
+~/.config/fish/completions/shoal.fish"""
+SHELLS = ("bash", "zsh", "fish")
+BROKEN_PIPE = 128 + 13  # as if SIGPIPE had ended us, as it does most programs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 with a line on stderr for a user's mistake. Wrong arguments exit (2)."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if arguments.verbose else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who reads us has enough; what is still buffered must not fail at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return code
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="shoal", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"shoal {__version__}")
+    parser.set_defaults(verbose=False, run=_print_help(parser))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate", help="continue a text", description="Continues a text and streams what is generated."
+    )
+    generate.add_argument(
+        "prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input"
+    )
+    _add_engine_flags(generate, run_generate)
+
+    chat = commands.add_parser("chat", help="talk with a model", description=CHAT_DESCRIPTION)
+    chat.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="folder, .gguf file or hub id (default: smollm2); with --url, the server's name",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="a system message")
+    chat.add_argument(
+        "--url",
+        metavar="URL",
+        help="talk with a server, any OpenAI-compatible one, such as http://127.0.0.1:8000",
+    )
+    chat.add_argument(
+        "--api-key", metavar="KEY", help="of that server; also taken from SHOAL_API_KEY or OPENAI_API_KEY"
+    )
+    _add_engine_flags(chat, run_chat)
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP", description=SERVE_DESCRIPTION)
+    serve.add_argument(
+        "model_path", nargs="?", metavar="MODEL", help="folder, .gguf file or hub id (default: smollm2)"
+    )
+    serve.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        dest="models",
+        metavar="NAME=MODEL",
+        help="one of several models, with --swap",
+    )
+    serve.add_argument("--verbose", action="store_true", help="log more")
+    serve.add_flags(ServerConfig, "server")
+    serve.add_flags(EngineConfig, "engine", but=("model",))
+    serve.set_defaults(run=run_serve)
+
+    models = commands.add_parser(
+        "models", help="list or remove downloaded models", description=MODELS_DESCRIPTION
+    )
+    models.add_argument("--json", action="store_true", help="print JSON")
+    models.set_defaults(run=run_models)
+    actions = models.add_subparsers(title="commands", metavar="[rm]")
+    rm = actions.add_parser(
+        "rm", help="remove models", description="Removes downloaded models, after a question at a terminal."
+    )
+    rm.add_argument("names", nargs="+", metavar="NAME", help="as `shoal models` lists it")
+    rm.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    rm.set_defaults(run=run_models_rm)
+
+    pull = commands.add_parser(
+        "pull", help="download a model", description="Downloads a model; nothing is loaded."
+    )
+    pull.add_argument("name", metavar="NAME", help="smollm2, or a hub id such as Qwen/Qwen3-0.6B")
+    pull.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+    pull.set_defaults(run=run_pull)
+    for command in (models, rm, pull):
+        command.add_argument(
+            "--download-dir",
+            metavar="DIR",
+            default=argparse.SUPPRESS,
+            help="where files from the hub are kept; default: the hub library's cache",
+        )
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure throughput or latency",
+        description="Benchmarks of the engine, offline, and of any server.",
+    )
+    bench.set_defaults(run=_print_help(bench))
+    kinds = bench.add_subparsers(title="kinds", metavar="KIND")
+    throughput = kinds.add_parser(
+        "throughput", help="many requests at once", description="Many requests at once: tokens a second."
+    )
+    throughput.add_argument(
+        "--num-prompts", type=integer, metavar="N", default=16, help="requests (default: 16)"
+    )
+    throughput.set_defaults(batch_flag="num_prompts")
+    latency = kinds.add_parser(
+        "latency", help="one batch, several times", description="One batch, several times: ms a token."
+    )
+    latency.add_argument(
+        "--batch-size", type=integer, metavar="N", default=1, help="requests in the batch (default: 1)"
+    )
+    latency.set_defaults(batch_flag="batch_size")
+    for kind in (throughput, latency):
+        _add_lengths(kind, output_len=128)
+        kind.add_argument(
+            "--num-iters",
+            type=integer,
+            metavar="N",
+            default=3,
+            help="timed repetitions after one warm-up (default: 3)",
+        )
+        kind.add_argument("--output-json", metavar="FILE", help="write the figures to this file")
+        _add_engine_flags(kind, run_bench)
+
+    under_load = kinds.add_parser(
+        "serve",
+        help="any server under load",
+        description="TTFT, ITL and throughput of any OpenAI-compatible server under Poisson load.",
+    )
+    under_load.add_argument(
+        "--save-result", action="store_true", help="write the figures to --result-filename"
+    )
+    under_load.add_argument(
+        "--result-filename", metavar="FILE", default="bench-serve.json", help="default: bench-serve.json"
+    )
+    under_load.add_argument(
+        "--plot", metavar="FILE", help="a PNG file to draw; needs matplotlib: pip install 'shoal[bench]'"
+    )
+    under_load.add_flags(ServeBench, "load")
+    under_load.set_defaults(run=run_bench_serve)
+
+    profile = commands.add_parser(
+        "profile", help="write a trace for Perfetto", description=PROFILE_DESCRIPTION
+    )
+    profile.add_argument(
+        "--batch-size", type=integer, metavar="N", default=1, help="requests in the batch (default: 1)"
+    )
+    _add_lengths(profile, output_len=16)
+    profile.add_argument(
+        "--output-dir",
+        metavar="DIR",
+        default="shoal-traces",
+        help="the folder of the traces, one a rank (default: shoal-traces)",
+    )
+    _add_engine_flags(profile, run_profile)
+
+    completion = commands.add_parser(
+        "completion", help="complete this command in a shell", description=COMPLETION_DESCRIPTION
+    )
+    completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    completion.set_defaults(run=run_completion)
+
+    explain = commands.add_parser("help", help="explain a command")
+    explain.add_argument("words", nargs="*", metavar="COMMAND", help="such as serve, or bench latency")
+    explain.set_defaults(run=lambda arguments: parser.parse_args([*arguments.words, "--help"]))
+    return parser
+
+
+def _add_engine_flags(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
+    """What every command takes that has an engine of its own."""
+    parser.add_argument("--verbose", action="store_true", help="log what the engine decides")
+    parser.add_flags(EngineConfig, "engine")
+    parser.add_sampling_flags()
+    parser.set_defaults(run=run)
+
+
+def _add_lengths(parser: Parser, output_len: int) -> None:
+    parser.add_argument(
+        "--input-len", type=integer, metavar="N", default=128, help="prompt tokens a request (default: 128)"
+    )
+    parser.add_argument(
+        "--output-len",
+        type=integer,
+        metavar="N",
+        default=output_len,
+        help=f"generated tokens a request (default: {output_len})",
+    )
+
+
+def _print_help(parser: Parser) -> Callable[[argparse.Namespace], int]:
+    """What a command does that needs a second word and has none: 2, for a script that meant to say one."""
+
+    def run(_: argparse.Namespace) -> int:
+        sys.stderr.write(parser.format_help())
+        return 2
+
+    return run
+
+
+def _sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in SAMPLING if hasattr(arguments, name)}
+
+
+def _sampling_params(arguments: argparse.Namespace, base: SamplingParams, **defaults: Any) -> SamplingParams:
+    return dataclasses.replace(base, **{**defaults, **_sampling_options(arguments)})
+
+
+def _build_llm(arguments: argparse.Namespace) -> Any:
+    from shoal.engine.llm import LLM
+
+    return LLM(**given_options(arguments, EngineConfig))
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    _sampling_params(arguments, SamplingParams())  # a mistake in the flags is told before a model is loaded
+    with _build_llm(arguments) as llm:
+        params = _sampling_params(arguments, llm.get_default_sampling_params(), max_tokens=128)
+        print(prompt, end="", flush=True)
+        _stream(llm, prompt, params)
+        print()
+    return 0
+
+
+def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
+    """Prints an answer as it grows."""
+    shown = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    from shoal.cli.chat import Chat, Keyboard, note
+    from shoal.cli.speakers import LocalSpeaker, RemoteSpeaker
+
+    settings = _sampling_options(arguments)
+    SamplingParams(**settings)  # a mistake in the flags is told before a model is loaded
+    keyboard = Keyboard(sys.stdin.isatty() and sys.stdout.isatty())
+    if arguments.url is not None:
+        if useless := given_options(arguments, EngineConfig).keys() - {"model", "seed"}:
+            raise ConfigError(
+                f"{', '.join(sorted(useless))}: the server at {arguments.url} decides that; "
+                "leave it out, or leave out --url"
+            )
+        keys = (
+            arguments.api_key,
+            os.environ.get("SHOAL_API_KEY", "").partition(",")[0],
+            os.environ.get("OPENAI_API_KEY"),
+        )
+        speaker = RemoteSpeaker(
+            arguments.url, getattr(arguments, "model", None), next(filter(None, keys), None)
+        )
+        return Chat(speaker, keyboard, arguments.system, settings).run()
+    if arguments.api_key is not None:
+        raise ConfigError("--api-key is of a server; give its --url, too")
+    if keyboard.is_terminal:
+        note(f"loading {getattr(arguments, 'model', DEFAULT_MODEL)} ...")
+    with _build_llm(arguments) as llm:
+        return Chat(LocalSpeaker(llm), keyboard, arguments.system, settings).run()
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    _check_writable("output_json", arguments.output_json)
+    from shoal.bench.offline import measure
+
+    with _build_llm(arguments) as llm:
+        params = _sampling_params(
+            arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len
+        )
+        measure(
+            llm,
+            params,
+            getattr(arguments, arguments.batch_flag),
+            arguments.input_len,
+            arguments.num_iters,
+            arguments.output_json,
+        )
+    return 0
+
+
+def run_profile(arguments: argparse.Namespace) -> int:
+    from shoal.bench.offline import trace
+
+    with _build_llm(arguments) as llm:
+        params = _sampling_params(
+            arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len
+        )
+        trace(llm, params, arguments.batch_size, arguments.input_len, arguments.output_dir)
+    return 0
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
+    from shoal.cli.serve import serve
+
+    given = given_options(arguments, ServerConfig)
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        # vLLM's spelling: a JSON list
+        if len(values := given.get(name, ())) == 1 and values[0].startswith("["):
+            given[name] = _json_list(name, values[0])
+    config = ServerConfig(**given)
+    logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
+    return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
+
+
+def _json_list(name: str, text: str) -> list[str]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ConfigError(
+            f"{name} {text!r:.80} is no JSON list of texts; give one, or the values one after the other"
+        )
+    return values
+
+
+def run_bench_serve(arguments: argparse.Namespace) -> int:
+    """1 if no request succeeded."""
+    bench = ServeBench(**given_options(arguments, ServeBench))
+    result_file = arguments.result_filename if arguments.save_result else None
+    _check_writable("result_filename", result_file)
+    _check_writable("plot", arguments.plot)
+    result = serving.command(bench, result_file, arguments.plot)
+    return 0 if result["completed"] else 1
+
+
+def _check_writable(name: str, path: str | None) -> None:
+    """Raises ConfigError, so that nothing is measured in vain."""
+    try:
+        if path is not None:
+            was_there = os.path.lexists(path)
+            open(path, "ab").close()
+            if not was_there:
+                os.remove(path)  # so that what fails later leaves no empty file
+    except OSError as error:
+        raise ConfigError(f"{name} {path!r} cannot be written: {error.strerror}; choose another") from None
+
+
+def run_models(arguments: argparse.Namespace) -> int:
+    from shoal.cli.models import list_models
+
+    return list_models(arguments.json, getattr(arguments, "download_dir", None))
+
+
+def run_models_rm(arguments: argparse.Namespace) -> int:
+    from shoal.cli.models import remove_models
+
+    return remove_models(arguments.names, arguments.yes, getattr(arguments, "download_dir", None))
+
+
+def run_pull(arguments: argparse.Namespace) -> int:
+    from shoal.cli.models import pull
+
+    return pull(arguments.name, arguments.revision, getattr(arguments, "download_dir", None))
+
+
+def run_completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(build_parser(), arguments.shell))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

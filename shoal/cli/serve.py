@@ -1,0 +1,209 @@
+"""`shoal serve`: engines in processes of their own, the server in this one. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from shoal.engine.process.async_llm import AsyncLLM
+from shoal.engine.process.swap import Swapper
+from shoal.errors import ConfigError, ShoalError
+from shoal.server.app import create_admin_app, create_app
+from shoal.server.keys import check_admin_port, is_loopback, read_keys
+from shoal.server.model import ServedEngine, ServedModel
+from shoal.server.run import check_tls, open_ports, url_of
+from shoal.server.run import serve as serve_http
+from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
+from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
+from shoal.weights.source import CheckpointFiles, resolve
+from shoal.weights.summary import summarize
+from shoal.wire import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Planned:
+    """A model to be served, before its engine exists."""
+
+    names: list[str]
+    config: EngineConfig
+    files: CheckpointFiles
+
+
+def serve(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> int:
+    """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served.
+
+    model: folder, file or id; or `models`: the same as "name=model", several with config.swap. options:
+    EngineConfig's.
+    """
+    started = time.monotonic()
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    planned = plan(model, models, options, config)
+    return asyncio.run(_serve(planned, config, started))
+
+
+def plan(
+    model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig
+) -> list[Planned]:
+    """What to serve. A mistake is told here, before an engine is started, which may take minutes. Raises
+    ShoalError."""
+    check_admin_port(config)
+    check_tls(config)
+    pairs = [_named(entry) for entry in models]
+    if model is not None and pairs:
+        raise ConfigError(
+            f"the model is given twice, as {model!r} and by --model {models[0]!r}; give all by --model "
+            "NAME=MODEL"
+        )
+    pairs = pairs or [(None, model or DEFAULT_MODEL)]
+    names = [name or path for name, path in pairs]
+    if len(pairs) > 1:
+        if not config.swap:
+            raise ConfigError(
+                f"{len(pairs)} models are given; serve several with --swap (one awake, the others asleep), "
+                "or a server each"
+            )
+        if config.served_model_name is not None:
+            raise ConfigError(
+                "served_model_name names one model; with several, --model name=model names each"
+            )
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"two models are called {max(names, key=names.count)!r}; give each a name of its own: "
+                "--model name=model"
+            )
+    if config.swap:
+        if config.restart:
+            raise ConfigError(
+                "--restart does not go with --swap: a model that starts anew needs the memory that the "
+                "awake one has"
+            )
+        options = {**options, "enable_sleep_mode": True}
+    found = []
+    for name, (_, path) in zip(names, pairs):
+        engine = EngineConfig.from_options(model=path, **options)
+        files = resolve(engine.model, engine.revision, engine.download_dir).check()
+        found.append(Planned(config.served_model_name or [name], engine, files))
+    return found
+
+
+def _named(entry: str) -> tuple[str | None, str]:
+    """`name=model`, or a model alone: a `=` in a path is no name's end."""
+    name, equals, path = entry.partition("=")
+    return (name, path) if equals and name and path and "/" not in name else (None, entry)
+
+
+async def _serve(planned: Sequence[Planned], config: ServerConfig, started: float) -> int:
+    async with AsyncExitStack() as stack:
+        ports = [stack.enter_context(port) for port in open_ports(config)]
+        swapper = Swapper(config.swap_patience) if config.swap else None
+        models, engines = [], list[AsyncLLM]()
+        for one in planned:
+            llm, tokenizer = await _start(one, config)
+            stack.push_async_callback(llm.close)
+            engines.append(llm)
+            engine = llm if swapper is None else await swapper.add(one.names[0], llm, one.config.model)
+            models.append(_served(one, llm, engine, tokenizer, config))
+        app = create_app(models, config)
+        admin = create_admin_app(models, config) if config.admin_port is not None else None
+
+        def ready(port: int, admin_port: int | None) -> None:
+            operated = f", admin port {admin_port} on {config.admin_host}" if admin_port is not None else ""
+            logger.info(
+                "serving %s at %s%s, ready after %.1f s",
+                ", ".join(m.name for m in models),
+                url_of(config, port),
+                operated,
+                time.monotonic() - started,
+            )
+            url = url_of(config, port, reachable=True)
+            logger.info("chat page %s/  API %s/v1  description of the API %s/docs", url, url, url)
+            warn_of_open_port(config, port)
+
+        drained = await serve_http(app, admin, config, ports, ready=ready)
+        if not drained:  # a second signal: at once
+            for llm in engines:
+                await llm.close(flush=False)
+        return 0 if drained else 1
+
+
+def warn_of_open_port(config: ServerConfig, port: int) -> None:
+    """Says so if others than this machine's users may use the server without a key."""
+    if not is_loopback(config.host) and not read_keys(config):
+        logger.warning(
+            "whoever reaches port %d on %s may use this server, as it has no key; set one with "
+            "--api-key or SHOAL_API_KEY, or leave --host at 127.0.0.1",
+            port,
+            config.host,
+        )
+
+
+async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:
+    """The engine, and meanwhile the tokenizer: a tenth of a small model's start."""
+    engine = one.config
+    starting = asyncio.create_task(
+        AsyncLLM.start(engine, restart=config.restart, engine_timeout=config.engine_timeout)
+    )
+    try:
+        await asyncio.sleep(0)  # the engine's process first: it takes longer
+        tokenizer = (
+            None
+            if engine.skip_tokenizer_init
+            else await asyncio.to_thread(load_tokenizer, one.files, engine.tokenizer, engine.chat_template)
+        )
+    except BaseException:
+        starting.cancel()
+        with contextlib.suppress(ShoalError, asyncio.CancelledError):
+            await (await starting).close()
+        raise
+    return await starting, tokenizer
+
+
+def _served(
+    planned: Planned, llm: AsyncLLM, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig
+) -> ServedModel:
+    info = llm.info
+    template = tokenizer.chat_template if tokenizer is not None else None
+    return ServedModel(
+        planned.names,
+        engine,
+        tokenizer,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=end_token_ids(info.eos_token_ids, tokenizer, info.vocab_size),
+        max_num_seqs=info.max_num_seqs,
+        generation_config=info.generation_config,
+        seed=planned.config.seed,
+        max_queued_requests=config.max_queued_requests,
+        request_timeout=config.request_timeout,
+        tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
+        reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
+        trust_request_chat_template=config.trust_request_chat_template,
+        max_logprobs=planned.config.max_logprobs,
+        closes_objects=planned.config.closes_objects,
+        cache_config=_cache_config(planned.config, info),
+        on_gpu=info.device != "cpu",
+        summary=summarize(planned.files),
+    )
+
+
+def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
+    """What vllm:cache_config_info says: vLLM's labels, as far as they mean something here."""
+    return {
+        "block_size": str(info.block_size),
+        "cache_dtype": info.dtype,
+        "num_gpu_blocks": str(info.num_blocks),
+        "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
+        "num_gpu_blocks_override": str(config.num_gpu_blocks_override),
+    }

@@ -1,0 +1,341 @@
+"""AsyncLLM: an engine in a process of its own, as an asyncio Engine with its Control. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.api import MemoryReport, Output, Request, SleepState, Stats
+from shoal.config import EngineConfig
+from shoal.engine.process.core_process import CoreProcess
+from shoal.engine.process.watchdog import Watchdog
+from shoal.errors import EngineDeadError, RequestError, ShoalError
+from shoal.wire import BEAT_S, Abort, Add, Beat, Call, FromCore, ModelInfo, Outputs, Refused, Reply
+
+T = TypeVar("T")
+
+MOST_RESTARTS = 3  # in RESTART_WINDOW_S; then the engine stays dead
+RESTART_WINDOW_S = 600.0
+FLUSH_GRACE_S = 5.0  # beyond kv_flush_timeout: the step in flight ends first
+# Where the system has no process or descriptor left, tries are so far apart, and they do not count.
+SHORTAGE_PAUSE_S = 5.0
+# before each: the first gives a dead process's device memory time to come back
+RESTART_PAUSES_S = (0.5, 5.0, 30.0)
+
+logger = logging.getLogger(__name__)
+
+
+class Collector:
+    """One request's outputs on their way to a reader. What a slow reader leaves lying is merged, so it holds
+    one Output at most."""
+
+    def __init__(self) -> None:
+        self.output: Output | None = None
+        self.error: ShoalError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: Output) -> None:
+        if self.output is None:
+            self.output = output
+        else:
+            merge(self.output, output)
+        self._wake()
+
+    def fail(self, error: ShoalError) -> None:
+        """What was put before is still delivered."""
+        self.error = error
+        self._wake()
+
+    async def get(self) -> Output:
+        """All that has come since the last call; waits for something to come. Raises what `fail` was
+        given."""
+        while self.output is None:
+            if self.error is not None:
+                # many share it: without this each would add its frames, for ever
+                raise self.error.with_traceback(None)
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output, self.output = self.output, None
+        return output
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(first: Output, then: Output) -> None:
+    """Makes `first` what both say."""
+    first.token_ids += then.token_ids
+    if then.logprobs is not None:
+        first.logprobs = (first.logprobs or []) + then.logprobs
+    first.prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
+    first.finish_reason, first.stop_reason, first.error = then.finish_reason, then.stop_reason, then.error
+    first.queued_seconds = max(first.queued_seconds, then.queued_seconds)
+    first.num_cached_tokens = max(first.num_cached_tokens, then.num_cached_tokens)
+    first.embedding = then.embedding if first.embedding is None else first.embedding
+
+
+class AsyncLLM:
+    """Built by `start`; used in the loop that it was started in.
+
+    `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a
+    dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last
+    update and awake; the requests that it took with it are not repeated. A core that hangs (engine_timeout
+    seconds without a sign of life, or without the end of a step) counts as dead: with restart=True it is
+    killed and started again, otherwise it is well again as soon as it goes on.
+    """
+
+    def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
+        self.config, self.restart, self.engine_timeout = config, restart, engine_timeout
+        self.dead: EngineDeadError | None = None
+        self._core: CoreProcess
+        self.info: ModelInfo
+        self._collectors: dict[str, Collector] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)  # when
+        self._restarting: asyncio.Task[None] | None = None
+        self._is_hung = False  # `dead` says so, and the core's process is still there
+        self._watchdog: Watchdog  # of the core that runs, and made with it
+        self._watching: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, *, restart: bool = False, engine_timeout: float = 60.0
+    ) -> AsyncLLM:
+        """Returns when the engine is ready. Raises the UserError that kept it from starting, or
+        EngineDeadError.
+
+        engine_timeout: seconds of silence after which the core counts as hung; 0: it never does.
+        """
+        self = cls(config, restart=restart, engine_timeout=engine_timeout)
+        try:
+            await self._start()
+        except OSError as error:
+            raise EngineDeadError(f"the engine's process cannot be started: {error}") from None
+        return self
+
+    async def _start(self) -> None:
+        self._watchdog = Watchdog(self.engine_timeout)
+        self._core = await CoreProcess.start(self.config, self._on_message, self._on_end)
+        assert self._core.info is not None
+        self.info, self.dead, self._is_hung = self._core.info, None, False
+        self._watch(asyncio.get_running_loop().time())
+
+    async def close(self, flush: bool = True) -> None:
+        """Ends the engine, with `flush` after it has written its KV blocks to disk or store, as far as
+        kv_flush_timeout allows. Requests that run raise EngineDeadError. Safe to call twice."""
+        if self._restarting is not None:
+            self._restarting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._restarting
+        if (
+            flush
+            and self.dead is None
+            and self.config.kv_flush_timeout
+            and (self.config.kv_disk_path or self.config.kv_store)
+        ):
+            with contextlib.suppress(TimeoutError, ShoalError):
+                await asyncio.wait_for(
+                    self._call(Any, "flush_kv"), self.config.kv_flush_timeout + FLUSH_GRACE_S
+                )
+        self.dead = self.dead or EngineDeadError("the engine was closed")
+        self._stop_watching()
+        if self._is_hung:
+            self._core.kill(self.dead)
+        await self._core.close()
+        self._fail_all(self.dead)
+
+    # Engine
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        request_id = request.request_id
+        if request_id in self._collectors:
+            raise RequestError(f"request_id {request_id!r} is that of a request that runs; choose another")
+        try:
+            self._send(Add(request))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from None
+        collector = self._collectors[request_id] = Collector()
+        finished = False
+        try:
+            while not finished:
+                output = await collector.get()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            del self._collectors[request_id]
+            if not finished and collector.error is None:
+                await self.abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        if self.dead is None:
+            self._core.send(Abort([request_id]))
+
+    async def stats(self) -> Stats:
+        return await self._call(Stats, "stats")
+
+    # Control
+
+    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
+        return await self._call(MemoryReport, "sleep", level, tags, mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
+        return await self._call(MemoryReport, "wake_up", tags)
+
+    async def sleep_state(self) -> SleepState:
+        return await self._call(SleepState, "sleep_state")
+
+    async def reset_prefix_cache(self) -> bool:
+        return await self._call(bool, "reset_prefix_cache")
+
+    async def update_weights(self, source: str) -> int:
+        version: int = await self._call(int, "update_weights", source)
+        # what a core that is started again loads
+        self.config = dataclasses.replace(self.config, model=source)
+        return version
+
+    async def check_weights(self) -> dict[str, str]:
+        return await self._call(dict[str, str], "check_weights")
+
+    async def memory_usage(self) -> dict[str, dict[str, int]]:
+        return await self._call(dict[str, dict[str, int]], "memory_usage")
+
+    async def start_profile(self, folder: str) -> None:
+        await self._call(Any, "start_profile", folder)
+
+    async def stop_profile(self) -> list[str]:
+        return await self._call(list[str], "stop_profile")
+
+    async def check(self) -> None:
+        """Proves the scheduler's books, for tests. Raises ShoalError."""
+        await self._call(Any, "check")
+
+    # Inside
+
+    def _send(self, message: Add | Call) -> None:
+        if self.dead is not None:
+            # it is raised again and again: the frames of each time would pile up on it
+            raise self.dead.with_traceback(None)
+        self._core.send(message)
+
+    def _watch(self, before: float) -> None:
+        """Looks after the core every BEAT_S. before: the loop's time at the last look."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._watching = loop.call_later(BEAT_S, self._watch, now)
+        wrong = self._watchdog.tick(now - before)
+        if wrong is not None and not self._is_hung:
+            self._hangs(wrong)
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _hangs(self, wrong: str) -> None:
+        error = EngineDeadError(f"the engine core (pid {self._core.pid}) {wrong} (--engine-timeout)")
+        if self.restart:
+            self._core.kill(error)
+            return
+        logger.error("%s; its requests end with an error, and new ones are refused until it goes on", error)
+        self._is_hung, self.dead = True, error
+        self._core.send(Abort(list(self._collectors)))  # read when it goes on
+        self._fail_all(error)
+
+    def _goes_on(self) -> None:
+        if self._watchdog.tick(0.0) is None:
+            logger.warning("the engine core (pid %d) goes on after its silence", self._core.pid)
+            self._is_hung, self.dead = False, None
+
+    async def _call(self, kind: type[T] | Any, method: str, *args: Any) -> T:
+        call_id = next(self._call_ids)
+        self._send(Call(call_id, method, list(args)))
+        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            return msgspec.convert(await reply, kind)
+        finally:
+            del self._calls[call_id]
+
+    def _on_message(self, message: FromCore) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                # None: its reader has left
+                if (collector := self._collectors.get(output.request_id)) is not None:
+                    collector.put(output)
+        elif isinstance(message, Refused):
+            if (collector := self._collectors.get(message.request_id)) is not None:
+                collector.fail(message.error.build())
+        elif isinstance(message, Beat):
+            self._watchdog.beat(message)
+            if self._is_hung:
+                self._goes_on()
+        elif isinstance(message, Reply):
+            reply = self._calls.get(message.call_id)
+            if reply is None or reply.done():  # whoever called has left
+                return
+            if message.error is None:
+                reply.set_result(message.result)
+            else:
+                reply.set_exception(message.error.build())
+
+    def _on_end(self, error: EngineDeadError) -> None:
+        logger.error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
+        self._stop_watching()
+        self.dead, self._is_hung = error, False
+        self._fail_all(error)
+        if self.restart:
+            self._restarting = asyncio.get_running_loop().create_task(self._start_again())
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for collector in self._collectors.values():
+            collector.fail(error)
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    async def _start_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._core.close()
+            now = loop.time()
+            recent = [t for t in self._restarts if t > now - RESTART_WINDOW_S]
+            if len(recent) == MOST_RESTARTS:
+                self.dead = EngineDeadError(
+                    f"{self.dead}; it has been started again {MOST_RESTARTS} times in "
+                    f"{RESTART_WINDOW_S:.0f} s "
+                    "and is left alone now: restart the server"
+                )
+                logger.error("%s", self.dead)
+                return
+            await asyncio.sleep(RESTART_PAUSES_S[len(recent)])
+            self._restarts.append(loop.time())
+            try:
+                await self._start()
+            except OSError as error:
+                logger.error(
+                    "the engine did not start again: %s; the next try is in %g s", error, SHORTAGE_PAUSE_S
+                )
+                self._restarts.pop()
+                await asyncio.sleep(SHORTAGE_PAUSE_S)
+                continue
+            except ShoalError as error:
+                logger.error("the engine did not start again: %s", error)
+                self.dead = (
+                    error
+                    if isinstance(error, EngineDeadError)
+                    else EngineDeadError(f"the engine did not start again: {error}")
+                )
+                continue
+            logger.warning("the engine core was started again (pid %d)", self.info.pid)
+            return

@@ -1,0 +1,249 @@
+"""Messages between processes without pickle, and the shared-memory ring that carries commands from rank 0 to
+every other rank.
+
+A message is plain data (what msgpack knows: None, bool, int, float, str, bytes, lists, dicts; tuples arrive
+as lists) with numpy arrays and CPU tensors anywhere in it. Arrays travel as raw bytes behind the msgpack
+head: one copy in, one copy out. Who sends what, and what happens when a side dies, is in
+engine/ranks/workers.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from shoal.errors import EngineDeadError
+
+if TYPE_CHECKING:  # who sends no tensors does not pay for the import
+    import torch
+
+PREFIX = struct.Struct("<QQ")  # bytes of the head, bytes of the body
+ALIGNMENT = 64  # of an array within the body
+NDARRAY, TENSOR = 1, 2  # msgpack extension types: [offset in the body, dtype, shape]
+RING_BYTES = 4 << 20
+
+
+# Packing
+
+
+def pack(message: Any) -> list[memoryview]:
+    """The message as pieces to be written one after the other. Raises TypeError for what is not plain
+    data."""
+    pieces: list[memoryview] = []
+    size = 0
+
+    def place(value: Any) -> Any:
+        nonlocal size
+        if isinstance(value, np.generic):
+            return value.item()
+        if _is_tensor(value):
+            code, dtype, array = TENSOR, str(value.dtype).removeprefix("torch."), _tensor_bytes(value)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
+            code, dtype, array = NDARRAY, value.dtype.str, _array_bytes(value)
+        else:
+            raise TypeError(
+                f"{type(value).__name__} {value!r:.100} is not plain data, a numpy array or a CPU tensor"
+            )
+        offset, size = size, size + -(-len(array) // ALIGNMENT) * ALIGNMENT
+        pieces.extend((array.data, memoryview(bytes(-len(array) % ALIGNMENT))))
+        return msgspec.msgpack.Ext(code, msgspec.msgpack.encode((offset, dtype, tuple(value.shape))))
+
+    head = msgspec.msgpack.encode(message, enc_hook=place)
+    return [memoryview(PREFIX.pack(len(head), size) + head), *pieces]
+
+
+def unpack(head: bytes | memoryview, body: np.ndarray) -> Any:
+    """The message. Its arrays are views into `body`, which nobody else may write."""
+
+    def find(code: int, data: memoryview) -> np.ndarray | torch.Tensor:
+        offset, dtype, shape = msgspec.msgpack.decode(data)
+        if code == NDARRAY:
+            kind, count = np.dtype(dtype), int(np.prod(shape, dtype=np.int64))
+            return body[offset : offset + count * kind.itemsize].view(kind).reshape(shape)
+        assert code == TENSOR, code
+        import torch
+
+        kind, count = getattr(torch, dtype), int(np.prod(shape, dtype=np.int64))
+        return torch.from_numpy(body[offset : offset + count * kind.itemsize]).view(kind).reshape(shape)
+
+    return msgspec.msgpack.decode(head, ext_hook=find)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _array_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """numpy knows no bfloat16 or fp8, so every tensor goes as bytes under torch's own name for its dtype."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise TypeError(f"a tensor on {tensor.device} cannot be sent; call .cpu() first")
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+# The ring
+#
+#   positions in the stream of bytes, which lies in the ring modulo its size:
+#   [.., freed)              every reader has copied it out: ours to overwrite
+#   [freed, announced)       some reader may still be reading it
+#   [announced, written)     copied in, the readers don't know of it yet
+#
+# The ring holds bytes and nothing else. How many there are is told through eventfds, which the kernel keeps
+# as 64-bit counters: announcing adds to the reader's counter, and the reader takes all of it, sleeping while
+# it is 0. So there is no shared counter to tear, no wake-up to lose, and no memory order to argue about from
+# Python: both system calls take the counter's spinlock, so bytes stored before the write() are visible after
+# the read() that returns their number, on x86 and on ARM alike. Room travels the other way in the same
+# manner.
+#
+# Neither side spins. A rank that has slept for a millisecond takes 0.25 ms to start on a command (4 KB or 200
+# KB; H200 in a virtual machine; the command costs rank 0 10 to 40 us). Spinning for 50 us changed nothing,
+# for 2 ms it made that 0.03 ms, at the price of a core per rank. With asynchronous scheduling the command for
+# step n+1 leaves while the GPU is in step n, so nobody waits for it.
+
+
+class ChannelWriter:
+    """Rank 0's end. To be used by one thread at a time.
+
+    `put` returns once the message is in the ring (for one larger than the ring: once its last piece is). It
+    waits for the slowest reader to make room; when `interrupt_fd` becomes readable meanwhile it calls
+    `on_interrupt`, which must raise.
+    """
+
+    def __init__(
+        self,
+        num_readers: int,
+        interrupt_fd: int,
+        on_interrupt: Callable[[], None],
+        ring_bytes: int = RING_BYTES,
+    ) -> None:
+        self.memory_fd = os.memfd_create("shoal-commands")  # anonymous: the name is only for /proc/*/maps
+        os.ftruncate(self.memory_fd, ring_bytes)
+        self.ring = mmap.mmap(self.memory_fd, ring_bytes)
+        self.size = ring_bytes
+        self.data_fds = [os.eventfd(0) for _ in range(num_readers)]
+        self.room_fds = [os.eventfd(0) for _ in range(num_readers)]
+        self.interrupt_fd, self.on_interrupt = interrupt_fd, on_interrupt
+        self.written = self.announced = 0
+        self.freed = [0] * num_readers
+        self.whole = True  # no message is half written
+
+    def reader_fds(self, reader: int) -> tuple[int, int, int]:
+        """What ChannelReader needs, to be inherited by the reader's process."""
+        return self.memory_fd, self.data_fds[reader], self.room_fds[reader]
+
+    def put(self, pieces: list[memoryview]) -> None:
+        """Takes what `pack` returned. An exception that ends it half way (Ctrl-C while it waits) leaves the
+        channel unusable."""
+        if not self.whole:
+            raise EngineDeadError(
+                "an earlier command to the ranks was interrupted half way; build a new engine"
+            )
+        self.whole = False
+        for piece in pieces:
+            self._write(piece)
+        self._announce()
+        self.whole = True
+
+    def _write(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            room = self.size - (self.written - min(self.freed))
+            if room == 0:
+                self._announce()
+                self._wait_for_room()
+                continue
+            start = self.written % self.size
+            # In quarters of the ring, so that readers copy the first pieces out while we copy the next ones
+            # in.
+            count = min(len(data) - at, room, self.size - start, self.size // 4)
+            self.ring[start : start + count] = data[at : at + count]
+            at += count
+            self.written += count
+            if self.written - self.announced >= self.size // 4:
+                self._announce()
+
+    def _announce(self) -> None:
+        count, self.announced = self.written - self.announced, self.written
+        if count:
+            for fd in self.data_fds:
+                os.eventfd_write(fd, count)
+
+    def _wait_for_room(self) -> None:
+        slowest = self.freed.index(min(self.freed))
+        poll = select.poll()
+        poll.register(self.room_fds[slowest], select.POLLIN)
+        poll.register(self.interrupt_fd, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll()]
+        if self.interrupt_fd in ready:
+            self.on_interrupt()
+        if self.room_fds[slowest] in ready:
+            self.freed[slowest] += os.eventfd_read(self.room_fds[slowest])
+
+    def close(self) -> None:
+        self.ring.close()
+        for fd in (self.memory_fd, *self.data_fds, *self.room_fds):
+            os.close(fd)
+
+
+class ChannelReader:
+    """One other rank's end, from inherited file descriptors."""
+
+    def __init__(self, memory_fd: int, data_fd: int, room_fd: int) -> None:
+        self.ring = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
+        self.view = memoryview(self.ring)
+        self.size = len(self.ring)
+        self.data_fd, self.room_fd = data_fd, room_fd
+        self.position = 0  # in the stream: what we have copied out
+        self.available = 0  # announced bytes from there on
+        self.returned = 0  # what the writer knows to be free
+
+    def get(self) -> Any:
+        """The next message; sleeps until there is one. What it returns is the caller's own: the ring's bytes
+        are already free again."""
+        head_size, body_size = PREFIX.unpack(self._read(PREFIX.size).data)
+        head, body = self._read(head_size), self._read(body_size)
+        self._return_room()
+        return unpack(head.data, body)
+
+    def _read(self, count: int) -> np.ndarray:
+        data = np.empty(count, np.uint8)  # unlike bytearray, not cleared first
+        target, at = data.data, 0
+        while at < count:
+            if self.available == 0:
+                self._return_room()
+                self.available = self._wait_for_data()
+            start = self.position % self.size
+            n = min(count - at, self.available, self.size - start)
+            target[at : at + n] = self.view[start : start + n]
+            at += n
+            self.position += n
+            self.available -= n
+        return data
+
+    def _wait_for_data(self) -> int:
+        """How many more bytes are announced; sleeps while there are none."""
+        return os.eventfd_read(self.data_fd)
+
+    def _return_room(self) -> None:
+        count, self.returned = self.position - self.returned, self.position
+        if count:
+            os.eventfd_write(self.room_fd, count)
+
+    def close(self) -> None:
+        """Unmaps the ring; the file descriptors stay the caller's."""
+        self.view.release()
+        self.ring.close()

@@ -1,0 +1,79 @@
+"""The process of a rank other than 0: `python -m shoal.engine.ranks.worker_main`, started by
+engine/ranks/workers.py with inherited file descriptors.
+
+Builds the object that rank 0 names and calls its methods in the order rank 0 asks for. It ends, whatever it
+is doing, when the socket to rank 0 closes: on WorkerGroup.close() and on any death of rank 0. (Not by
+PR_SET_PDEATHSIG, which fires when the *thread* that started us ends.) Nothing it holds outlives the process,
+so it always leaves by os._exit: finalizers could wait for ranks that are gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import threading
+import traceback
+from typing import Any, NoReturn
+
+from shoal.engine.ranks.channel import ChannelReader, pack
+from shoal.errors import UnavailableError, UserError
+
+
+def main() -> NoReturn:
+    rank, world_size, memory_fd, data_fd, room_fd, link_fd = map(int, sys.argv[1:])
+    for fd in (memory_fd, data_fd, room_fd, link_fd):
+        os.set_inheritable(fd, False)  # a compiler we start must not keep the socket open
+    link = socket.socket(fileno=link_fd)
+    threading.Thread(target=_end_with_rank_0, args=(link,), name="shoal-end-with-rank-0", daemon=True).start()
+    try:
+        _serve(rank, world_size, (memory_fd, data_fd, room_fd), link)
+    except BaseException:  # noqa: BLE001 - the loop of a process: rank 0 learns of it by our death and from these last words
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _end_with_rank_0(link: socket.socket) -> NoReturn:
+    try:
+        link.recv(1)  # rank 0 sends nothing: this returns when it closes or dies
+    finally:
+        os._exit(0)
+
+
+def _serve(rank: int, world_size: int, channel_fds: tuple[int, int, int], link: socket.socket) -> NoReturn:
+    commands = ChannelReader(*channel_fds)
+    _, target, (init,) = commands.get()
+    module, _, factory = target.partition(":")
+    try:
+        served = getattr(importlib.import_module(module), factory)(rank=rank, world_size=world_size, **init)
+    except UserError as error:
+        _reply(link, None, False, _describe(error))
+        os._exit(1)
+    while True:
+        call_id, method, args = commands.get()
+        if call_id is None:
+            getattr(served, method)(*args)
+            continue
+        try:
+            result = getattr(served, method)(*args)
+            _reply(link, call_id, True, result)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is rank 0's to judge
+            _reply(link, call_id, False, _describe(error))
+
+
+def _describe(error: Exception) -> tuple[str, str]:
+    """The name of the class, and what to say."""
+    known = isinstance(error, (UserError, UnavailableError))
+    return type(error).__name__, str(
+        error
+    ) if known else f"{error}\n{''.join(traceback.format_exception(error))}"
+
+
+def _reply(link: socket.socket, call_id: int | None, ok: bool, value: Any) -> None:
+    """With call_id None: why there will be no replies."""
+    link.sendall(b"".join(pack((call_id, ok, value))))
+
+
+if __name__ == "__main__":
+    main()

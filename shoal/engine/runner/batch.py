@@ -1,0 +1,477 @@
+"""From a StepPlan to the one packed int32 buffer that a step sends to the device (and, with tensor
+parallelism, to every rank).
+
+The batch state lives on the device in rows that stay put while a sequence runs; `BatchBuilder` keeps the
+host's mirror of what the device holds and sends differences: (address, value) pairs into the flat state,
+then, unless every sequence decodes, the step's tokens. Numpy only; what the addresses mean is in
+kernels/state.py, who reads the buffer is engine/runner/runner.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
+from shoal.engine.scheduling.sequence import Grammar, Sequence
+from shoal.engine.scheduling.shared_prefixes import PrefixTree
+from shoal.kernels.state import FIELDS, MAX_GROUPS, Field, GroupField, StateLayout, seed_words
+
+INT32_MAX = 2**31 - 1
+# int32s: sections start on 16 bytes, so that Triton sees one alignment and compiles one variant
+ALIGNMENT = 4
+
+
+class Header(IntEnum):
+    """The first HEADER_SIZE ints of a packed step."""
+
+    NUM_UPDATES = 0
+    NUM_SEQS = 1
+    NUM_DECODES = 2
+    NUM_TOKENS = 3
+    NUM_SAMPLES = 4
+    MAX_QUERY_LEN = 5
+    MAX_KV_LEN = 6
+    DECODE_ONLY = 7  # every sequence decodes: no token sections, the device knows all
+    FRESH_PREFILLS = 8  # every prefill chunk starts at position 0
+    EXTRAS = 9  # rank 0 samples once more, with what the state rows can't say
+    NUM_PROMPT_LOGITS = 10  # tokens of prompts whose logits are asked for
+    NUM_GROUPS = 11  # of decodes that share a prefix
+    LOGITS = 12  # rank 0 looks at the logits of a captured mixed step
+    # room for tokens in the captured mixed step that this one is padded to; 0: it runs eagerly
+    GRAPH_TOKENS = 13
+    GRAPH_DECODES = 14
+    GRAPH_PREFILLS = 15
+    GRAPH_SAMPLES = 16
+    GRAPH_SHARING = 17
+
+
+HEADER_SIZE = 32
+SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # a MixedShape
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MixedShape:
+    """What a captured mixed step has room for. Its sequences are `decodes` places for decodes, then
+    `prefills` for the others; padding has row -1 and length 0. Tokens stay in one piece, decodes first,
+    padding last."""
+
+    tokens: int
+    decodes: int
+    prefills: int
+    samples: int
+    sharing: bool  # decodes may share prefixes
+
+    def fits(self, num_tokens: int, num_decodes: int, num_prefills: int, sharing: bool) -> bool:
+        return (
+            num_tokens <= self.tokens
+            and num_decodes <= self.decodes
+            and num_prefills <= self.prefills
+            and sharing <= self.sharing
+        )
+
+    @classmethod
+    def of(cls, header: np.ndarray) -> MixedShape:
+        tokens, decodes, prefills, samples, sharing = header[SHAPE_FIELDS].tolist()
+        return cls(tokens, decodes, prefills, samples, bool(sharing))
+
+    def pad(self, sections: dict[str, np.ndarray], num_decodes: int) -> dict[str, np.ndarray]:
+        """The token sections of a step that fits, in this shape."""
+
+        def seqs(values: np.ndarray, padding: int) -> np.ndarray:
+            return np.concatenate(
+                (
+                    _fill(values[:num_decodes], self.decodes, padding),
+                    _fill(values[num_decodes:], self.prefills, padding),
+                )
+            )
+
+        sizes = {
+            "token_ids": (self.tokens, 0),
+            "positions": (self.tokens, -1),
+            "token_rows": (self.tokens, -1),
+            "sample_index": (self.samples, 0),
+            "sample_rows": (self.samples, -1),
+            "sample_positions": (self.samples, -1),
+        }
+        starts = sections["query_starts"]
+        return {name: _fill(sections[name], *size) for name, size in sizes.items()} | {
+            "rows": seqs(sections["rows"], -1),
+            "kv_lens": seqs(sections["kv_lens"], 0),
+            "query_starts": np.append(seqs(starts[:-1], starts[-1]), starts[-1]),
+        }
+
+
+def section_sizes(header: np.ndarray) -> dict[str, int]:
+    """Names and lengths (int32s) of the sections behind the header, in order; each is padded to ALIGNMENT."""
+    updates, seqs, tokens, samples = (
+        int(header[h]) for h in (Header.NUM_UPDATES, Header.NUM_SEQS, Header.NUM_TOKENS, Header.NUM_SAMPLES)
+    )
+    if header[Header.GRAPH_TOKENS]:
+        tokens, samples = int(header[Header.GRAPH_TOKENS]), int(header[Header.GRAPH_SAMPLES])
+        seqs = int(header[Header.GRAPH_DECODES] + header[Header.GRAPH_PREFILLS])
+    sizes = {"addresses": updates, "values": updates}
+    if not header[Header.DECODE_ONLY]:
+        sizes |= {
+            "token_ids": tokens,
+            "positions": tokens,
+            "token_rows": tokens,
+            "rows": seqs,
+            "query_starts": seqs + 1,
+            "kv_lens": seqs,
+            "sample_index": samples,
+            "sample_rows": samples,
+            "sample_positions": samples,
+            "prompt_logits": int(header[Header.NUM_PROMPT_LOGITS]),
+        }
+    return sizes
+
+
+def pack(header: np.ndarray, sections: dict[str, np.ndarray]) -> np.ndarray:
+    sizes = section_sizes(header)
+    packed = np.zeros(HEADER_SIZE + sum(padded_size(n) for n in sizes.values()), np.int32)
+    packed[:HEADER_SIZE] = header
+    at = HEADER_SIZE
+    for name, size in sizes.items():
+        packed[at : at + size] = sections[name]
+        at += padded_size(size)
+    return packed
+
+
+def section_spans(header: np.ndarray) -> dict[str, tuple[int, int]]:
+    """Where each section lies in the packed buffer: name -> (start, end)."""
+    spans, at = {}, HEADER_SIZE
+    for name, size in section_sizes(header).items():
+        spans[name] = (at, at + size)
+        at += padded_size(size)
+    return spans
+
+
+def token_spans(shape: MixedShape) -> dict[str, tuple[int, int]]:
+    """Where each section that describes tokens lies in a step of this shape, counted from the first."""
+    header = np.zeros(HEADER_SIZE, np.int32)
+    header[SHAPE_FIELDS] = astuple(shape)
+    return {
+        name: (start - HEADER_SIZE, end - HEADER_SIZE) for name, (start, end) in section_spans(header).items()
+    }
+
+
+def padded_size(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _fill(values: np.ndarray, size: int, padding: int) -> np.ndarray:
+    return np.concatenate((values, np.full(size - len(values), padding, np.int32)))
+
+
+@functools.lru_cache(maxsize=4096)  # most requests ask for one of a few
+def float_bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+@dataclass(slots=True)
+class PenaltyRow:
+    """A state row whose penalties start from these tokens."""
+
+    row: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+@dataclass(slots=True)
+class GrammarRow:
+    """A sample whose token a grammar chooses among, less what the request bans or does not allow."""
+
+    sample: int
+    grammar: Grammar
+    banned: list[int]
+    allowed: list[int] | None
+
+
+@dataclass(slots=True)
+class Extras:
+    """What rank 0's sampler needs beyond the state rows, for the rare sequences that ask. Indices count the
+    step's samples.
+
+    Bias, banned and allowed ids are (sample, token id) pairs; bias has its value too. What is banned or
+    allowed under a grammar is in its mask alone.
+    """
+
+    bias: list[tuple[int, int, float]] = field(default_factory=list)
+    banned: list[tuple[int, int]] = field(default_factory=list)
+    allowed: list[tuple[int, list[int]]] = field(default_factory=list)
+    # sample, row, repetition, presence, frequency
+    penalties: list[tuple[int, int, float, float, float]] = field(default_factory=list)
+    new_penalty_rows: list[PenaltyRow] = field(default_factory=list)
+    grammars: list[GrammarRow] = field(default_factory=list)
+    # int32 [grammars, words]: a bit for each token that may be drawn (engine/scheduling/grammar.py)
+    masks: np.ndarray | None = None
+    embeds: list[int] = field(default_factory=list)  # samples whose hidden state is asked for
+    num_logprobs: int | None = None  # the most that any sample of the step asks for; -1: the whole vocabulary
+    num_prompt_logprobs: int | None = None
+    # the token that follows each prompt token whose logits are asked for
+    prompt_targets: list[int] = field(default_factory=list)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether tokens must be drawn again, from logits changed by these extras."""
+        return bool(self.bias or self.banned or self.allowed or self.penalties or self.grammars)
+
+    def __bool__(self) -> bool:
+        return (
+            self.shapes_logits
+            or bool(self.new_penalty_rows or self.embeds)
+            or self.num_logprobs is not None
+            or self.num_prompt_logprobs is not None
+        )
+
+
+class BatchBuilder:
+    """The host's mirror of the device's batch state. `build` must see every plan, in order."""
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        block_size: int,
+        share_from: int | None = None,
+        mixed_shapes: Iterable[MixedShape] = (),
+    ) -> None:
+        """`share_from`: the fewest decodes among which groups are looked for. `mixed_shapes`: captured ones,
+        small to large."""
+        self.mixed_shapes = mixed_shapes
+        self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
+        self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
+        self.decode_rows = np.zeros(0, np.int32)  # of the last step
+        self.num_groups = 0  # that they made
+        self.prefixes = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address
+        self.active = np.full(layout.num_rows, -1, np.int32)  # what rows_B holds on the device
+        # (sequence, its admission) whose fields a row holds
+        self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
+        self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
+        self.num_sent = [0] * layout.num_rows  # block ids of the row's table that the device has
+
+    def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, Extras]:
+        """The packed step and the sampler's extras. A decode step padded to `graph_size` rows clears the rows
+        behind its last."""
+        addresses: list[int] = []
+        values: list[int] = []
+        extras = Extras()
+        sample = 0
+        for entry in plan.scheduled:
+            if self.num_sent[entry.row] != len(entry.seq.block_ids) or self.owner[entry.row] != (
+                entry.seq,
+                entry.seq.num_admissions,
+            ):
+                self._update_row(entry, addresses, values, extras)
+            if entry.seq.request.params.prompt_logprobs is not None:
+                self._prompt_extras(entry, extras)
+            if entry.samples:
+                if entry.seq.special:
+                    self._sample_extras(entry, sample, extras)
+                sample += 1
+        decode_only = plan.num_decodes == len(plan.scheduled)
+        decode_rows = np.array([entry.row for entry in plan.scheduled[: plan.num_decodes]], np.int32)
+        if decode_only:
+            self._update_active(decode_rows, graph_size or plan.num_decodes, addresses, values)
+        if self.tree is not None and not np.array_equal(decode_rows, self.decode_rows):
+            self._update_prefixes(self.tree, decode_rows, addresses, values)
+        header = np.zeros(HEADER_SIZE, np.int32)
+        header[Header.NUM_UPDATES] = len(addresses)
+        header[Header.NUM_SEQS] = len(plan.scheduled)
+        header[Header.NUM_DECODES] = plan.num_decodes
+        header[Header.NUM_TOKENS] = plan.num_tokens
+        header[Header.NUM_SAMPLES] = sample
+        header[Header.MAX_QUERY_LEN] = max(entry.num_tokens for entry in plan.scheduled)
+        header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
+        header[Header.DECODE_ONLY] = decode_only
+        header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
+        header[Header.EXTRAS] = extras.shapes_logits
+        header[Header.NUM_PROMPT_LOGITS] = len(extras.prompt_targets)
+        header[Header.NUM_GROUPS] = self.num_groups
+        header[Header.LOGITS] = extras.shapes_logits or extras.num_logprobs is not None
+        sections = {
+            "addresses": np.array(addresses, np.int32),
+            "values": np.array(values, np.int64).astype(np.int32),
+        }
+        if not decode_only:
+            sections |= self._token_sections(plan)
+            if (shape := self._captured_shape(plan, extras)) is not None:
+                sections |= shape.pad(sections, plan.num_decodes)
+                header[SHAPE_FIELDS] = astuple(shape)
+        return pack(header, sections), extras
+
+    def _captured_shape(self, plan: StepPlan, extras: Extras) -> MixedShape | None:
+        """The smallest captured mixed step that has room for this one."""
+        if extras.prompt_targets:
+            return None
+        size = plan.num_tokens, plan.num_decodes, len(plan.scheduled) - plan.num_decodes, self.num_groups > 0
+        return next((shape for shape in self.mixed_shapes if shape.fits(*size)), None)
+
+    def _update_row(
+        self, entry: ScheduledSeq, addresses: list[int], values: list[int], extras: Extras
+    ) -> None:
+        """Differences of one sequence's state row: everything at its admission, later only the blocks that
+        were added."""
+        seq, row = entry.seq, entry.row
+        base = self.row_addresses[row]
+        if self.owner[row] != (seq, seq.num_admissions):
+            self.owner[row] = (seq, seq.num_admissions)
+            self.num_sent[row] = 0
+            if self.tree is not None:
+                self.tree.place(row, seq.block_ids)
+            params = seq.request.params
+            low, high = seed_words(params.seed or 0)
+            addresses.extend(range(base, base + len(Field)))  # in the order of Field
+            values.extend(
+                (
+                    seq.token_ids[entry.start],
+                    entry.start,
+                    low,
+                    high,
+                    float_bits(params.temperature),
+                    min(max(params.top_k, 0), INT32_MAX),
+                    float_bits(params.top_p),
+                    float_bits(params.min_p),
+                )
+            )
+            if params.has_penalties:
+                prompt = seq.num_prompt_tokens
+                extras.new_penalty_rows.append(
+                    PenaltyRow(row, seq.token_ids[:prompt], seq.token_ids[prompt:])
+                )
+        sent, blocks = self.num_sent[row], seq.block_ids
+        if sent < len(blocks):
+            addresses.extend(range(base + FIELDS + sent, base + FIELDS + len(blocks)))
+            values.extend(blocks[sent:])
+            self.num_sent[row] = len(blocks)
+
+    def _update_active(
+        self, decode_rows: np.ndarray, size: int, addresses: list[int], values: list[int]
+    ) -> None:
+        wanted = np.full(size, -1, np.int32)
+        wanted[: len(decode_rows)] = decode_rows
+        changed = np.flatnonzero(self.active[:size] != wanted)
+        self.active[:size] = wanted
+        addresses.extend((changed + self.layout.active_address).tolist())
+        values.extend(wanted[changed].tolist())
+
+    def _update_prefixes(
+        self, tree: PrefixTree, decode_rows: np.ndarray, addresses: list[int], values: list[int]
+    ) -> None:
+        """Who decodes has changed, and so may the groups. A row changes hands only with a step between in
+        which it does not decode."""
+        self.decode_rows = decode_rows
+        rows = decode_rows.tolist()
+        groups = tree.groups(rows) if len(rows) >= self.share_from else []
+        if not groups and not self.num_groups:
+            return
+        self.num_groups = len(groups)
+        index = {row: i for i, row in enumerate(rows)}
+        wanted = np.zeros(self.layout.prefix_size, np.int32)
+        lens, members, table = (wanted[span] for span in self.layout.prefix_spans)
+        start = 0
+        for group, fields in zip(groups, table.reshape(MAX_GROUPS, len(GroupField))):
+            indices, end = [index[row] for row in group.rows], start + len(group.rows)
+            fields[:] = start, len(indices), group.num_blocks * self.block_size, group.rows[0]
+            members[start:end] = indices
+            lens[indices] = fields[GroupField.LENGTH]
+            start = end
+        changed = np.flatnonzero(self.prefixes != wanted)
+        self.prefixes = wanted
+        addresses.extend((changed + self.layout.prefix_address).tolist())
+        values.extend(wanted[changed].tolist())
+
+    @staticmethod
+    def _token_sections(plan: StepPlan) -> dict[str, np.ndarray]:
+        """The flattened step. A decode's token is -1: the device takes it from the sequence's row."""
+        entries = plan.scheduled
+        rows = np.array([e.row for e in entries], np.int32)
+        starts = np.array([e.start for e in entries], np.int32)
+        lens = np.array([e.num_tokens for e in entries], np.int32)
+        query_starts = np.zeros(len(entries) + 1, np.int32)
+        np.cumsum(lens, out=query_starts[1:])
+        token_ids = np.full(plan.num_tokens, -1, np.int32)
+        for i in range(plan.num_decodes, len(entries)):
+            first, end = entries[i].start, entries[i].start + entries[i].num_tokens
+            token_ids[query_starts[i] : query_starts[i + 1]] = entries[i].seq.token_ids[first:end]
+        positions = np.arange(plan.num_tokens, dtype=np.int32) + np.repeat(starts - query_starts[:-1], lens)
+        samples = np.array([e.samples for e in entries], bool)
+        last = (query_starts[1:] - 1)[samples]
+        wants_prompt = [i for i, e in enumerate(entries) if e.seq.request.params.prompt_logprobs is not None]
+        prompt_logits = [
+            query_starts[i] + np.arange(num_prompt_targets(entries[i]), dtype=np.int32) for i in wants_prompt
+        ]
+        return {
+            "token_ids": token_ids,
+            "positions": positions,
+            "token_rows": np.repeat(rows, lens),
+            "rows": rows,
+            "query_starts": query_starts,
+            "kv_lens": starts + lens,
+            "sample_index": last,
+            "sample_rows": rows[samples],
+            "sample_positions": positions[last],
+            "prompt_logits": np.concatenate(prompt_logits) if prompt_logits else np.zeros(0, np.int32),
+        }
+
+    @staticmethod
+    def _prompt_extras(entry: ScheduledSeq, extras: Extras) -> None:
+        count = num_prompt_targets(entry)
+        if count == 0:
+            return
+        extras.prompt_targets.extend(entry.seq.token_ids[entry.start + 1 : entry.start + 1 + count])
+        extras.num_prompt_logprobs = _more(
+            extras.num_prompt_logprobs, entry.seq.request.params.prompt_logprobs
+        )
+
+    @staticmethod
+    def _sample_extras(entry: ScheduledSeq, sample: int, extras: Extras) -> None:
+        request = entry.seq.request
+        params = request.params
+        if request.embed:
+            extras.embeds.append(sample)
+            return
+        if params.logit_bias:
+            extras.bias.extend((sample, token_id, bias) for token_id, bias in params.logit_bias.items())
+        banned: list[int] = []
+        if entry.start + entry.num_tokens - entry.seq.num_prompt_tokens < params.min_tokens:
+            stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
+            banned.extend(stops)
+        for word in request.bad_word_ids:
+            before = len(word) - 1  # of an answer's tokens; never reaching into the prompt
+            at = len(entry.seq.token_ids) - before
+            if at >= entry.seq.num_prompt_tokens and tuple(entry.seq.token_ids[at:]) == word[:-1]:
+                banned.append(word[-1])
+        if entry.seq.grammar is not None:
+            extras.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
+        else:
+            extras.banned.extend((sample, token_id) for token_id in banned)
+            if params.allowed_token_ids is not None:
+                extras.allowed.append((sample, params.allowed_token_ids))
+        if params.has_penalties:
+            extras.penalties.append(
+                (
+                    sample,
+                    entry.row,
+                    params.repetition_penalty,
+                    params.presence_penalty,
+                    params.frequency_penalty,
+                )
+            )
+        extras.num_logprobs = _more(extras.num_logprobs, params.logprobs)
+
+
+def num_prompt_targets(entry: ScheduledSeq) -> int:
+    """How many tokens of a chunk are followed by a prompt token, whose log-probability they give."""
+    return max(0, min(entry.num_tokens, entry.seq.num_prompt_tokens - 1 - entry.start))
+
+
+def _more(a: int | None, b: int | None) -> int | None:
+    """The larger of two numbers of logprobs; None is none, -1 is all."""
+    if a is None or b is None:
+        return b if a is None else a
+    return -1 if -1 in (a, b) else max(a, b)

@@ -1,0 +1,204 @@
+"""Rank 0's sampler for what the captured step can't say: penalties, bias, allowed and banned ids,
+log-probabilities.
+
+Plain sampling (temperature, top-k, top-p, min-p, seed) is one op of the step itself (kernels' `sample`). Rows
+with more get their logits changed here, outside the graph, and every row of the step is drawn again: the draw
+depends on seed and position alone, so rows without extras draw the same token twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shoal.engine.runner.batch import Extras
+from shoal.kernels import logits as shaping
+from shoal.kernels.ops import Ops
+
+# of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB
+MAX_PIECE_ELEMENTS = 1 << 24
+FEW_ELEMENTS = 1 << 22  # an operation on so many takes some milliseconds on one thread
+
+
+@dataclass(slots=True)
+class LogprobLists:
+    """LogprobTensors in Python's own numbers."""
+
+    chosen: list[float]
+    ranks: list[int]
+    top_ids: list[list[int]]
+    top: list[list[float]]
+
+
+@dataclass(slots=True)
+class LogprobTensors:
+    """Log-probability and rank of each chosen token, then the k best ids and their log-probabilities."""
+
+    chosen: torch.Tensor  # [S] float32
+    ranks: torch.Tensor  # [S] int64
+    top_ids: torch.Tensor  # [S, k] int64
+    top: torch.Tensor  # [S, k] float32
+
+    def to_lists(self) -> LogprobLists:
+        return LogprobLists(
+            self.chosen.tolist(), self.ranks.tolist(), self.top_ids.tolist(), self.top.tolist()
+        )
+
+    def to_host(self) -> LogprobTensors:
+        """Starts the copies; they are complete when an event recorded after this call has passed."""
+        return LogprobTensors(*(start_copy(x) for x in (self.chosen, self.ranks, self.top_ids, self.top)))
+
+
+def start_copy(x: torch.Tensor) -> torch.Tensor:
+    """To the host; complete when an event recorded after this call has passed."""
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+
+@contextmanager
+def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
+    """On a CPU, PyTorch's operations on few elements run on one thread meanwhile.
+
+    Its threads meet at the end of each operation, and all wait where another process has the core of one:
+    beside a busy process that took most of a constrained token's time. Threads save such operations next to
+    nothing.
+    """
+    if device.type != "cpu" or num_elements > FEW_ELEMENTS:
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+class LogitShaper:
+    """Owns the token counts that penalties need: [rows, V], allocated when the first request with a penalty
+    arrives."""
+
+    def __init__(self, ops: Ops, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.ops, self.num_rows, self.vocab_size, self.device = ops, num_rows, vocab_size, device
+        self.prompt_mask: torch.Tensor | None = None  # bool: the token is in the prompt
+        self.output_counts: torch.Tensor | None = None  # int32: how often it was drawn
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the counts will take when a penalty is first asked for."""
+        return self.num_rows * self.vocab_size * (torch.bool.itemsize + torch.int32.itemsize)
+
+    def forget(self) -> None:
+        """Gives the counts back. To be called when no sequence has a row: each that gets one again brings its
+        tokens."""
+        self.prompt_mask = self.output_counts = None
+
+    def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
+        """float32 [S, V] in vLLM's order: grammars, allowed ids, bias, penalties, then banned ids (which
+        nothing may lift)."""
+        with few_threads(self.device, logits_SV.numel()):
+            return self._shape(logits_SV.float().clone(), extras)
+
+    def _shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
+        if extras.masks is not None:
+            self._mask(logits_SV, [row.sample for row in extras.grammars], extras.masks)
+        if extras.allowed:
+            shaping.keep_only(logits_SV, [(sample, self._ids(ids)) for sample, ids in extras.allowed])
+        if extras.bias:
+            samples, ids, values = zip(*extras.bias)
+            shaping.add_bias(
+                logits_SV, self._ids(samples), self._ids(ids), upload(torch.tensor(values), self.device)
+            )
+        if extras.penalties:
+            self._penalize(logits_SV, extras)
+        if extras.banned:
+            samples, ids = zip(*extras.banned)
+            shaping.ban(logits_SV, self._ids(samples), self._ids(ids))
+        return logits_SV
+
+    def start_rows(self, extras: Extras) -> None:
+        """Counts the known tokens of sequences that were admitted with a penalty."""
+        if not extras.new_penalty_rows:
+            return
+        if self.output_counts is None or self.prompt_mask is None:
+            self.prompt_mask = torch.zeros(
+                self.num_rows, self.vocab_size, dtype=torch.bool, device=self.device
+            )
+            self.output_counts = torch.zeros(
+                self.num_rows, self.vocab_size, dtype=torch.int32, device=self.device
+            )
+        with few_threads(self.device, self.vocab_size):
+            for new in extras.new_penalty_rows:
+                self.prompt_mask[new.row].zero_()[self._ids(new.prompt_ids)] = True
+                counts = torch.bincount(self._ids(new.output_ids), minlength=self.vocab_size)
+                self.output_counts[new.row] = counts
+
+    def count(self, tokens_S: torch.Tensor, extras: Extras) -> None:
+        """Adds the step's tokens to the counts of its rows with penalties."""
+        if not extras.penalties:
+            return
+        assert self.output_counts is not None
+        samples, rows = zip(*((p[0], p[1]) for p in extras.penalties))
+        tokens = tokens_S[self._ids(samples)].long()
+        self.output_counts.index_put_(
+            (self._ids(rows), tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True
+        )
+
+    def _mask(self, logits_SV: torch.Tensor, samples: list[int], masks: np.ndarray) -> None:
+        """Only tokens whose bit is set stay possible. One asynchronous copy: each row's sample index travels
+        before its mask."""
+        packed = upload(
+            torch.from_numpy(np.concatenate([np.array(samples, np.int32)[:, None], masks], axis=1)),
+            self.device,
+        )
+        for piece in row_pieces(len(samples), self.vocab_size):
+            self.ops.keep_bits(logits_SV, packed[piece, 0].long(), packed[piece, 1:])
+
+    def _penalize(self, logits_SV: torch.Tensor, extras: Extras) -> None:
+        assert self.output_counts is not None and self.prompt_mask is not None
+        samples, rows, repetition, presence, frequency = zip(*extras.penalties)
+        at, rows_P = self._ids(samples), self._ids(rows)
+        strengths = upload(torch.tensor([repetition, presence, frequency]), self.device)
+        logits_SV[at] = shaping.penalize(
+            logits_SV[at], self.prompt_mask[rows_P], self.output_counts[rows_P], *strengths
+        )
+
+    def _ids(self, values: object) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=torch.long), self.device)
+
+
+def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> LogprobTensors:
+    """Log-probabilities of the raw logits, as vLLM's default `raw_logprobs`. num -1: the whole vocabulary."""
+    vocab_size = logits_SV.shape[1]
+    k = vocab_size if num < 0 else min(num, vocab_size)
+    with few_threads(logits_SV.device, logits_SV.numel()):
+        return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, k))
+
+
+def unit_rows(hidden_SD: torch.Tensor, samples: list[int]) -> torch.Tensor:
+    """These rows as float32, of unit length: embeddings."""
+    return torch.nn.functional.normalize(
+        hidden_SD[upload(torch.tensor(samples), hidden_SD.device)].float(), dim=-1
+    )
+
+
+def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From the host, without waiting for what the device does."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+def row_pieces(num_rows: int, vocab_size: int) -> list[slice]:
+    """Slices of rows whose float32 logits fit a bounded piece of memory."""
+    rows = max(1, MAX_PIECE_ELEMENTS // vocab_size)
+    return [slice(i, min(i + rows, num_rows)) for i in range(0, num_rows, rows)]
+
+
+def concatenate(pieces: list[LogprobTensors]) -> LogprobTensors:
+    return LogprobTensors(
+        *(torch.cat([getattr(p, name) for p in pieces]) for name in ("chosen", "ranks", "top_ids", "top"))
+    )

@@ -1,0 +1,266 @@
+"""Grammars at work: compiled in the background for the model's tokens, and a mask of what may follow for each
+row of a step.
+
+A matcher depends on a sequence's output tokens alone, so it outlives preemption. A row under a grammar is in
+lockstep: its mask needs its last token. What a grammar is: structured.py; how masks reach the logits:
+engine/runner/sampling.py.
+
+Most masks take some microseconds, but a stranger's grammar may need much longer. A sequence whose masks are
+slow gets them from one thread beside the steps and is left out of steps meanwhile. If it stays slow, it ends
+with an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+
+from shoal.api import StructuredOutputsParams
+from shoal.engine.runner.batch import GrammarRow
+from shoal.errors import RequestError
+from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
+from shoal.tokenizer import Tokenizer, end_token_ids
+
+AheadMask = tuple[np.ndarray, float]  # int32 [words], and the seconds it took
+
+KEPT = 64  # compiled grammars, for requests that bring the same
+SLOW_S = 0.01  # a step's masks that take longer are slow, ...
+SLOW_ROW_S = 0.0005  # ... by so much more for each of its rows
+MOST_SLOW_S = 2.0  # that one sequence's slow masks may take together, ...
+TOKEN_S = 0.02  # ... and so much more for each of its tokens
+# So many masks have to be fast before a sequence's next one belongs to a step again; twice as many each time.
+FAST_AGAIN = 8
+
+
+class Grammar:
+    """One sequence's way through its grammar."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        end_ids: frozenset[int],
+        compute_ahead: Callable[[LLMatcher], Future[AheadMask]],
+    ) -> None:
+        self.matcher, self.end_ids = matcher, end_ids
+        self.ended = False
+        self.dead_end = False  # the request's other wishes left no token
+        self.error: str | None = None
+        self._compute_ahead = compute_ahead
+        self._ahead: Future[AheadMask] | None = None  # the next token's mask
+        self._is_slow = False
+        self._slow_s = 0.0  # that slow masks took
+        self._num_tokens = self._num_fast = 0  # so far; in a row
+        self._fast_again = FAST_AGAIN
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ahead is None or self._ahead.done()
+
+    def note_slow(self, seconds: float) -> None:
+        """The mask of the step took so long: the next ones come ahead."""
+        if not self._is_slow:
+            self._is_slow, self._num_fast = True, 0
+            self._fast_again *= 2
+        self._slow_s += seconds
+
+    def begin_ahead(self) -> None:
+        """Has the next token's mask computed beside the steps."""
+        self._ahead = self._compute_ahead(self.matcher)
+
+    def take_ahead(self) -> np.ndarray | None:
+        """The mask that was computed ahead, if one was."""
+        if self._ahead is None:
+            return None
+        mask, seconds = self._ahead.result()
+        self._ahead = None
+        if seconds > SLOW_S:
+            self._num_fast = 0
+            self._slow_s += seconds
+        else:
+            self._num_fast += 1
+            self._is_slow = self._num_fast < self._fast_again
+        return mask
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    def accept(self, token_id: int) -> bool:
+        """Takes the drawn token. False if it does not fit: `error` says why, and the sequence must end."""
+        if self.matcher.consume_token(token_id):
+            self.ended = token_id in self.end_ids
+            self._num_tokens += 1
+            if self._is_slow and not self.ended:
+                return self._goes_on()
+            return True
+        self.error = (
+            "allowed_token_ids, bad_words or min_tokens leave no token that the grammar allows; drop one of "
+            "them"
+            if self.dead_end
+            else f"the grammar cannot go on: {short(self.matcher.get_error())}; simplify it"
+        )
+        return False
+
+    def _goes_on(self) -> bool:
+        if self._slow_s > MOST_SLOW_S + TOKEN_S * self._num_tokens:
+            took_ms, most_ms = 1000 * self._slow_s / self._num_tokens, 1000 * TOKEN_S
+            self.error = (
+                f"the grammar is too slow: it took {took_ms:.0f} ms a token, and {most_ms:.0f} is "
+                "the most that it may take for long; simplify it"
+            )
+            return False
+        self.begin_ahead()
+        return True
+
+
+class Grammars:
+    """Nothing is loaded before the first grammar. `load_tokenizer` is called in the background then.
+
+    end_ids: what ends a text, beside the tokenizer's own. closes_objects: as in structured.grammar_of.
+    """
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Tokenizer],
+        vocab_size: int,
+        end_ids: Iterable[int],
+        closes_objects: bool = True,
+    ) -> None:
+        self._closes_objects = closes_objects
+        self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, tuple(end_ids)
+        self._num_words = -(-vocab_size // 32)
+        self._executor: LLExecutor | None = None
+        # Computes masks ahead, in one thread: the engine's own thread and the compiler's both ask it to.
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-slow-masks")
+        self._beside_executor: LLExecutor | None = None  # made and used in that thread only
+        self.under_way: set[Future[AheadMask]] = set()  # those masks
+        self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
+        self._tokenizer: LLTokenizer | None = None
+
+    def start(self, params: StructuredOutputsParams) -> Future[Grammar]:
+        """Compiles, in the background. The future raises RequestError or CheckpointError."""
+        return in_deep_thread(lambda: self._new(params))
+
+    def masks(self, rows: list[GrammarRow]) -> np.ndarray:
+        """int32 [rows, words]: the bit of each token that may be drawn. What a row must not draw otherwise is
+        taken out. Where nothing is left, the end of text is: if the grammar does not end there, `accept`
+        refuses it."""
+        words = self._num_words
+        masks = np.zeros((len(rows), words), np.int32)
+        grammars: list[Grammar] = [row.grammar for row in rows]  # type: ignore[misc]
+        now = []
+        for i, grammar in enumerate(grammars):
+            if (ahead := grammar.take_ahead()) is None:
+                now.append(i)
+            else:
+                masks[i] = ahead
+        if now:
+            self._compute_now([grammars[i] for i in now], now, masks)
+        for row, mask, grammar in zip(rows, masks, grammars):
+            matcher = grammar.matcher
+            if row.allowed is not None:
+                mask &= _bits(row.allowed, words)
+            if row.banned:
+                mask &= ~_bits(row.banned, words)
+            if matcher.is_error() or not mask.any():
+                grammar.dead_end = not matcher.is_error()
+                mask[:] = _bits(self._end_ids, words)
+        return masks
+
+    def _compute_now(self, grammars: list[Grammar], indices: list[int], masks: np.ndarray) -> None:
+        """In the step, by many threads."""
+        if self._executor is None:
+            self._executor = LLExecutor()
+        begin = time.perf_counter()
+        matchers = [(grammar.matcher, i) for grammar, i in zip(grammars, indices)]
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * self._num_words, len(masks))
+        seconds = time.perf_counter() - begin
+        if seconds > SLOW_S + SLOW_ROW_S * len(grammars):
+            for grammar in grammars:  # which of them it was shows itself when they are computed one by one
+                grammar.note_slow(seconds / len(grammars))
+
+    def _compute_ahead(self, matcher: LLMatcher) -> Future[AheadMask]:
+        future = self._beside.submit(self._compute_beside, matcher)
+        self.under_way.add(future)
+        future.add_done_callback(self.under_way.discard)
+        return future
+
+    def _compute_beside(self, matcher: LLMatcher) -> AheadMask:
+        if self._beside_executor is None:
+            self._beside_executor = LLExecutor(1)
+        begin = time.perf_counter()
+        mask = np.zeros((1, self._num_words), np.int32)
+        self._beside_executor.unsafe_compute_mask_ptr(
+            [(matcher, 0)], mask.ctypes.data, 4 * self._num_words, 1
+        )
+        return mask[0], time.perf_counter() - begin
+
+    # In the background
+
+    def _new(self, params: StructuredOutputsParams) -> Grammar:
+        matcher, first_seconds = self._compiled(grammar_of(params, self._closes_objects))
+        grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead)
+        if first_seconds > SLOW_S:
+            grammar.note_slow(first_seconds)
+            grammar.begin_ahead()
+        return grammar
+
+    def _compile(self, grammar: str) -> tuple[LLMatcher, float]:
+        """Also says how many seconds the first mask took."""
+        if self._tokenizer is None:
+            tokenizer = self._load_tokenizer()
+            self._end_ids = end_token_ids(self._end_ids, tokenizer, self._vocab_size)
+            if not self._end_ids:
+                raise RequestError(
+                    "structured_outputs needs a model with an end-of-text token, and this one names none; "
+                    "set eos_token_id in its generation_config.json"
+                )
+            self._tokenizer = token_table(tokenizer, self._vocab_size, self._end_ids)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        first = matcher.deep_copy()
+        begin = time.perf_counter()
+        # It is mostly the costliest: here it stalls nobody and shows what is too complex.
+        first.compute_bitmask()
+        seconds = time.perf_counter() - begin
+        for m in (matcher, first):
+            if m.is_error():
+                raise RequestError(
+                    f"structured_outputs is not usable: {short(m.get_error())}; mend or simplify it"
+                )
+        return matcher, seconds
+
+
+def token_table(tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
+    """The tokens as our detokenizer spells them: a grammar speaks of the very text that is shown. Hidden
+    tokens match no text."""
+    return LLTokenizer(
+        TokenizerWrapper(_Tokens(tokenizer, vocab_size, tuple(end_ids))), eos_token=list(end_ids)
+    )
+
+
+class _Tokens:
+    """What llguidance reads of a tokenizer, and calls to spell forced text as the model would."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = end_ids[0], None
+        hidden = {*tokenizer.all_special_ids, *end_ids}
+        self.special_token_ids = sorted(i for i in hidden if i < vocab_size)
+        # empty beyond the tokenizer's end: never drawn
+        self.tokens = [tokenizer.token_bytes[i] for i in range(vocab_size)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(
+            text if isinstance(text, str) else text.decode(), add_special_tokens=False
+        )
+
+
+def _bits(token_ids: Iterable[int], words: int) -> np.ndarray:
+    bits = np.zeros(words * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
