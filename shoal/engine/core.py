@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, SleepState, Stats, TokenLogprobs
-from shoal.config import EngineConfig
+from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks
-from shoal.engine.resolve import check_room, resolve_config
+from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
 from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
 from shoal.engine.runner.runner import StepResult
@@ -62,12 +62,9 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, files: CheckpointFiles) -> None:
         self.model_config = files.config
-        quantized = files.kind == "gguf"
         check_parallel(self.model_config, config.tensor_parallel_size)
-        keep_quantized = quantized and config.dtype == "auto"
-        self.config = resolve_config(config, self.model_config, quantized)
-        keep_quantized &= self.config.device == "cpu"
-        check_room(self.config, self.model_config, files.tensor_bytes if keep_quantized else None)
+        quantized_bytes = files.tensor_bytes if files.kind == "gguf" else None
+        self.config: ResolvedConfig = resolve_config(config, self.model_config, quantized_bytes)
         if self.config.load_format != "dummy":
             check_shapes(files)
             if config.check_weights:
@@ -76,26 +73,24 @@ class EngineCore:
             self.events = self._open_events()
             if self.events is not None:
                 undo.callback(self.events.close)
-            self.ranks = Ranks(self.config, files, keep_quantized)
+            self.ranks = Ranks(self.config, files)
             undo.callback(self.ranks.close)
-            self._start(files, keep_quantized)
+            self._start(files)
             undo.pop_all()
 
     def _open_events(self) -> KvEvents | None:
         options = self.config.kv_events_config
-        if options is None or not options.enable_kv_cache_events:
-            return None
-        return KvEvents(options, self.config.block_size)
+        return KvEvents(options, self.config.block_size) if options.enable_kv_cache_events else None
 
-    def _start(self, files: CheckpointFiles, keep_quantized: bool) -> None:
+    def _start(self, files: CheckpointFiles) -> None:
         config = self.config
         self.num_blocks = num_blocks = self._allocate()
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs or 0,
-            max_num_batched_tokens=config.max_num_batched_tokens or 0,
-            max_model_len=config.max_model_len or 0,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
@@ -110,7 +105,7 @@ class EngineCore:
         )
         self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []  # held until their grammar is there
         self.sleeper = Sleeper(self)
-        self.weights = Weights(self, files, keep_quantized)
+        self.weights = Weights(self, files)
         self.refused: str | None = None  # why no request is taken
         self.late: list[Output] = []  # of steps completed outside of step()
         self.in_flight: deque[InFlight] = deque()

@@ -35,8 +35,8 @@ class Weights:
     """An EngineCore's. `version` counts updates. Every call is made between steps; running requests go on
     under the new weights, their KV computed anew, and the prefix cache is reset."""
 
-    def __init__(self, core: EngineCore, files: CheckpointFiles, keep_quantized: bool) -> None:
-        self.core, self.packed_as = core, files if keep_quantized else None
+    def __init__(self, core: EngineCore, files: CheckpointFiles) -> None:
+        self.core, self.packed_as = core, files if core.config.keep_quantized else None
         self.version = 0
         self.lost: str | None = None  # why the weights are of no use
         self._awaited: set[str] = set()  # of lost weights, the tensors that have not come back yet

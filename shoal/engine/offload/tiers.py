@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from shoal.api import KvTierStats, Stats
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.engine.offload.fetch import HOST
 from shoal.engine.offload.offloader import POLL_S, Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import RankTransfers
@@ -42,7 +42,7 @@ class KvTiers:
     option can't be met."""
 
     def __init__(
-        self, config: EngineConfig, ranks: Ranks, scheduler: Scheduler, events: KvEvents | None
+        self, config: ResolvedConfig, ranks: Ranks, scheduler: Scheduler, events: KvEvents | None
     ) -> None:
         self.config, self.ranks, self.scheduler, self.events = config, ranks, scheduler, events
         runner = ranks.runner
@@ -80,7 +80,7 @@ class KvTiers:
             )
         num_blocks = scheduler.pool.num_blocks
         # what two may take
-        steps = 2 * ((config.max_num_batched_tokens or 0) // config.block_size + (config.max_num_seqs or 0))
+        steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)
         policy = OffloadPolicy(
             block_size=config.block_size,
             block_bytes=block_bytes,
@@ -141,7 +141,7 @@ class KvTiers:
         self.offloader.books.num_completed += 1
         now, config = time.monotonic(), self.config
         num_tokens = plan.num_tokens - plan.num_decodes
-        if num_tokens >= max(1, (config.max_num_batched_tokens or 0) // 16):
+        if num_tokens >= max(1, config.max_num_batched_tokens // 16):
             self.offloader.token.add(now - max(launched_at, self.completed_at), num_tokens)
         self.completed_at = now
 
@@ -276,6 +276,6 @@ class KvTiers:
                     stats,
                     block_bytes=block_bytes,
                     used_bytes=num_bytes * self.config.tensor_parallel_size,
-                    capacity_bytes=(self.config.kv_disk_bytes or 0) if name == "disk" else 0,
+                    capacity_bytes=self.config.kv_disk_bytes if name == "disk" else 0,
                 )
         return found

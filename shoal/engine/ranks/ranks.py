@@ -14,7 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import numpy as np
 import torch
 
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.engine.ranks.workers import Pending, WorkerGroup
 from shoal.engine.runner import commands
 from shoal.engine.runner.batch import Extras
@@ -37,7 +37,7 @@ class Ranks:
     `error` says why the ranks can no longer be used, once that is so; every command then raises it.
     """
 
-    def __init__(self, config: EngineConfig, files: CheckpointFiles, keep_quantized: bool) -> None:
+    def __init__(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
         self.size = config.tensor_parallel_size
         self.error: EngineDeadError | None = None
         self._num_threads = torch.get_num_threads()  # close() sets this number again
@@ -45,25 +45,21 @@ class Ranks:
         self._tp: TensorParallel | None = None
         self._runner: ModelRunner | None = None
         try:
-            self._start(config, files, keep_quantized)
+            self._start(config, files)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, config: EngineConfig, files: CheckpointFiles, keep_quantized: bool) -> None:
+    def _start(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
         prepare_process(config, 0)
         self._tp = tp = TensorParallel.single()
         if self.size > 1:
             rendezvous = Rendezvous()
-            init = {
-                "config": dataclasses.asdict(config),
-                "port": rendezvous.port,
-                "keep_quantized": keep_quantized,
-            }
+            init = {"config": dataclasses.asdict(config), "port": rendezvous.port}
             self._group = WorkerGroup(self.size, "shoal.engine.ranks.ranks:serve_rank", init)
             self._tp = tp = rendezvous.connect(0, self.size, config.device, self._group.check)
             self._group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
-        self._runner = ModelRunner(config, files, tp, keep_quantized)
+        self._runner = ModelRunner(config, files, tp)
 
     @property
     def runner(self) -> ModelRunner:
@@ -171,18 +167,18 @@ class Ranks:
 
 
 def serve_rank(
-    rank: int, world_size: int, config: dict[str, Any], port: int, keep_quantized: bool
+    rank: int, world_size: int, config: dict[str, Any], port: int
 ) -> dict[str, Callable[..., Any]]:
     """What a rank other than 0 serves (engine/ranks/worker_main.py): the table of commands, on a ModelRunner
     like rank 0's."""
-    engine_config = EngineConfig(**config)
-    prepare_process(engine_config, rank)
-    tp = TensorParallel.connect(rank, world_size, engine_config.device, port)
-    files = resolve(engine_config.model, engine_config.revision, engine_config.download_dir)
-    return commands.bound_to(ModelRunner(engine_config, files, tp, keep_quantized))
+    resolved = ResolvedConfig(**config)
+    prepare_process(resolved, rank)
+    tp = TensorParallel.connect(rank, world_size, resolved.device, port)
+    files = resolve(resolved.model, resolved.revision, resolved.download_dir)
+    return commands.bound_to(ModelRunner(resolved, files, tp))
 
 
-def prepare_process(config: EngineConfig, rank: int) -> None:
+def prepare_process(config: ResolvedConfig, rank: int) -> None:
     """Chooses the device and the number of threads of one rank's process."""
     if config.device == "cuda":
         torch.cuda.set_device(rank)
