@@ -17,8 +17,8 @@ STYLE = """
     .head { fill: #24476f; }
     .dot { fill: #24476f; }
     text { font-family: system-ui, "DejaVu Sans", sans-serif; font-size: 12px; fill: #1f2328; }
-    .name { font-weight: 600; font-size: 13px; }
-    .small { font-size: 11px; fill: #57606a; }
+    .name { font-weight: 600; font-size: 12.5px; }
+    .small { font-size: 10.5px; fill: #57606a; }
     .warm { font-size: 11px; fill: #c2410c; }
     .number { fill: #ffffff; font-size: 10px; font-weight: 600; }
     .halo { stroke: #ffffff; stroke-width: 5px; stroke-linejoin: round; paint-order: stroke; }
@@ -85,7 +85,7 @@ class Note:
     words: str
 
 
-LANE, TOP, ROW, MARGIN = 150, 70, 36, 22
+LANE, TOP, ROW, MARGIN = 124, 70, 35, 14
 
 
 def walk(
@@ -98,7 +98,7 @@ def walk(
     parts = []
     for center, (name, file) in zip(centers, lanes, strict=True):
         parts.append(f'<path class="line" d="M{center:g},{TOP - 8} V{height - 16}"/>')
-        parts.append(box(center - LANE / 2 + 6, 14, LANE - 12, 44, name, file))
+        parts.append(box(center - LANE / 2 + 4, 14, LANE - 8, 44, name, file))
     if process is not None:
         x = MARGIN + LANE * process
         parts.append(f'<path class="process" d="M{x},10 V{height - 10}"/>')
@@ -177,10 +177,10 @@ def offline() -> str:
     lanes = [
         ("LLM", "engine/llm.py"),
         ("EngineCore", "engine/core.py"),
-        ("Scheduler", "engine/scheduling/"),
+        ("Scheduler", "scheduling/"),
         ("BlockPool", "kv/blocks.py"),
-        ("BatchBuilder", "engine/runner/batch.py"),
-        ("ModelRunner", "engine/runner/runner.py"),
+        ("BatchBuilder", "runner/batch.py"),
+        ("ModelRunner", "runner/runner.py"),
         ("model, kernels", "models/ ... kernels/"),
     ]
     steps: list[Step | Note] = [
@@ -208,10 +208,10 @@ def over_http() -> str:
     lanes = [
         ("client", "any OpenAI client"),
         ("App", "server/app.py"),
-        ("an endpoint", "server/chat.py, say"),
+        ("an endpoint", "server/chat.py ..."),
         ("Generation", "server/generation.py"),
-        ("AsyncLLM", "engine/process/"),
-        ("core_main", "engine/process/"),
+        ("AsyncLLM", "process/"),
+        ("core_main", "process/"),
         ("EngineCore", "engine/core.py"),
     ]
     steps: list[Step | Note] = [
@@ -240,10 +240,10 @@ def sleep() -> str:
     lanes = [
         ("operator", "or a trainer"),
         ("admin port", "server/admin.py"),
-        ("Sleeper", "engine/lifecycle/sleep.py"),
-        ("step loop", "engine/"),
-        ("Scheduler, tiers", "engine/"),
-        ("every rank", "engine/runner/"),
+        ("Sleeper", "lifecycle/sleep.py"),
+        ("step loop", "engine/core.py"),
+        ("Scheduler", "and the tiers"),
+        ("every rank", "runner/"),
         ("Regions", "memory/regions.py"),
     ]
     steps: list[Step | Note] = [
@@ -268,13 +268,13 @@ def sleep() -> str:
 
 def blocks() -> str:
     lanes = [
-        ("Scheduler", "engine/scheduling/"),
-        ("Offloader", "engine/offload/"),
-        ("Fetcher", "engine/offload/fetch.py"),
+        ("Scheduler", "scheduling/"),
+        ("Offloader", "offload/"),
+        ("Fetcher", "offload/fetch.py"),
         ("RankTransfers", "offload/transfers.py"),
-        ("every rank", "engine/runner/"),
+        ("every rank", "runner/"),
         ("host slab", "slots; kv/host.py"),
-        ("disk, store", "kv/disk.py, store.py"),
+        ("disk, store", "kv/disk.py ..."),
     ]
     steps: list[Step | Note] = [
         Note("down"),
