@@ -158,7 +158,7 @@ def _fetch(
                     )
 
             mbarrier.wait(v_free.index(stage), phase)
-            # Places from `end` on may hold anything, also NaN, which a weight of 0 does not undo: the piece
+            # slots from `end` on may hold anything, also NaN, which a weight of 0 does not undo: the piece
             # with `end` in it is not TMA's
             cut = gl.minimum(end - first, BLOCK_N) // PIECE
             whole = (end % PIECE == 0) | (cut == PIECES)

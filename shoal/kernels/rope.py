@@ -3,9 +3,9 @@ paged cache.
 
 Fused, a head's numbers make one trip through the registers instead of four through memory. A program takes a
 few heads of one token, as two halves [heads, N/2]: rotation pairs element i with i + N/2. What does not come
-from the product (where the token stands, its place in the cache, its angles) is read while the product still
-runs (pdl.py). T tokens · H query heads · G kv heads · N head size · R state rows · M blocks a sequence.
-Oracle: reference.py.
+from the product (where the token stands, its slot, its angles) is read while the product still runs (pdl.py).
+T tokens · H query heads · G kv heads · N head size · R state rows · M blocks a sequence. Oracle:
+reference.py.
 """
 
 from __future__ import annotations
