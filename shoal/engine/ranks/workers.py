@@ -186,7 +186,7 @@ def _start_rank(rank: int, world_size: int, channel_fds: tuple[int, ...]) -> _Ra
     output = os.fdopen(output_fd, "rb", buffering=0)
     os.set_blocking(output_fd, False)
     fds = (*channel_fds, their_link.fileno())
-    # -P and our own sys.path let a rank import what rank 0 can, and nothing else. -u shows its prints at once.
+    # -P and our own sys.path let a rank import what rank 0 can, and nothing else. -u shows its prints soon.
     command = [
         sys.executable,
         "-P",
