@@ -167,16 +167,17 @@ def launched_variants(folder: Path, name: str) -> dict:
     )
     runner = llm.core.ranks.runner
     take()
-    cache, runner.kv = runner.kv, runner._new_cache(1)
+    blocks = runner.cache.blocks
+    runner.cache.allocate(1)
     runner.compile_ahead()
     ahead = take()
     runner_module.compiling_ahead = lambda: nullcontext([])
     runner.compile_ahead()
-    probed, runner.kv = take(), cache
+    probed, runner.cache.blocks = take(), blocks
     with torch.inference_mode():
         runner._prepare_steps()
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
-    runner.graphs = runner.mixed_graphs = None  # eager steps, but none of fewer tokens than are ever captured
+    runner.drop_graphs()  # eager steps, but none of fewer tokens than are ever captured
     llm.core.builder.mixed_shapes = ()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     llm.generate([[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))], params, use_tqdm=False)
