@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
-from shoal.kernels.hopper import HAS_GLUON, empty_rows
+from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.prefix_attention import prefix_attention
 from shoal.kernels.step_input import StepInput
 
@@ -136,7 +136,7 @@ class TritonBackend:
         window: int | None,
         selected: bool = False,
     ) -> torch.Tensor:
-        out_THN = empty_rows(q_THN, *q_THN.shape)
+        out_THN = empty_product_input(q_THN, *q_THN.shape)
         if step.num_decodes:
             self.decode(q_THN, kv_layer, step, window, out_THN)
         if step.num_seqs > step.num_decodes:
@@ -164,6 +164,7 @@ class TritonBackend:
         if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
             parts = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms)
             prefix_lens_S = step.prefixes.lens_S
+            # decode_attention must be the very next launch: its kernel works beside this one's (pdl.py).
             prefix_attention(
                 q_THN,
                 kv_layer,

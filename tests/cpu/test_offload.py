@@ -581,7 +581,7 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
     def never():
         raise TimeoutError
 
-    monkeypatch.setattr(llm.core.ranks.runner, "kv_abandon", never)
+    monkeypatch.setattr(llm.core.ranks.runner.kv, "abandon", never)
     monkeypatch.setattr(llm.core.tiers.offloader, "offload", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
