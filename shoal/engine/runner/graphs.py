@@ -34,9 +34,8 @@ Key = TypeVar("Key")
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     graph: torch.cuda.CUDAGraph
-    output: (
-        torch.Tensor
-    )  # what the captured launch returned; every replay of a graph of the pool overwrites it
+    # What the captured launch returned. Every replay of a graph of the pool overwrites it.
+    output: torch.Tensor
 
     def replay(self) -> None:
         self.graph.replay()

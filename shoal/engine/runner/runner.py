@@ -52,7 +52,8 @@ MEASURED_TOKENS = {"cuda": 512, "cpu": 64}  # of the prompt that tells how fast 
 class ModelRunner:
     """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail.
 
-    `compile_ahead`, `measure` and `allocate` come once each, in this order, before the first step."""
+    Before the first step come `compile_ahead` (on a GPU), `measure` and `allocate`, once each, in this
+    order."""
 
     def __init__(self, config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> None:
         self.config, self.tp = config, tp
