@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shoal.api import Control, Engine, ModelSummary, SleepState, Stats, sampling_defaults
+from shoal.api import Engine, ModelSummary, SleepState, Stats, sampling_defaults
+from shoal.control import Control
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.server.admission import Admission

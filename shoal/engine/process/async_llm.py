@@ -9,16 +9,32 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
-from shoal.api import MemoryReport, Output, Request, SleepState, Stats
+from shoal.api import Output, Request, Stats
 from shoal.config import EngineConfig
+from shoal.control import Command, Control, UpdateWeights, result_type
 from shoal.engine.process.core_process import CoreProcess
 from shoal.engine.process.watchdog import Watchdog
 from shoal.errors import EngineDeadError, RequestError, ShoalError
-from shoal.wire import BEAT_S, Abort, Add, Beat, Call, FromCore, ModelInfo, Outputs, Refused, Reply
+from shoal.wire import (
+    BEAT_S,
+    Abort,
+    Add,
+    Beat,
+    Call,
+    CheckBooks,
+    CoreCommand,
+    FlushKv,
+    FromCore,
+    ModelInfo,
+    Outputs,
+    ReadStats,
+    Refused,
+    Reply,
+)
 
 T = TypeVar("T")
 
@@ -86,14 +102,15 @@ def merge(first: Output, then: Output) -> None:
     first.embedding = then.embedding if first.embedding is None else first.embedding
 
 
-class AsyncLLM:
+class AsyncLLM(Control):
     """Built by `start`; used in the loop that it was started in.
 
-    `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a
-    dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last
-    update and awake; the requests that it took with it are not repeated. A core that hangs (engine_timeout
-    seconds without a sign of life, or without the end of a step) counts as dead: with restart=True it is
-    killed and started again, otherwise it is well again as soon as it goes on.
+    `info` is what the engine says of itself. `dead` is why it does not work, now or for good. With
+    restart=True a dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the
+    weights of the last update and awake; the requests that it took with it are not repeated. A core hangs
+    after engine_timeout seconds without a sign of life, or without the end of a step or of a quick command.
+    It then counts as dead: with restart=True it is killed and started again, otherwise it is well again as
+    soon as it goes on.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
@@ -147,9 +164,7 @@ class AsyncLLM:
             and (self.config.kv_disk_path or self.config.kv_store)
         ):
             with contextlib.suppress(TimeoutError, ShoalError):
-                await asyncio.wait_for(
-                    self._call(Any, "flush_kv"), self.config.kv_flush_timeout + FLUSH_GRACE_S
-                )
+                await asyncio.wait_for(self._call(FlushKv()), self.config.kv_flush_timeout + FLUSH_GRACE_S)
         self.dead = self.dead or EngineDeadError("the engine was closed")
         self._stop_watching()
         if self._is_hung:
@@ -184,43 +199,20 @@ class AsyncLLM:
             self._core.send(Abort([request_id]))
 
     async def stats(self) -> Stats:
-        return await self._call(Stats, "stats")
+        return await self._call(ReadStats())
 
     # Control
 
-    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        return await self._call(MemoryReport, "sleep", level, tags, mode)
-
-    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
-        return await self._call(MemoryReport, "wake_up", tags)
-
-    async def sleep_state(self) -> SleepState:
-        return await self._call(SleepState, "sleep_state")
-
-    async def reset_prefix_cache(self) -> bool:
-        return await self._call(bool, "reset_prefix_cache")
-
-    async def update_weights(self, source: str) -> int:
-        version: int = await self._call(int, "update_weights", source)
-        # what a core that is started again loads
-        self.config = dataclasses.replace(self.config, model=source)
-        return version
-
-    async def check_weights(self) -> dict[str, str]:
-        return await self._call(dict[str, str], "check_weights")
-
-    async def memory_usage(self) -> dict[str, dict[str, int]]:
-        return await self._call(dict[str, dict[str, int]], "memory_usage")
-
-    async def start_profile(self, folder: str) -> None:
-        await self._call(Any, "start_profile", folder)
-
-    async def stop_profile(self) -> list[str]:
-        return await self._call(list[str], "stop_profile")
+    async def control(self, command: Command[T]) -> T:
+        result = await self._call(command)
+        if isinstance(command, UpdateWeights):
+            # what a core that is started again loads
+            self.config = dataclasses.replace(self.config, model=command.source)
+        return result
 
     async def check(self) -> None:
         """Proves the scheduler's books, for tests. Raises ShoalError."""
-        await self._call(Any, "check")
+        await self._call(CheckBooks())
 
     # Inside
 
@@ -258,12 +250,12 @@ class AsyncLLM:
             logger.warning("the engine core (pid %d) goes on after its silence", self._core.pid)
             self._is_hung, self.dead = False, None
 
-    async def _call(self, kind: type[T] | Any, method: str, *args: Any) -> T:
+    async def _call(self, command: Command[T]) -> T:
         call_id = next(self._call_ids)
-        self._send(Call(call_id, method, list(args)))
+        self._send(Call(call_id, cast(CoreCommand, command)))
         reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            return msgspec.convert(await reply, kind)
+            return msgspec.convert(await reply, result_type(command))
         finally:
             del self._calls[call_id]
 

@@ -20,15 +20,27 @@ import threading
 import time
 import traceback
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, NoReturn, assert_never
 
 import msgspec
 import zmq
 
 from shoal import logs, wire
-from shoal.api import MemoryReport, SleepState, check_sleep
+from shoal.api import MemoryReport
+from shoal.control import (
+    CheckWeights,
+    MemoryUsage,
+    ReadSleepState,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    WakeUp,
+    name_of,
+)
 from shoal.engine.core import EngineCore
-from shoal.errors import RequestError, ShoalError, UnavailableError
+from shoal.errors import ShoalError, UnavailableError
 from shoal.weights.source import resolve
 from shoal.wire import (
     BEAT_S,
@@ -36,10 +48,14 @@ from shoal.wire import (
     Add,
     Beat,
     Call,
+    CheckBooks,
+    CoreCommand,
     Dead,
     Failure,
+    FlushKv,
     ModelInfo,
     Outputs,
+    ReadStats,
     Ready,
     Refused,
     Reply,
@@ -63,8 +79,9 @@ class CoreLoop:
 
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
-        self.sleepers: list[Call] = []  # sleep in mode "wait": run when the requests have ended
-        self.progress = 0  # steps so far; both are read by the thread that sends beats
+        self.sleepers: list[Call] = []  # sleep in mode "wait": they run when the requests have ended
+        # What Beat tells. The thread that sends beats reads both.
+        self.progress = 0
         self.doing = ""
 
     def run(self) -> NoReturn:
@@ -109,20 +126,19 @@ class CoreLoop:
             raise message
 
     def _call(self, call: Call) -> None:
-        self.doing = call.method
+        command = call.command
+        if isinstance(command, Sleep) and command.mode == "wait" and self.core.has_work:
+            self.sleepers.append(call)
+            self.core.refuse(
+                "the engine goes to sleep when its running requests have ended; try again when it is awake"
+            )
+            return
+        self.doing = name_of(command)
         try:
-            if call.method == "sleep" and call.args[2] == "wait" and self.core.has_work:
-                check_sleep(*call.args)
-                self.sleepers.append(call)
-                self.core.refuse(
-                    "the engine goes to sleep when its running requests have ended; try again when it is "
-                    "awake"
-                )
-                return
-            result = getattr(self, "do_" + call.method)(*call.args)
+            result = self._run(command)
         except Exception as error:
             if not isinstance(error, ShoalError):
-                logger.exception("%s failed", call.method)
+                logger.exception("%s failed", name_of(command))
             self.outbox.put(Reply(call.call_id, error=Failure.of(error)))
             if self.core.error is not None:
                 raise self.core.error from error
@@ -130,14 +146,47 @@ class CoreLoop:
             self.outbox.put(Reply(call.call_id, result))
         finally:
             self.doing = ""
+            self.progress += 1
 
-    def send_beats(self) -> NoReturn:
-        """Runs in a thread of its own."""
-        # Beside a GPU a host may spin while it waits, so its processor time proves nothing.
-        on_cpu = self.core.config.device == "cpu"
-        while True:
-            self.outbox.put(Beat(self.progress, self.doing, time.process_time() if on_cpu else 0.0))
-            time.sleep(BEAT_S)
+    def _run(self, command: CoreCommand) -> Any:
+        core = self.core
+        match command:
+            case Sleep(level, tags, mode):
+                return core.sleep(level, tags, mode)
+            case WakeUp(tags):
+                return self._wake_up(tags)
+            case ReadSleepState():
+                return core.sleep_state()
+            case ResetPrefixCache():
+                return core.reset_prefix_cache()
+            case UpdateWeights(source):
+                return core.update_weights(source)
+            case CheckWeights():
+                return core.check_weights()
+            case MemoryUsage():
+                return core.memory_usage()
+            case StartProfile(folder):
+                return core.start_profile(folder)
+            case StopProfile():
+                return core.stop_profile()
+            case ReadStats():
+                return core.stats()
+            case FlushKv():
+                return core.tiers.flush() if core.tiers is not None else None
+            case CheckBooks():
+                return core.scheduler.check()
+            case _:
+                assert_never(command)
+
+    def _wake_up(self, tags: list[str] | None) -> MemoryReport:
+        """Calls off a sleep that still waits for running requests: the last word counts."""
+        sleepers, self.sleepers = self.sleepers, []
+        error = Failure.of(UnavailableError("wake_up came before the running requests had ended"))
+        for call in sleepers:
+            self.outbox.put(Reply(call.call_id, error=error))
+        if sleepers:
+            self.core.refuse(None)
+        return self.core.wake_up(tags)
 
     def _sleep_at_last(self) -> None:
         calls, self.sleepers = self.sleepers, []
@@ -145,57 +194,14 @@ class CoreLoop:
         for call in calls:
             self._call(call)
 
-    # What can be called: api.Control and two more
-
-    def do_sleep(self, level: int, tags: list[str] | None, mode: str) -> MemoryReport:
-        return self.core.sleep(level, tags, mode)
-
-    def do_wake_up(self, tags: list[str] | None) -> MemoryReport:
-        """Calls off a sleep that still waits for running requests: the last word counts."""
-        sleepers, self.sleepers = self.sleepers, []
-        for call in sleepers:
-            self.outbox.put(
-                Reply(
-                    call.call_id,
-                    error=Failure.of(UnavailableError("wake_up came before the running requests had ended")),
-                )
-            )
-        if sleepers:
-            self.core.refuse(None)
-        return self.core.wake_up(tags)
-
-    def do_sleep_state(self) -> SleepState:
-        return self.core.sleep_state()
-
-    def do_reset_prefix_cache(self) -> bool:
-        return self.core.reset_prefix_cache()
-
-    def do_update_weights(self, source: str) -> int:
-        return self.core.update_weights(source)
-
-    def do_check_weights(self) -> dict[str, str]:
-        return self.core.check_weights()
-
-    def do_memory_usage(self) -> dict[str, dict[str, int]]:
-        return self.core.memory_usage()
-
-    def do_start_profile(self, folder: str) -> None:
-        self.core.start_profile(folder)
-
-    def do_stop_profile(self) -> list[str]:
-        return self.core.stop_profile()
-
-    def do_flush_kv(self) -> None:
-        """What an engine does at its end, ahead of it."""
-        if self.core.tiers is not None:
-            self.core.tiers.flush()
-
-    def do_stats(self) -> Any:
-        return self.core.stats()
-
-    def do_check(self) -> None:
-        """Proves the scheduler's books, for tests."""
-        self.core.scheduler.check()
+    def send_beats(self) -> NoReturn:
+        """Runs in a thread of its own."""
+        # Beside a GPU a host may spin while it waits, so its processor time proves nothing.
+        on_cpu = self.core.config.device == "cpu"
+        while True:
+            cpu_seconds = time.process_time() if on_cpu else 0.0
+            self.outbox.put(Beat(self.progress, self.doing, cpu_seconds))
+            time.sleep(BEAT_S)
 
 
 def main() -> NoReturn:
@@ -265,16 +271,11 @@ def _receive(folder: str, inbox: Inbox, outbox: Outbox) -> NoReturn:
             try:
                 inbox.put(wire.decode_to_core(data))
             except (msgspec.DecodeError, ShoalError) as error:
-                request_id = wire.request_id_of(data)
-                if request_id is None:
+                answer = wire.refusal(data, error)
+                if answer is None:
                     inbox.put(error)
                 else:
-                    outbox.put(
-                        Refused(
-                            request_id,
-                            Failure.of(RequestError(f"the engine cannot read this request: {error}")),
-                        )
-                    )
+                    outbox.put(answer)
 
 
 def _send(folder: str, outbox: Outbox) -> None:

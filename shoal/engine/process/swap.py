@@ -1,8 +1,9 @@
 """Many models on one device: one is awake, the others sleep, and requests wake what they need. Torch-free.
 
-    turns    who may run, and when another model's turn comes: pure decisions, no clock and no engine Swapper
-    does what they say: waits for the running requests, puts the awake model to sleep, wakes the wanted one
-    SwappedModel  one model of it, as an Engine with its Control
+- Turns decides who may run, and when another model's turn comes, without a clock and without an engine.
+- Swapper does what they say: it waits for the running requests, puts the awake model to sleep, and wakes the
+  wanted one.
+- SwappedModel is one of the models, as an Engine with its Control.
 
 The model that goes to sleep keeps its weights in host memory (level 1) while that lasts; then those that were
 used least recently give theirs up (level 2, read again from their files on waking).
@@ -18,7 +19,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.api import Control, Engine, FinishReason, MemoryReport, Output, Request, SleepState, Stats
+from shoal.api import Engine, FinishReason, Output, Request, Stats
+from shoal.control import CheckWeights, Command, Control, Result, Sleep, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError
 from shoal.memory.available import available_bytes
 
@@ -274,7 +276,7 @@ class Swapper:
         self.turns.awake = name
 
 
-class SwappedModel:
+class SwappedModel(Control):
     """One of the models, as an Engine with its Control. Waking it takes a request; sleep and wake-up are the
     swapper's alone."""
 
@@ -329,47 +331,25 @@ class SwappedModel:
         stats.num_deferred += len(self._model.queue)
         return stats
 
-    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        raise ConfigError(
-            "sleep and wake_up are up to the server, which swaps its models (--swap); a request wakes the "
-            "one that it names"
-        )
-
-    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
-        return await self.sleep()
-
-    async def sleep_state(self) -> SleepState:
-        return await self._model.engine.sleep_state()
-
-    async def reset_prefix_cache(self) -> bool:
-        return await self._model.engine.reset_prefix_cache()
-
-    async def update_weights(self, source: str) -> int:
-        """Takes the model's turn. From now on its weights are those of `source`."""
+    async def control(self, command: Command[Result]) -> Result:
+        """Weights that are read or replaced must be on the device, so such a command takes the model's
+        turn."""
+        if isinstance(command, (Sleep, WakeUp)):
+            raise ConfigError(
+                "sleep and wake_up are up to the server, which swaps its models (--swap); a request wakes "
+                "the one that it names"
+            )
+        needs_turn = isinstance(command, (UpdateWeights, CheckWeights))
+        if not needs_turn:
+            return await self._model.engine.control(command)
         await self.swapper.begin(self.name)
         try:
-            version = await self._model.engine.update_weights(source)
-            self._model.path = source
-            return version
+            result = await self._model.engine.control(command)
+            if isinstance(command, UpdateWeights):  # from now on these are the model's weights
+                self._model.path = command.source
+            return result
         finally:
             self.swapper.end(self.name)
-
-    async def check_weights(self) -> dict[str, str]:
-        """Takes the model's turn."""
-        await self.swapper.begin(self.name)
-        try:
-            return await self._model.engine.check_weights()
-        finally:
-            self.swapper.end(self.name)
-
-    async def memory_usage(self) -> dict[str, dict[str, int]]:
-        return await self._model.engine.memory_usage()
-
-    async def start_profile(self, folder: str) -> None:
-        await self._model.engine.start_profile(folder)
-
-    async def stop_profile(self) -> list[str]:
-        return await self._model.engine.stop_profile()
 
 
 def _is_cancelled() -> bool:
