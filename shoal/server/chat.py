@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 async def create_chat_completion(exchange: Exchange) -> None:
     request = exchange.decode(ChatCompletionRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     options = check_stream_options(request.stream, request.stream_options)
     _check(request, model)
     as_tools(request)

@@ -9,17 +9,15 @@ import urllib.parse
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from shoal.server.errors import ApiError
+from shoal.server.generation import Generation
+from shoal.server.port import Port
 from shoal.server.protocol import check_size, decode, unknown_fields
 from shoal.server.shapes import ErrorResponse
-
-if TYPE_CHECKING:
-    from shoal.server.app import Route, Server
-    from shoal.server.generation import Generation
 
 T = TypeVar("T")
 Scope = dict[str, Any]
@@ -60,9 +58,12 @@ class Exchange:
     """Handlers get one, read `body` through `decode`, and answer with `json`, `respond`, or `send` as often
     as they like and `end`."""
 
-    def __init__(self, server: Server, scope: Scope, receive: Receive, send: Send) -> None:
-        self.server, self.scope = server, scope
-        self._receive, self._send = receive, send
+    def __init__(
+        self, port: Port, scope: Scope, receive: Receive, send: Send, before_end: Callable[[Exchange], None]
+    ) -> None:
+        """before_end: called once, before the answer's last bytes go out."""
+        self.port, self.models, self.scope = port, port.models, scope
+        self._receive, self._send, self._before_end = receive, send, before_end
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         # lower-case names; of repeated ones the last
@@ -71,8 +72,10 @@ class Exchange:
         self.size = 0  # bytes of the body so far
         self.more_headers: list[tuple[bytes, bytes]] = []  # CORS and the like, of every answer
         self.arrival = time.perf_counter()
-        self.handler = "none"  # the path of its route, where there is one
-        self.route: Route | None = None
+        # What its route says, once there is one.
+        self.handler = "none"  # the route's path
+        self.is_quiet = False
+        self.dialect = OPENAI
         self.generation: Generation | None = None  # what a handler answers with, for the log
         self.status: int | None = None  # None: nothing is out
         self.error: ApiError | None = None  # what the client was told of, maybe amid a stream
@@ -80,7 +83,6 @@ class Exchange:
         self.read_all = False  # nothing of the body is left in the socket
         self.is_gone = False
         self.end_error: ApiError | None = None  # why the server ended it
-        self.dialect = OPENAI  # the route's, once there is one
         self.error_event: Callable[[ApiError], bytes] | None = None  # instead of the dialect's
         self._task = asyncio.current_task()
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
@@ -92,7 +94,7 @@ class Exchange:
 
     async def read(self) -> None:
         """Takes in the body. Raises ApiError (413, 408, 429), ClientGone."""
-        config = self.server.config
+        config = self.port.config
         limit, seconds = config.max_body_bytes, config.read_timeout
         try:
             length = int(self.headers.get(b"content-length", b"0"))
@@ -109,10 +111,10 @@ class Exchange:
                         raise ClientGone
                     part = message.get("body", b"")
                     self.size += len(part)
-                    self.server.body_bytes += len(part)
+                    self.port.body_bytes += len(part)
                     if self.size > limit:
                         raise too_large(limit)
-                    if self.server.body_bytes > config.max_total_body_bytes:
+                    if self.port.body_bytes > config.max_total_body_bytes:
                         raise ApiError(
                             429,
                             f"the requests under way have more than {config.max_total_body_bytes} bytes "
@@ -130,13 +132,13 @@ class Exchange:
         self.body = b"".join(parts)
 
     def decode(self, kind: type[T]) -> T:
-        """The body as this Struct. Raises ApiError (400) that names the field. What it has beside is told in
-        the log."""
-        check_size(self.body, self.server.most_tokens)
+        """The body as this Struct. Fields that the Struct does not have are told in the log. Raises ApiError
+        (400) that names a field that is wrong."""
+        check_size(self.body, self.models.most_tokens)
         request = decode(kind, self.body)
         # Another look takes a third of the time of the first: large bodies of the same client are much alike.
         is_small = len(self.body) <= ALWAYS_SEARCHED
-        if is_small or self.server.notices.is_new(self.client, f"large {kind.__name__}"):
+        if is_small or self.port.notices.is_new(self.client, f"large {kind.__name__}"):
             for name in unknown_fields(kind, self.body)[:MAX_UNKNOWN]:
                 message = f"{self.path} takes no field {name!r:.100}: it is ignored"
                 self.warn(f"{self.path} {name:.100}", message)
@@ -144,7 +146,7 @@ class Exchange:
 
     def warn(self, what: str, message: str) -> None:
         """Into the log, once for `what` and this client."""
-        self.server.notices.tell(self.client, what, message)
+        self.port.notices.tell(self.client, what, message)
 
     @property
     def client(self) -> str:
@@ -239,7 +241,7 @@ class Exchange:
     def _end(self) -> None:
         """Before the last bytes go out: whoever has the answer finds the request in the log."""
         self.ended = True
-        self.server.count(self)
+        self._before_end(self)
 
     async def _start(
         self,
@@ -261,7 +263,7 @@ class Exchange:
     async def _linger(self) -> None:
         """A socket closed with data unread is reset, and the client never sees the answer: some of what it
         still sends is thrown away."""
-        left = self.server.config.max_body_bytes
+        left = self.port.config.max_body_bytes
         try:
             async with asyncio.timeout(LINGER_SECONDS):
                 while left > 0:

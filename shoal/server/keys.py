@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 
 VARIABLE = "SHOAL_API_KEY"
+
+
+class Keys:
+    """The keys of a server. Falsy if it is open."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError as `read_keys` does."""
+        self._digests = [_digest(key.encode()) for key in read_keys(config)]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def hold(self, given: Sequence[bytes]) -> bool:
+        """Whether one of those that a client sent is one of ours. All are compared, whichever fits, and by
+        their digests, so the time that it takes says nothing about any of them."""
+        fits = [hmac.compare_digest(_digest(one), key) for one in given for key in self._digests]
+        return any(fits)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def check_admin_port(config: ServerConfig) -> None:

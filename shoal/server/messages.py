@@ -144,7 +144,7 @@ class TokenCount(Struct):
 
 async def create_message(exchange: Exchange) -> None:
     request = exchange.decode(MessagesRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), _params(request, model)
     plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(exchange, request, model, plan, params)
@@ -176,7 +176,7 @@ async def create_message(exchange: Exchange) -> None:
 
 async def count_tokens(exchange: Exchange) -> None:
     request = exchange.decode(CountTokensRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), SamplingParams(structured_outputs=_structured(request))
     plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(exchange, request, model, plan, params)

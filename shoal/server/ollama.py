@@ -232,7 +232,7 @@ OLLAMA = Dialect("Ollama", OllamaError, error_body, error_line, "application/x-n
 
 async def chat(exchange: Exchange) -> None:
     request = exchange.decode(OllamaChatRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     messages = [_to_chat(i, message) for i, message in enumerate(request.messages or ())]
     writer = _Writer(exchange, request.model or model.name, is_chat=True)
     if not messages:
@@ -247,7 +247,7 @@ async def chat(exchange: Exchange) -> None:
 
 async def generate(exchange: Exchange) -> None:
     request = exchange.decode(OllamaGenerateRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     _refuse_images(request.images, "images")
     for name, why in (
         ("suffix", "no model here fills in the middle"),
@@ -491,7 +491,7 @@ def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | 
 
 async def embed_texts(exchange: Exchange) -> None:
     request = exchange.decode(OllamaEmbedRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     texts = [request.input] if isinstance(request.input, str) else request.input
     vectors, num_tokens = [], 0
     if any(texts):
@@ -505,7 +505,7 @@ async def embed_texts(exchange: Exchange) -> None:
 async def embed_text(exchange: Exchange) -> None:
     """The older form: one text."""
     request = exchange.decode(OllamaEmbeddingsRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     vectors: list[list[float]] = [[]]
     if request.prompt:
         prompts = await _prompts(model, [request.prompt], truncates=True)
@@ -527,7 +527,7 @@ async def version(exchange: Exchange) -> None:
 
 
 async def tags(exchange: Exchange) -> None:
-    models = exchange.server.models
+    models = exchange.models
     await exchange.json(
         OllamaModels(
             [
@@ -541,7 +541,7 @@ async def tags(exchange: Exchange) -> None:
 
 async def ps(exchange: Exchange) -> None:
     """Those that are awake."""
-    states = [(model, await sleep_state_of(model)) for model in exchange.server.models]
+    states = [(model, await sleep_state_of(model)) for model in exchange.models]
     await exchange.json(
         OllamaModels(
             [
@@ -561,7 +561,7 @@ async def ps(exchange: Exchange) -> None:
 
 async def show(exchange: Exchange) -> None:
     request = exchange.decode(OllamaShowRequest)
-    model = exchange.server.find(request.model or request.name)
+    model = exchange.models.find(request.model or request.name)
     summary = model.summary
     template = (model.tokenizer.chat_template if model.tokenizer is not None else None) or ""
     sizes = {**summary.sizes, "context_length": model.max_model_len}

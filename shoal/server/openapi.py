@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from shoal.server.http import Exchange
+from shoal.server.route import Handler, Route
 from shoal.version import __version__
-
-if TYPE_CHECKING:
-    from shoal.server.app import Route
 
 ERRORS = {
     400: "The request is malformed or impossible",
@@ -36,13 +34,17 @@ EVENT = {
 OF_A_GET = (401, 404, 500, 503)
 
 
-async def openapi(exchange: Exchange) -> None:
-    await exchange.json(_encoded(tuple(exchange.server.routes)))
+def openapi(routes: Sequence[Route]) -> Handler:
+    """A handler that answers with the document of these routes. They may grow until the first request."""
 
+    @functools.cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(routes))
 
-@functools.cache
-def _encoded(routes: tuple[Route, ...]) -> bytes:
-    return msgspec.json.encode(document(routes))
+    async def handle(exchange: Exchange) -> None:
+        await exchange.json(encoded())
+
+    return handle
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:

@@ -10,14 +10,12 @@ import math
 import re
 import time
 import urllib.parse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.logs import Event
-
-if TYPE_CHECKING:
-    from shoal.server.errors import ApiError
-    from shoal.server.generation import Generation
-    from shoal.server.http import Exchange
+from shoal.server.errors import ApiError
+from shoal.server.generation import Generation
+from shoal.server.http import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +43,11 @@ QUOTED = re.compile(r"""(?<!\w)(['"])(?:(?!\1)[^\\]|\\.)*(?:\1|\\?$)""", re.DOTA
 def log_request(exchange: Exchange, wanted: str) -> None:
     """Writes the line of a request that has ended. wanted: ServerConfig.log_requests. What is asked all day
     long (Route.quiet) is told at the level DEBUG."""
-    is_quiet = exchange.route is not None and exchange.route.quiet
     status, error = status_of(exchange), exchange.error
     is_error = status >= 400 or error is not None
     if wanted == "off" or (wanted == "errors" and not is_error):
         return
-    level = logging.DEBUG if is_quiet else _level(status, error)
+    level = logging.DEBUG if exchange.is_quiet else _level(status, error)
     if logger.isEnabledFor(level):
         logger.log(level, event_of(exchange))
 

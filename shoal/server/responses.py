@@ -175,7 +175,7 @@ class Response(Struct, kw_only=True):
 
 async def create_response(exchange: Exchange) -> None:
     request = exchange.decode(ResponsesRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     _refuse(request)
     params = _params(request, model)
     plan = _plan(exchange, request, model)

@@ -111,7 +111,7 @@ async def serve_until(
         for port in ports:
             # again: asyncio takes one number for what may wait and what is accepted at once
             port.listen(BACKLOG)
-        reports = asyncio.create_task(report_throughput(app.models))
+        reports = asyncio.create_task(report_throughput(app.port.models))
         if ready is not None:
             numbers = [0 if port.family == socket.AF_UNIX else port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
@@ -132,7 +132,7 @@ async def serve_until(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for model in app.models:
+        for model in app.port.models:
             model.close()
 
 

@@ -26,13 +26,13 @@ PATIENCE_SECONDS = 5.0
 
 async def list_models(exchange: Exchange) -> None:
     await exchange.json(
-        {"object": "list", "data": [_card(m, name) for m in exchange.server.models for name in m.names]}
+        {"object": "list", "data": [_card(m, name) for m in exchange.models for name in m.names]}
     )
 
 
 async def get_model(exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
-    await exchange.json(_card(exchange.server.find(name), name))
+    await exchange.json(_card(exchange.models.find(name), name))
 
 
 def _card(model: ServedModel, name: str) -> dict[str, object]:
@@ -54,9 +54,9 @@ async def health(exchange: Exchange) -> None:
     503 when an engine is dead, and while draining: load balancers then send new requests elsewhere, as
     Kubernetes' readiness wants it.
     """
-    if exchange.server.draining:
+    if exchange.models.draining:
         raise ApiError(503, "the server is shutting down")
-    for model in exchange.server.models:
+    for model in exchange.models:
         try:
             await stats_of(model)
         except EngineDeadError as error:
@@ -69,14 +69,14 @@ async def version(exchange: Exchange) -> None:
 
 
 async def load(exchange: Exchange) -> None:
-    await exchange.json({"server_load": sum(m.admission.active for m in exchange.server.models)})
+    await exchange.json({"server_load": sum(m.admission.active for m in exchange.models)})
 
 
 async def metrics(exchange: Exchange) -> None:
     families: list[Metric] = []
-    for model in exchange.server.models:
+    for model in exchange.models:
         families += await _families(model)
-    families += exchange.server.http_metrics.collect()
+    families += exchange.port.metrics.collect()
     await exchange.respond(exposition(families), content_type=METRICS_TYPE)
 
 

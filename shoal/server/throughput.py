@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.api import Stats
@@ -30,7 +30,7 @@ class _Counts:
     when: float  # seconds of time.perf_counter
 
 
-async def report_throughput(models: Sequence[ServedModel], interval: float = INTERVAL_SECONDS) -> None:
+async def report_throughput(models: Iterable[ServedModel], interval: float = INTERVAL_SECONDS) -> None:
     """Runs until it is cancelled. interval: seconds between two lines of a model."""
     before = {model.name: _counts(model, model.last_stats) for model in models}
     while True:
