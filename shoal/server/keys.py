@@ -37,7 +37,8 @@ def _digest(key: bytes) -> bytes:
 
 
 def check_admin_port(config: ServerConfig) -> None:
-    """Raises ConfigError for an admin port that strangers can reach, and as `read_keys` does."""
+    """Raises ConfigError for an admin port that strangers can reach and that has no key, and as `read_keys`
+    does."""
     keys = read_keys(config)
     if config.admin_port is not None and not keys and not is_loopback(config.admin_host):
         raise ConfigError(
@@ -60,8 +61,8 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(config: ServerConfig) -> list[str]:
-    """All keys, none if the server is open. Raises ConfigError for an unreadable file, or one without keys:
-    nobody means that."""
+    """All keys; none if the server is open. Raises ConfigError for a file that cannot be read, and for
+    options that hold no key, as nobody means that."""
     keys = [*(config.api_key or ()), *os.environ.get(VARIABLE, "").split(",")]
     if config.api_key_file is not None:
         try:

@@ -1,5 +1,5 @@
-"""The OpenAPI document: made from the table of routes and the Structs that requests are decoded into, and so
-it says what the code does."""
+"""The OpenAPI document. It is made from the table of routes and the Structs that requests are decoded into,
+so it says what the code does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def openapi(routes: Sequence[Route]) -> Handler:
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The document of these routes, in OpenAPI 3.1."""
     types = [
         t for route in routes for t in (route.request, route.response, route.dialect.error) if t is not None
     ]
@@ -76,7 +76,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    """Keys are asked for only where the server was started with some, so having none is among the choices."""
+    """One route. No key is among the choices of `security`, as a server may be started without keys."""
     content: dict[str, Any] = {route.content_type: {"schema": {"type": "string"}}}
     if route.response is not None:
         content = {"application/json": {"schema": schemas[route.response]}}

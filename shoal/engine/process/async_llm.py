@@ -38,20 +38,20 @@ from shoal.wire import (
 
 T = TypeVar("T")
 
-MOST_RESTARTS = 3  # in RESTART_WINDOW_S; then the engine stays dead
+MOST_RESTARTS = 3  # within RESTART_WINDOW_S; then the engine stays dead
 RESTART_WINDOW_S = 600.0
-FLUSH_GRACE_S = 5.0  # beyond kv_flush_timeout: the step in flight ends first
-# Where the system has no process or descriptor left, tries are so far apart, and they do not count.
+FLUSH_GRACE_S = 5.0  # added to kv_flush_timeout, as the step in flight ends first
+# The time between two tries while the system has no process or descriptor left. Such tries do not count.
 SHORTAGE_PAUSE_S = 5.0
-# before each: the first gives a dead process's device memory time to come back
+# The pause before each restart. The first one gives a dead process's device memory time to come back.
 RESTART_PAUSES_S = (0.5, 5.0, 30.0)
 
 logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """One request's outputs on their way to a reader. What a slow reader leaves lying is merged, so it holds
-    one Output at most."""
+    """One request's outputs on their way to a reader. Outputs that a slow reader leaves waiting are merged,
+    so there is one at most."""
 
     def __init__(self) -> None:
         self.output: Output | None = None
@@ -66,16 +66,16 @@ class Collector:
         self._wake()
 
     def fail(self, error: ShoalError) -> None:
-        """What was put before is still delivered."""
+        """Outputs that were put before are still delivered."""
         self.error = error
         self._wake()
 
     async def get(self) -> Output:
-        """All that has come since the last call; waits for something to come. Raises what `fail` was
-        given."""
+        """All that has come since the last call. Waits if nothing has. Raises the error that `fail` was
+        given, once all outputs are delivered."""
         while self.output is None:
             if self.error is not None:
-                # many share it: without this each would add its frames, for ever
+                # Many share this error. Without this each raise would add its frames to it, for ever.
                 raise self.error.with_traceback(None)
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -121,10 +121,10 @@ class AsyncLLM(Control):
         self._collectors: dict[str, Collector] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)  # when
+        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)  # the times of the last ones
         self._restarting: asyncio.Task[None] | None = None
-        self._is_hung = False  # `dead` says so, and the core's process is still there
-        self._watchdog: Watchdog  # of the core that runs, and made with it
+        self._is_hung = False  # the core counts as dead, but its process is still there
+        self._watchdog: Watchdog  # made anew with each core
         self._watching: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -218,7 +218,7 @@ class AsyncLLM(Control):
 
     def _send(self, message: Add | Call) -> None:
         if self.dead is not None:
-            # it is raised again and again: the frames of each time would pile up on it
+            # The same error is raised again and again, and the frames of each time would pile up on it.
             raise self.dead.with_traceback(None)
         self._core.send(message)
 
@@ -262,7 +262,7 @@ class AsyncLLM(Control):
     def _on_message(self, message: FromCore) -> None:
         if isinstance(message, Outputs):
             for output in message.outputs:
-                # None: its reader has left
+                # None if its reader has left.
                 if (collector := self._collectors.get(output.request_id)) is not None:
                     collector.put(output)
         elif isinstance(message, Refused):

@@ -1,10 +1,10 @@
 """The core's process: `python -m shoal.engine.process.core_main FOLDER LOG_LEVEL LOG_STYLE`, run by
 core_process.py.
 
-The main thread steps the engine. One thread decodes what comes, another encodes what goes, so that a big
-message never waits for a step nor a step for it. Between two steps all that has come is taken in: requests,
-aborts, calls. Without work the main thread sleeps in the queue. The process ends, whatever it is doing, when
-its standard input does: that is the end of its parent; its ranks end with it.
+The main thread steps the engine. One thread decodes incoming messages and another encodes outgoing ones, so
+that a big message never waits for a step, nor a step for it. Between two steps the main thread takes in all
+that has come: requests, aborts, calls. Without work it sleeps in the queue. When the parent ends, the
+standard input of this process closes. The process then ends whatever it is doing, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ from shoal.wire import (
     ToCore,
 )
 
-LAST_WORDS_S = 5.0  # for the messages that are still to be sent when the process ends
-TICK_S = 0.002  # between looks at what goes on while there is no request
+LAST_WORDS_S = 5.0  # to send the messages that are left when the process ends
+TICK_S = 0.002  # between looks at copies to lower tiers while there is no request
 PR_SET_PDEATHSIG = 1
 IN, OUT = "in", "out"  # the sockets' names in the folder, as the core sees them
 
@@ -79,16 +79,16 @@ class CoreLoop:
 
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
-        self.sleepers: list[Call] = []  # sleep in mode "wait": they run when the requests have ended
+        self.postponed: list[Call] = []  # sleeps in mode "wait", which run when the requests have ended
         # What Beat tells. The thread that sends beats reads both.
         self.progress = 0
         self.doing = ""
 
     def run(self) -> NoReturn:
-        """Raises what ended the engine."""
+        """Steps until the engine ends. Raises the error that ended it."""
         core = self.core
         while True:
-            if self.sleepers and not core.has_work:
+            if self.postponed and not core.has_work:
                 self._sleep_at_last()
             while not core.has_work and core.tick():  # KV blocks are on their way to lower tiers
                 self.take_in(block=True, timeout_s=TICK_S)
@@ -128,7 +128,7 @@ class CoreLoop:
     def _call(self, call: Call) -> None:
         command = call.command
         if isinstance(command, Sleep) and command.mode == "wait" and self.core.has_work:
-            self.sleepers.append(call)
+            self.postponed.append(call)
             self.core.refuse(
                 "the engine goes to sleep when its running requests have ended; try again when it is awake"
             )
@@ -180,16 +180,16 @@ class CoreLoop:
 
     def _wake_up(self, tags: list[str] | None) -> MemoryReport:
         """Calls off a sleep that still waits for running requests: the last word counts."""
-        sleepers, self.sleepers = self.sleepers, []
+        calls, self.postponed = self.postponed, []
         error = Failure.of(UnavailableError("wake_up came before the running requests had ended"))
-        for call in sleepers:
+        for call in calls:
             self.outbox.put(Reply(call.call_id, error=error))
-        if sleepers:
+        if calls:
             self.core.refuse(None)
         return self.core.wake_up(tags)
 
     def _sleep_at_last(self) -> None:
-        calls, self.sleepers = self.sleepers, []
+        calls, self.postponed = self.postponed, []
         self.core.refuse(None)
         for call in calls:
             self._call(call)
@@ -207,7 +207,7 @@ class CoreLoop:
 def main() -> NoReturn:
     folder, level, style = sys.argv[1:]
     logs.set_up(int(level), style)
-    # a service manager signals the whole group: it is the parent that decides
+    # A service manager signals the whole group, but the parent decides when this process ends.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(
@@ -226,7 +226,7 @@ def main() -> NoReturn:
         outbox.put(Ready(info))
         loop = CoreLoop(core, inbox, outbox)
         threading.Thread(target=loop.send_beats, name="shoal-beats", daemon=True).start()
-        # once anything comes the parent has heard that we are ready, and has removed the folder:
+        # Once anything comes the parent has heard that we are ready, and has removed the folder.
         loop.take_in(block=True)
         _die_with_parent()  # from here on the kernel itself may end us
         loop.run()
@@ -243,7 +243,7 @@ def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
     files = resolve(config.model, config.revision, config.download_dir)
     core = EngineCore(config, files)
-    # what is there now stays: a full collection would look at all of it, for 0.1 s in the middle of some step
+    # All that exists now stays. A full collection would look at it in the middle of some step.
     gc.freeze()
     vocab_size, resolved = core.model_config.vocab_size, core.config
     return core, ModelInfo(
@@ -291,7 +291,7 @@ def _send(folder: str, outbox: Outbox) -> None:
 
 def _end_with_parent(folder: str) -> NoReturn:
     try:
-        # the parent writes nothing: this returns when it closes our standard input, or dies
+        # The parent writes nothing, so this returns when it closes our standard input, or dies.
         while os.read(0, 1):
             pass
     finally:
@@ -300,7 +300,8 @@ def _end_with_parent(folder: str) -> NoReturn:
 
 
 def _die_with_parent() -> None:
-    """A second rope: a native call that never returns would hold up _end_with_parent."""
+    """A second way to end with the parent, as a native call that never returns would hold up
+    _end_with_parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
