@@ -181,7 +181,7 @@ def refusal(data: bytes, why: Exception) -> Refused | Reply | None:
         error: ShoalError = RequestError(f"the engine cannot read this request: {why}")
         return Refused(message[1]["request_id"], Failure.of(error))
     if message[0] == "Call":
-        error = ConfigError(f"the engine cannot read {message[2]}: {why}")
+        error = ConfigError(f"the engine cannot read the command {message[2]!r:.200}: {why}")
         return Reply(message[1], error=Failure.of(error))
     return None
 
