@@ -35,14 +35,15 @@ def _handler(kind: type[Command[Any]], answer: str) -> Handler:
     async def handle(exchange: Exchange) -> None:
         query = _query(exchange, (*kind.__struct_fields__, "model"))
         model = _model(exchange, query)
-        result = await model.engine.control(_command(kind, query))
+        result = await model.engine.control(command_of(kind, query))
         await exchange.json({answer: result} if answer else result)
 
     return handle
 
 
-def _command(kind: type[Command[Any]], query: Query) -> Command[Any]:
-    """Raises ApiError (400) for a value of another type, and ConfigError for one that makes no sense."""
+def command_of(kind: type[Command[Any]], query: Query) -> Command[Any]:
+    """The command with its arguments out of a URL's query, which may have other parameters too. Raises
+    ApiError (400) for a value of another type, and ConfigError for one that makes no sense."""
     arguments = {}
     for field in msgspec.structs.fields(kind):
         if field.name in query:

@@ -119,8 +119,7 @@ class Exchange:
                         raise ApiError(
                             429,
                             f"the requests under way have more than {config.max_total_body_bytes} bytes "
-                            "together, the most "
-                            "this server takes (--max-total-body-bytes); try again later",
+                            "together, the most this server takes (--max-total-body-bytes); try again later",
                         )
                     parts.append(part)
                     if not message.get("more_body"):

@@ -43,8 +43,7 @@ def check_admin_port(config: ServerConfig) -> None:
     if config.admin_port is not None and not keys and not is_loopback(config.admin_host):
         raise ConfigError(
             f"admin_host {config.admin_host!r} lies beyond this machine, where anybody could put the model "
-            "to sleep or "
-            "replace its weights; set --api-key or --api-key-file, or leave --admin-host out"
+            "to sleep or replace its weights; set --api-key or --api-key-file, or leave --admin-host out"
         )
 
 

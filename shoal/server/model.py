@@ -154,17 +154,15 @@ class ServedModel:
         ):
             raise ApiError(
                 400,
-                "chat_template: this server takes no templates from requests; start it with "
-                "--trust-request-chat-template, "
-                "as a template may run for ever",
+                "chat_template: this server takes no templates from requests, as one may run for ever; start "
+                "it with --trust-request-chat-template",
                 param="chat_template",
             )
         if len(messages) > self.max_model_len:
             raise ApiError(
                 400,
                 f"messages: {len(messages)} are more than the {self.max_model_len} tokens of the model's "
-                "maximum context "
-                "length can hold; send fewer",
+                "maximum context length can hold; send fewer",
                 param="messages",
             )
         variables = dict(variables or {})
@@ -203,8 +201,7 @@ class ServedModel:
         if may_drop and len(prompt.token_ids) >= self.max_model_len:
             logger.warning(
                 "the description of %d tools makes a prompt of %d tokens, and the model's context has %d: "
-                "it is "
-                "left out, and the grammar alone makes the call",
+                "it is left out, and the grammar alone makes the call",
                 len(tools or ()),
                 len(prompt.token_ids),
                 self.max_model_len,

@@ -214,8 +214,7 @@ def check_tls(config: ServerConfig) -> None:
         except OSError as error:
             raise ConfigError(
                 f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} cannot be "
-                f"used: {error}; give "
-                "a PEM certificate and its key"
+                f"used: {error}; give a PEM certificate and its key"
             ) from None
 
 
@@ -242,8 +241,8 @@ def max_connections(config: ServerConfig) -> int:
     if config.max_connections is not None and config.max_connections > room:
         raise ConfigError(
             f"max_connections {config.max_connections} is more than {room}, which this process's limit of "
-            f"{files} open files "
-            "leaves; raise that limit (ulimit -n, LimitNOFILE in a systemd unit) or choose fewer"
+            f"{files} open files leaves; raise that limit (ulimit -n, LimitNOFILE in a systemd unit) or "
+            "choose fewer"
         )
     return config.max_connections or room
 

@@ -30,6 +30,8 @@ from shoal.engine.core import EngineCore
 from shoal.engine.process.core_main import CoreLoop
 from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
+from shoal.server.admin import ADMIN_ROUTES, command_of
+from shoal.server.errors import ApiError
 from shoal.wire import Call, decode_to_core, encode
 
 EXAMPLES = (
@@ -124,6 +126,26 @@ def test_an_impossible_sleep_is_refused_before_it_is_sent(asked):
     with pytest.raises(ValueError):
         msgspec.json.decode(msgspec.json.encode({"verb": "sleep", **asked}), type=AnyCommand)
     assert recorder.seen == []
+
+
+def test_the_admin_port_offers_each_command_that_names_a_route():
+    offered = {(route.method, route.path) for route in ADMIN_ROUTES}
+    named = {(kind.route.method, kind.route.path) for kind in COMMANDS if kind.route is not None}
+    assert len(named) >= 6 and named <= offered and len(offered) == len(ADMIN_ROUTES)
+
+
+def test_a_query_becomes_a_command():
+    query = {"level": ["2"], "tags": ["weights", "kv_cache"], "mode": ["keep"]}
+    assert command_of(Sleep, query) == Sleep(2, ["weights", "kv_cache"], "keep")
+    assert command_of(WakeUp, {"model": ["of another"]}) == WakeUp()
+    for kind, wrong, param in (
+        (Sleep, {"level": ["two"]}, "level"),
+        (Sleep, {"mode": ["wait", "keep"]}, "mode"),
+        (StartProfile, {}, "folder"),
+    ):
+        with pytest.raises(ApiError, match=param) as error:
+            command_of(kind, wrong)
+        assert error.value.status == 400 and error.value.param == param
 
 
 def test_json_may_leave_out_what_has_a_default():

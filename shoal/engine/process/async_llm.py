@@ -305,8 +305,7 @@ class AsyncLLM(Control):
             if len(recent) == MOST_RESTARTS:
                 self.dead = EngineDeadError(
                     f"{self.dead}; it has been started again {MOST_RESTARTS} times in "
-                    f"{RESTART_WINDOW_S:.0f} s "
-                    "and is left alone now: restart the server"
+                    f"{RESTART_WINDOW_S:.0f} s and is left alone now: restart the server"
                 )
                 logger.error("%s", self.dead)
                 return
@@ -323,11 +322,10 @@ class AsyncLLM(Control):
                 continue
             except ShoalError as error:
                 logger.error("the engine did not start again: %s", error)
-                self.dead = (
-                    error
-                    if isinstance(error, EngineDeadError)
-                    else EngineDeadError(f"the engine did not start again: {error}")
-                )
+                if isinstance(error, EngineDeadError):
+                    self.dead = error
+                else:
+                    self.dead = EngineDeadError(f"the engine did not start again: {error}")
                 continue
             logger.warning("the engine core was started again (pid %d)", self.info.pid)
             return
