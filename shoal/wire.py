@@ -53,7 +53,7 @@ class FlushKv(Command[None], frozen=True, tag="flush_kv"):
 
 
 class CheckBooks(Command[None], frozen=True, tag="check"):
-    """Proves the scheduler's books, for tests."""
+    """Proves the books of scheduler and tiers, for tests."""
 
     is_quick = True
 

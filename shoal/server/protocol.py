@@ -258,8 +258,7 @@ def check_size(body: bytes, num_tokens: int) -> None:
             raise ApiError(
                 413,
                 f"the body has {count} {what} (commas and brackets within texts included), more than "
-                f"{most}, the most that "
-                "is read at once; send several requests",
+                f"{most}, the most that is read at once; send several requests",
             )
 
 

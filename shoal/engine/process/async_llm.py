@@ -211,7 +211,7 @@ class AsyncLLM(Control):
         return result
 
     async def check(self) -> None:
-        """Proves the scheduler's books, for tests. Raises ShoalError."""
+        """Proves the books of scheduler and tiers, for tests. Raises ShoalError."""
         await self._call(CheckBooks())
 
     # Inside

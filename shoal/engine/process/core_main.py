@@ -172,9 +172,9 @@ class CoreLoop:
             case ReadStats():
                 return core.stats()
             case FlushKv():
-                return core.tiers.flush() if core.tiers is not None else None
+                return core.flush_kv()
             case CheckBooks():
-                return core.scheduler.check()
+                return core.check()
             case _:
                 assert_never(command)
 
