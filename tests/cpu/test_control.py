@@ -32,7 +32,7 @@ from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
 from shoal.server.admin import ADMIN_ROUTES, command_of
 from shoal.server.errors import ApiError
-from shoal.wire import Call, decode_to_core, encode
+from shoal.wire import Call, CheckBooks, FlushKv, ReadStats, decode_to_core, encode
 
 EXAMPLES = (
     Sleep(2, ["kv_cache"], "keep"),
@@ -105,15 +105,27 @@ def test_an_answer_crosses_a_network(command):
     assert crossed == answer and type(crossed) is type(answer)
 
 
-@each_command
-def test_the_core_carries_a_command_out_by_its_own_method(command):
+def carried_out(command):
+    """(the core, the reply)"""
     core, outbox = create_autospec(EngineCore, instance=True), SimpleQueue()
     core.error = None
     CoreLoop(core, SimpleQueue(), outbox)._handle(Call(7, command))
+    return core, outbox.get_nowait()
+
+
+@each_command
+def test_the_core_carries_a_command_out_by_its_own_method(command):
+    core, reply = carried_out(command)
     method = getattr(core, name_of(command))
     method.assert_called_once_with(*arguments(command))
-    reply = outbox.get_nowait()
     assert (reply.call_id, reply.result, reply.error) == (7, method.return_value, None)
+
+
+@pytest.mark.parametrize("command", [ReadStats(), FlushKv(), CheckBooks()], ids=name_of)
+def test_the_core_carries_out_what_its_parent_alone_asks(command):
+    core, reply = carried_out(command)
+    getattr(core, name_of(command)).assert_called_once_with()
+    assert (reply.call_id, reply.error) == (7, None)
 
 
 @pytest.mark.parametrize(
