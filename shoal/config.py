@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
 MAX_NUM_SEQS = 1 << 16  # each has a row of state and of the sampler on the device, used or not
+SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
@@ -272,6 +273,12 @@ class EngineConfig:
     )
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
     scheduling_policy: str = option("fcfs", '"fcfs" | "priority": the lowest number first')
+    target_itl_ms: float | None = option(
+        None,
+        "milliseconds between two tokens of an answer: beside answers under way, a step takes no more prompt "
+        f"tokens than that allows; 0: no target; default: {SERVER_TARGET_ITL_MS:g} for `shoal serve`, "
+        "elsewhere none",
+    )
     long_prefill_token_threshold: int = option(
         0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget"
     )
@@ -357,6 +364,14 @@ class EngineConfig:
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(
                 f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default"
+            )
+        target = self.target_itl_ms
+        if target is not None and not (
+            isinstance(target, (int, float)) and not isinstance(target, bool) and 0 <= target < math.inf
+        ):
+            raise ConfigError(
+                f"target_itl_ms {target!r} is not a finite number of milliseconds from 0; "
+                f"{SERVER_TARGET_ITL_MS:g} is what `shoal serve` takes, and 0 sets no target"
             )
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:

@@ -36,6 +36,7 @@ from shoal.engine.scheduling.grammar import Grammar, Grammars
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence as QueuedSequence
 from shoal.engine.scheduling.sequence import SequenceStatus
+from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.kv.event_publisher import KvEvents
 from shoal.layers.parallel import Rendezvous, TensorParallel
@@ -133,10 +134,14 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens or 0,
             max_model_len=config.max_model_len or 0,
             enable_prefix_caching=config.enable_prefix_caching,
-            policy=config.scheduling_policy,
+            scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            target_itl_s=config.target_itl_ms / 1e3 if config.target_itl_ms else None,
+            step_sizes=sorted({shape.tokens for shape in self.runner.mixed_shapes}),
             events=self.events,
         )
+        self.step_costs = StepCosts()  # learned only where there is a target for the gap between tokens
+        self.completed_at = 0.0  # when the last step was, seconds
         self.builder = self._new_builder(self.runner)
         self.grammars = Grammars(
             lambda: load_tokenizer(files, config.tokenizer),
@@ -259,7 +264,7 @@ class EngineCore:
             if tiers is not None:
                 tiers.before_schedule()
             with span("schedule"):
-                plan = self.scheduler.schedule() if self.standstill is None else None
+                plan = self.scheduler.schedule(self.step_costs) if self.standstill is None else None
             if tiers is not None:
                 tiers.before_step(launches=plan is not None)
             if plan is not None:
@@ -370,6 +375,8 @@ class EngineCore:
 
     def _complete(self, step: InFlight) -> list[Output]:
         tokens = step.result.wait(self.group.check if self.group is not None else None)
+        if self.config.target_itl_ms:
+            self._learn_costs(step)
         if self.tiers is not None:
             self.tiers.completed(step.plan, step.launched_at)
         logprobs = step.result.logprobs.to_lists() if step.result.logprobs is not None else None
@@ -417,6 +424,15 @@ class EngineCore:
                 )
             )
         return outputs
+
+    def _learn_costs(self, step: InFlight) -> None:
+        """A step has ended just now. It began when it was launched, or when the step before it ended."""
+        now = time.monotonic()
+        seconds = now - max(step.launched_at, self.completed_at)
+        self.completed_at = now
+        plan = step.plan
+        chunks = [(entry.start, entry.num_tokens) for entry in plan.scheduled[plan.num_decodes :]]
+        self.step_costs.learn(len(plan.scheduled), chunks, seconds)
 
     @staticmethod
     def _keep_prompt_logprobs(plan: StepPlan, found: LogprobLists) -> None:
@@ -524,7 +540,10 @@ class EngineCore:
         return self.events
 
     def stats(self) -> Stats:
-        stats = self.scheduler.stats()
+        stats, costs = self.scheduler.stats(), self.step_costs
+        if costs.num_learned:
+            stats.decode_step_s = costs.step_s + self.scheduler.num_decoding * costs.seq_s
+            stats.prompt_token_s = costs.token_s
         return stats if self.tiers is None else self.tiers.fill_in(stats)
 
     def exit(self) -> None:

@@ -187,7 +187,7 @@ class Trace:
             max_num_batched_tokens=r.choice((1, 3, 8, 16, 64)),
             max_model_len=max_model_len,
             enable_prefix_caching=r.random() < 0.85,
-            policy=r.choice(("fcfs", "priority")),
+            scheduling_policy=r.choice(("fcfs", "priority")),
             long_prefill_token_threshold=r.choice((0, 0, 2, 5)),
         )
         self.device = Device(num_blocks, self.block_size)
