@@ -62,7 +62,7 @@ def measure(
     best = min(seconds)
     least = (
         floor_of(llm, ceilings)
-        .run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs or batch)
+        .run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs)
         .seconds
     )
     figures = {
@@ -148,7 +148,7 @@ def trace(llm: LLM, params: SamplingParams, batch: int, input_len: int, folder: 
 
 
 def _prompts(llm: LLM, batch: int, input_len: int, output_len: int, seed: int) -> list[list[int]]:
-    limit = llm.config.max_model_len or 0
+    limit = llm.config.max_model_len
     if batch < 1 or input_len < 1 or input_len + output_len > limit:
         raise RequestError(
             f"{batch} requests of {input_len} + {output_len} tokens: each number must be at least 1, "

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, SleepState, Stats, TokenLogprobs
-from shoal.config import EngineConfig
+from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.profile import span
 from shoal.engine.ranks.workers import WorkerGroup
-from shoal.engine.resolve import check_room, resolve_config
+from shoal.engine.resolve import resolve_config
 from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
 from shoal.engine.runner.runner import ModelRunner, StepResult, prepare_process
 from shoal.engine.runner.sampling import LogprobLists
@@ -64,12 +64,9 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, files: CheckpointFiles) -> None:
         self.model_config = files.config
-        quantized = files.kind == "gguf"
         check_parallel(self.model_config, config.tensor_parallel_size)
-        keep_quantized = quantized and config.dtype == "auto"
-        self.config = resolve_config(config, self.model_config, quantized)
-        keep_quantized &= self.config.device == "cpu"
-        check_room(self.config, self.model_config, files.tensor_bytes if keep_quantized else None)
+        quantized_bytes = files.tensor_bytes if files.kind == "gguf" else None
+        self.config: ResolvedConfig = resolve_config(config, self.model_config, quantized_bytes)
         if self.config.load_format != "dummy":
             check_shapes(files)
             if config.check_weights:
@@ -81,19 +78,16 @@ class EngineCore:
         self.tp: TensorParallel | None = None
         self.tiers: KvTiers | None = None
         events = self.config.kv_events_config
-        self.events = (
-            KvEvents(events, self.config.block_size)
-            if events is not None and events.enable_kv_cache_events
-            else None
-        )
+        self.events = KvEvents(events, self.config.block_size) if events.enable_kv_cache_events else None
         try:
-            self._start(files, keep_quantized)
+            self._start(files)
         except BaseException:
             self.exit()
             raise
 
-    def _start(self, files: CheckpointFiles, keep_quantized: bool) -> None:
+    def _start(self, files: CheckpointFiles) -> None:
         config = self.config
+        keep_quantized = config.keep_quantized
         prepare_process(config, 0)
         self.tp = tp = TensorParallel.single()
         if config.tensor_parallel_size > 1:
@@ -130,9 +124,9 @@ class EngineCore:
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs or 0,
-            max_num_batched_tokens=config.max_num_batched_tokens or 0,
-            max_model_len=config.max_model_len or 0,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,

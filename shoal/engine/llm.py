@@ -131,7 +131,7 @@ class LLM:
         searches, salts = [], []
         for prompt in _as_list(prompts):
             _, ids, salt = self._tokenize(prompt)
-            room = (self.config.max_model_len or 0) - len(ids)
+            room = self.config.max_model_len - len(ids)
             searches.append(BeamSearch(ids, params, self.eos_token_ids, min(params.max_tokens, room)))
             salts.append(salt)
         if searches and searches[0].num_candidates > self.config.max_logprobs >= 0:

@@ -114,8 +114,8 @@ def launched_variants(folder: Path, name: str) -> dict:
 
     from shoal import LLM, SamplingParams
     from shoal.attention.triton import TritonBackend
+    from shoal.engine.runner import runner as runner_module
     from shoal.engine.runner.graphs import StepGraphs
-    from shoal.engine.runner.runner import runner as runner_module
     from shoal.kernels import hopper_linear, hopper_row, triton_ops
     from tests import tiny
 

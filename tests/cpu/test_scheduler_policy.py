@@ -39,7 +39,7 @@ def test_every_policy_can_be_chosen_and_is_explained():
     [field] = [field for field in fields(EngineConfig) if field.name == "scheduling_policy"]
     server = (DOCS / "server.md").read_text()
     for name in POLICIES:
-        assert f'"{name}"' in field.metadata["help"] and f"`{name}`" in server
+        assert f'"{name}"' in field.metadata["help"] and f"| `{name}`" in server
 
 
 def test_a_cap_holds_only_while_several_prompts_are_there():
@@ -130,3 +130,42 @@ def test_a_waiting_prompt_starts_only_when_the_step_has_time_for_it():
     plan = s.schedule(COSTS)  # 28 ms: b and c take 13 each
     assert summary(plan) == [("a", 5, 1), ("b", 0, 12), ("c", 0, 12)] and len(s.waiting) == 1
     s.check()
+
+
+def test_an_engine_learns_what_its_steps_cost_and_cuts_prompts_by_it(build):
+    engine = build(target_itl_ms=0.001)  # nothing is that fast, so a step beside a decode takes the least
+    core = engine.core
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    core.add(Request("first", list(range(1, 101)), params))
+    core.step()
+    core.add(Request("second", list(range(1, 101))[::-1], params))
+    for _ in range(4):
+        core.step()
+    stats = core.stats()
+    assert stats.step_tokens == 100 + 4 * (1 + 16)
+    assert stats.decode_step_s > 0 and stats.prompt_token_s > 0
+    while core.has_work:
+        core.step()
+
+
+def test_an_engine_without_a_target_measures_nothing(build):
+    engine = build()
+    engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=5, ignore_eos=True))
+    assert engine.stats().prompt_token_s == 0
+
+
+def test_a_server_has_a_target_unless_it_is_told_otherwise(folder):
+    from shoal.cli.serve import plan
+    from shoal.config import SERVER_TARGET_ITL_MS, ServerConfig
+
+    def target(**options):
+        [planned] = plan(str(folder), [], options, ServerConfig())
+        return planned.config.target_itl_ms
+
+    assert [target(), target(target_itl_ms=0.0), target(target_itl_ms=20)] == [SERVER_TARGET_ITL_MS, 0, 20]
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "50", True])
+def test_a_target_is_a_finite_number_of_milliseconds(value):
+    with pytest.raises(ConfigError, match="target_itl_ms"):
+        EngineConfig(target_itl_ms=value)

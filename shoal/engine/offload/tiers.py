@@ -78,7 +78,7 @@ class KvTiers:
             )
         num_blocks = core.num_blocks
         # what two may take
-        steps = 2 * ((config.max_num_batched_tokens or 0) // config.block_size + (config.max_num_seqs or 0))
+        steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)
         policy = OffloadPolicy(
             block_size=config.block_size,
             block_bytes=block_bytes,
@@ -139,7 +139,7 @@ class KvTiers:
         self.offloader.books.num_completed += 1
         now, config = time.monotonic(), self.core.config
         num_tokens = plan.num_tokens - plan.num_decodes
-        if num_tokens >= max(1, (config.max_num_batched_tokens or 0) // 16):
+        if num_tokens >= max(1, config.max_num_batched_tokens // 16):
             self.offloader.token.add(now - max(launched_at, self.completed_at), num_tokens)
         self.completed_at = now
 
@@ -272,6 +272,6 @@ class KvTiers:
                     stats,
                     block_bytes=block_bytes,
                     used_bytes=num_bytes * self.core.config.tensor_parallel_size,
-                    capacity_bytes=(self.core.config.kv_disk_bytes or 0) if name == "disk" else 0,
+                    capacity_bytes=self.core.config.kv_disk_bytes if name == "disk" else 0,
                 )
         return found

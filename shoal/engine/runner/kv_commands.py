@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.engine.offload.transfers import unpack_meta
 from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockSpec
@@ -42,7 +42,7 @@ class KvCommands:
         def reset_state(self) -> None: ...
         def _rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> torch.Tensor: ...
 
-    config: EngineConfig
+    config: ResolvedConfig
     tp: TensorParallel
     device: torch.device
     dtype: torch.dtype
@@ -88,7 +88,7 @@ class KvCommands:
             self.tp.size,
         )
         if config.kv_disk_path is not None:
-            share = (config.kv_disk_bytes or 0) // self.tp.size
+            share = config.kv_disk_bytes // self.tp.size
             self.kv_tiers["disk"] = DiskTier(
                 config.kv_disk_path,
                 share,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shoal.attention.select import select_backend
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.engine.profile import NOTHING, Profiler, StepClock, span
 from shoal.engine.runner.batch import (
     ALIGNMENT,
@@ -89,14 +89,14 @@ class ModelRunner(RankCommands, KvCommands):
     """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail."""
 
     def __init__(
-        self, config: EngineConfig, files: CheckpointFiles, tp: TensorParallel, keep_quantized: bool
+        self, config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel, keep_quantized: bool
     ) -> None:
         self.config, self.tp = config, tp
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.max_num_seqs, self.max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
-        self.max_num_tokens = config.max_num_batched_tokens or 0
+        self.max_num_seqs, self.max_model_len = config.max_num_seqs, config.max_model_len
+        self.max_num_tokens = config.max_num_batched_tokens
         self.memory = DeviceMemory(self.device, config)
         self.regions = (
             GpuRegions() if config.enable_sleep_mode and self.device.type == "cuda" else CpuRegions()
@@ -223,7 +223,7 @@ class ModelRunner(RankCommands, KvCommands):
         rank's share then holds."""
         config = self.config
         if self.device.type == "cpu":
-            return (config.kv_cache_memory_bytes or 0) // self.block_bytes
+            return config.kv_cache_memory_bytes // self.block_bytes
         self._largest_step()
         graph_bytes = 0
         if not config.enforce_eager:
@@ -635,7 +635,7 @@ def serve_rank(
 ) -> ModelRunner:
     """What a rank other than 0 runs (engine/ranks/workers.py): the same runner, commanded through shared
     memory."""
-    engine_config = EngineConfig(**config)
+    engine_config = ResolvedConfig(**config)
     prepare_process(engine_config, rank)
     tp = TensorParallel.connect(rank, world_size, engine_config.device, port)
     return ModelRunner(
@@ -646,7 +646,7 @@ def serve_rank(
     )
 
 
-def prepare_process(config: EngineConfig, rank: int) -> None:
+def prepare_process(config: ResolvedConfig, rank: int) -> None:
     """Device and threads of one rank's process."""
     if config.device == "cuda":
         torch.cuda.set_device(rank)
