@@ -88,13 +88,17 @@ def test_a_step_beside_decodes_takes_what_ends_within_the_target():
 
 
 def test_prompts_get_a_share_even_where_decodes_alone_take_the_target():
-    for num_decodes, least in ((1, 8), (4, 8), (50, 100)):
+    # A block; or the time of two tokens for each decode, one of which goes to the prompt's sequence.
+    for num_decodes, least in ((1, 8), (4, 8), (50, 96)):
         one = budget(num_decodes, 0.005)
         assert not one.is_spent and one.fit(0, 500) == least
-        one.spend(0, 5)
-        assert one.fit(0, 500) == least - 5
-        one.spend(0, least - 5)
-        assert one.is_spent and one.fit(0, 500) == 0
+        one.spend(0, least)
+        assert one.fit(0, 500) == 0
+    few = budget(1, 0.005)
+    for _ in range(4):  # prompts of one token take the time of two, and eight are a block
+        assert few.fit(0, 1) == 1
+        few.spend(0, 1)
+    assert few.is_spent and few.fit(0, 1) == 0
     assert budget(4, 0.005, tokens=3).fit(0, 500) == 3, "the step's own budget holds"
 
 

@@ -18,7 +18,7 @@ from shoal.engine.scheduling.step_costs import StepCosts, pairs
 
 Turn = tuple[float, ...]
 
-# A step takes at least so many prompt tokens for each sequence that decodes, whatever the target says.
+# Whatever the target says, prompts get the time of so many tokens for each sequence that decodes.
 TOKENS_A_DECODE = 2
 # A chunk is shortened to the size of a captured step if at least this share of it is left.
 NEAR = 0.75
@@ -90,15 +90,14 @@ class PromptBudget:
 
     tokens: what is left of the step's token budget.
     cap: the most tokens of one prompt.
-    seconds: what is left of the time that prompts may take; infinite where no target holds.
-    least: so many tokens are taken even if there is no time for them, so that prompts make progress.
+    seconds: what is left of the time that prompts may take.
+    costs: what they take of it; None where no target holds.
     """
 
     tokens: int
     cap: int
     num_decodes: int = 0
     seconds: float = math.inf
-    least: int = 0
     costs: StepCosts | None = None
     block_size: int = 1
     step_sizes: Sequence[int] = ()
@@ -107,20 +106,20 @@ class PromptBudget:
     @property
     def is_spent(self) -> bool:
         """Whether no prompt gets a token any more."""
-        return not self.tokens or (self.seconds <= 0 and self.num_taken >= self.least)
+        return not self.tokens or (self.seconds <= 0 and self.num_taken > 0)
 
     def fit(self, start: int, num_left: int) -> int:
-        """How many of a prompt's `num_left` tokens, which follow `start` others, the step takes; 0: none."""
+        """How many of a prompt's `num_left` tokens, which follow `start` others, the step takes; 0: none. The
+        first prompt always gets a block, so that prompts make progress."""
         most = min(self.tokens, self.cap, num_left)
         if self.costs is None:
             return most
         within = tokens_within(self.seconds - self.costs.seq_s, start, self.costs)
         if within >= most:
             return most
-        least = min(most, max(0, self.least - self.num_taken))
         num_tokens = near_size(within, self.num_decodes + self.num_taken, self.step_sizes)
         num_tokens -= min(num_tokens, (start + num_tokens) % self.block_size)
-        return max(least, num_tokens)
+        return num_tokens if self.num_taken else max(num_tokens, min(self.block_size, most))
 
     def spend(self, start: int, num_tokens: int) -> None:
         self.tokens -= num_tokens
@@ -142,16 +141,16 @@ def prompt_budget(
     """What a step may take of prompts if it is to end within `target_s`, beside sequences that decode,
     `num_decodes` of them in this step.
 
-    It takes at least one block, and TOKENS_A_DECODE tokens for each decode, even if that takes longer: where
-    decodes alone come near the target, a prompt token then costs them no more than about twice their time.
+    Prompts get the time of one block of tokens at least, and of TOKENS_A_DECODE for each decode, even if the
+    step then takes longer. So where decodes alone take the target, prompts get about as much time as they do.
     """
     decode_s = costs.step_s + num_decodes * costs.seq_s
+    least_s = costs.token_s * max(block_size, TOKENS_A_DECODE * num_decodes)
     return PromptBudget(
         tokens,
         cap,
         num_decodes,
-        seconds=target_s - decode_s,
-        least=max(block_size, TOKENS_A_DECODE * num_decodes),
+        seconds=max(target_s - decode_s, least_s),
         costs=costs,
         block_size=block_size,
         step_sizes=step_sizes,

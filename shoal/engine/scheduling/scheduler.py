@@ -436,8 +436,8 @@ class Scheduler:
         tokens = max_tokens - num_decodes
         if costs is None or self._target_itl_s is None:
             return PromptBudget(tokens, cap)
-        # A decode may be left out of this step, as it waits for its last token or its grammar. The step
-        # delays it all the same.
+        # A sequence that decodes may be left out of this step, as it waits for its grammar or for a token in
+        # flight. The step delays it all the same.
         if not num_decodes and not any(seq.status is DECODE for seq in self.running):
             return PromptBudget(tokens, cap)
         return policy.prompt_budget(
