@@ -165,7 +165,7 @@ def launched_variants(folder: Path, name: str) -> dict:
         max_num_batched_tokens=320,
         skip_tokenizer_init=True,
     )
-    runner = llm.core.runner
+    runner = llm.core.ranks.runner
     take()
     cache, runner.kv = runner.kv, runner._new_cache(1)
     runner.compile_ahead()
