@@ -1,4 +1,4 @@
-"""The scheduling policy: who runs first, who is put out, and how much of the prompts one step takes.
+"""The scheduling policy: who runs first, who is preempted, and how much of the prompts one step takes.
 
 Everything here is a function of its arguments: no clock, no state that outlives a step. The scheduler
 (scheduler.py) calls it and keeps the books; what steps cost is learned in step_costs.py. How to change the
@@ -44,7 +44,7 @@ POLICIES: dict[str, Callable[[Request, int], Turn]] = {
 }
 
 
-# Who is put out
+# Who is preempted
 
 
 def victim(candidates: Sequence[QueuedSequence]) -> int:

@@ -9,7 +9,7 @@ nothing.
 `schedule` makes a plan and counts it as done at once: the caller must run every plan, in order. It may be
 called again before `update` has brought the tokens that earlier plans draw. A decode can be planned
 nevertheless, because the scheduler needs to know that a token will be there, and the device has the token
-itself. What runs first, who is put out and how long a step may be: policy.py. Which block holds what:
+itself. Who runs first, who is preempted and how long a step may be: policy.py. Which block holds what:
 kv/blocks.py. What is sent to the device: engine/runner/batch.py.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
 DECODE, FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
-NEVER = sys.maxsize
+NEVER = sys.maxsize  # a register_at that is not reached: the sequence's blocks must not be found
 
 
 @dataclass(slots=True)  # frozen would triple the cost of making one, and a step makes hundreds
@@ -78,7 +78,7 @@ class TokenResult:
 
 class Scheduler:
     """Both queues, `waiting` and `running`, are sorted by the turn that the policy gives a request. A
-    sequence that is put out (preempted) goes from `running` to its place in `waiting`.
+    sequence that is preempted goes from `running` to its place in `waiting`.
 
     target_itl_s: while sequences decode, a step takes only so many prompt tokens that it should end within so
     many seconds; None: no target. step_sizes: the token counts, ascending, that the runner has captured steps
@@ -176,7 +176,7 @@ class Scheduler:
             self.abort(request_id)
 
     def preempt_all(self) -> None:
-        """Puts every running sequence out, as its KV is about to be lost. No step may be in flight, so that
+        """Preempts every running sequence, as its KV is about to be lost. No step may be in flight, so that
         all drawn tokens are known."""
         while self.running:
             self._preempt(self.running[-1])
@@ -249,7 +249,9 @@ class Scheduler:
                 continue
             known = seq.token_ids
             known.append(token_id)
-            if seq.num_computed >= seq.register_at <= len(known):
+            # A block becomes findable when all its tokens are computed, and known, as its key is made of
+            # them.
+            if seq.num_computed >= seq.register_at and len(known) >= seq.register_at:
                 self._register(seq)
             reason = None
             if grammar is not None and grammar.ended:
@@ -275,17 +277,17 @@ class Scheduler:
             self._arriving.difference_update(fetch.keys)
             self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_blocks])
         seq = fetch.seq
-        if seq.fetch is fetch:
+        if seq.fetch is fetch:  # otherwise the sequence has ended or was preempted meanwhile
             seq.fetch, seq.status = None, PREFILL
             num_tokens = num_blocks * self._block_size
             seq.num_computed += num_tokens
             if seq.register_at != NEVER:
-                seq.register_at += num_tokens
+                seq.register_at += num_tokens  # the blocks that have arrived are findable already
             if seq.num_admissions == 1:
                 seq.num_cached_tokens += num_tokens
                 self._external_hits += num_tokens
         if self.tiers is not None:
-            self.tiers.released(fetch.held)
+            self.tiers.released(fetch.held)  # before others can get the blocks
         self.pool.release(fetch.held)
 
     # Everything else
@@ -387,7 +389,8 @@ class Scheduler:
     def _schedule_decodes(self, scheduled: list[ScheduledSeq]) -> None:
         """Adds every sequence that can draw its next token, in turn, as far as the step's tokens reach."""
         budget, block_size = self._max_num_batched_tokens, self._block_size
-        # Putting a sequence out shortens `running` behind `seq`, or at `seq`, which ends the loop.
+        # _grow may preempt sequences, which removes them from `running` within this loop. It removes only
+        # sequences behind `seq`, which the loop has not met, or `seq` itself, and then the loop ends.
         for seq in self.running:
             if seq.status is not DECODE:
                 continue
@@ -396,8 +399,8 @@ class Scheduler:
             start = seq.num_computed
             if start + 1 >= seq.max_num_tokens:
                 continue  # a step in flight draws its last token
-            if seq.lockstep and (seq.num_tokens > len(seq.token_ids) or seq.is_delayed):
-                continue
+            if seq.lockstep and (seq.num_pending or seq.is_delayed):
+                continue  # what it may draw depends on a token that the host has not seen, or on its grammar
             if start % block_size == 0 and not self._grow(seq):
                 break
             seq.num_computed = start + 1
@@ -406,8 +409,8 @@ class Scheduler:
             budget -= 1
 
     def _grow(self, seq: Sequence) -> bool:
-        """Gives the sequence one block more. Where none is free, sequences are put out until one is. Returns
-        False if `seq` itself was put out."""
+        """Gives the sequence one block more. Where none is free, sequences are preempted until one is.
+        Returns False if `seq` itself was preempted."""
         while (blocks := self.pool.try_allocate(1)) is None:
             # Those before it in turn may be part of the step already.
             candidates = self.running[bisect_left(self.running, seq.turn, key=_turn) :]
@@ -419,7 +422,8 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Puts a running sequence out: it waits again, and computes all its tokens again when it runs."""
+        """Puts a running sequence back among the waiting ones. When it runs again it computes all its tokens,
+        but for those whose blocks are still in the cache."""
         _remove(self.running, seq)
         self._let_go(seq)
         seq.status, seq.num_computed = WAITING, 0
@@ -478,7 +482,7 @@ class Scheduler:
     def _admit(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
         """Starts waiting sequences in turn, while budget, rows and blocks last.
 
-        A sequence starts when all its tokens have room, so that prompts half done don't put each other out.
+        A sequence starts when all its tokens have room, so that prompts half done don't preempt each other.
         None overtakes one that lacks room. A sequence is passed over only while it waits for its grammar, for
         a store's answer, or for a prefix that another sequence is computing.
         """
@@ -489,7 +493,7 @@ class Scheduler:
                 index += 1
                 continue
             if seq.num_pending:
-                break  # it was put out while a step in flight draws its token
+                break  # it was preempted while a step in flight draws its token, which it needs to start
             hits = self._find_prefix(seq)
             if self._is_being_computed(seq, len(hits)):
                 index += 1
@@ -511,7 +515,9 @@ class Scheduler:
         there. Returns whether the sequence waits for them. `start` is how many blocks it has already."""
         if self.tiers is None or not self._looks_up(seq):
             return False
-        seq.status = FETCHING
+        seq.status = (
+            FETCHING  # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
+        )
         num_blocks = self.tiers.lookup(seq.keys[: (seq.num_tokens - 1) // self._block_size], start)
         if seq.num_admissions == 1:
             self._external_queries += seq.num_tokens - seq.num_computed
@@ -520,7 +526,7 @@ class Scheduler:
             return False
         end = start + num_blocks
         seq.fetch = fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end])
-        self.pool.try_allocate(0, shared=fetch.held)
+        self.pool.try_allocate(0, shared=fetch.held)  # no new blocks; one more reference on these
         self.fetches.append(fetch)
         self._arriving.update(fetch.keys)
         self.tiers.begin(fetch)
@@ -541,7 +547,7 @@ class Scheduler:
             for key in seq.promised:
                 self._promised[key] = self._promised.get(key, 0) + 1
         insort(self.running, seq, key=_turn)
-        # A sequence that was put out finds mostly its own blocks again: these are no hits.
+        # A sequence that was preempted finds mostly its own blocks again: these are no hits.
         if seq.num_admissions == 1 and self._looks_up(seq):
             seq.num_cached_tokens = seq.num_computed
             self._prefix_cache_queries += seq.num_tokens
@@ -604,6 +610,8 @@ class Scheduler:
             self.tiers.registered(seq, start, start + len(blocks))
         if self.events is None:
             return
+        # Listeners are told of the blocks that are findable, in runs of neighbours: a block that stays a copy
+        # ends a run, which goes from `run` up to it.
         size, end, run = self._block_size, start + len(blocks), start
         for i in range(start, end + 1):
             if i < end and self.pool.key_of(blocks[i - start]) is not None:

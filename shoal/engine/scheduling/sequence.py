@@ -21,7 +21,7 @@ from shoal.hashing import root_key
 
 
 class SequenceStatus(enum.Enum):
-    # It is new, or it was put out. It holds no row and no blocks.
+    # It is new, or it was preempted. It holds no row and no blocks.
     WAITING = enum.auto()
     # It holds a row and blocks for all its tokens, and waits for some blocks to arrive from a lower tier.
     FETCHING = enum.auto()

@@ -61,9 +61,8 @@ class StepCosts:
         believed = min(ratio, max(self.last_ratio, DISTURBED))
         self.last_ratio = ratio
         squares = of_step**2 + of_seqs**2 + of_tokens**2 + of_pairs**2
-        exponent = (
-            CORRECTION * expected / squares
-        )  # so scaled, the corrected parts add up to the corrected sum
+        # So scaled, the corrected parts together come nearer to the measurement by CORRECTION.
+        exponent = CORRECTION * expected / squares
         self.step_s *= believed ** (exponent * of_step)
         self.seq_s *= believed ** (exponent * of_seqs)
         if num_tokens:
