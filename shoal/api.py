@@ -313,6 +313,9 @@ class Stats:
     kv_dropped_blocks: int = 0  # evicted from the device, and kept nowhere else
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)  # "host", "disk", "store", those there are
     step_tokens: int = 0  # computed in all steps
+    # What the engine has measured, where it has a target for the gap between tokens; 0: nothing yet.
+    decode_step_s: float = 0.0  # of a step with the decodes that run now
+    prompt_token_s: float = 0.0  # of each prompt token in a step
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     @property

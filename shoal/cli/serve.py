@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
 from shoal.errors import ConfigError, ShoalError
@@ -88,6 +88,7 @@ def plan(
                 "awake one has"
             )
         options = {**options, "enable_sleep_mode": True}
+    options = {"target_itl_ms": SERVER_TARGET_ITL_MS, **options}
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)

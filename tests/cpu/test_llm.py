@@ -58,6 +58,14 @@ def test_every_architecture_generates_the_oracles_tokens(name, root, build):
         dict(num_gpu_blocks_override=13, max_model_len=200),
         dict(num_gpu_blocks_override=13, max_model_len=200, async_scheduling=True, max_num_batched_tokens=40),
         dict(long_prefill_token_threshold=20, scheduling_policy="priority"),
+        dict(target_itl_ms=0.001, max_num_seqs=3),
+        dict(
+            target_itl_ms=2,
+            max_num_seqs=3,
+            async_scheduling=True,
+            num_gpu_blocks_override=13,
+            max_model_len=200,
+        ),
     ],
     ids=str,
 )
