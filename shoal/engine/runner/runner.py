@@ -112,7 +112,7 @@ class ModelRunner:
             self.max_model_len,
         )
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
-        # Regions ask for their tensors when they sleep or wake: an allocation or an update may replace them.
+        # On a CPU, a region asks for its tensors when it sleeps; on a GPU it knows what lies in it.
         self._regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
         self._regions.adopt("kv_cache", lambda: [self.cache.blocks])
         self.memory = RankMemory(self._regions, self.shaper, self.device)
