@@ -16,6 +16,7 @@ from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
 from shoal.errors import ConfigError, ShoalError
 from shoal.server.app import create_admin_app, create_app
+from shoal.server.catalog import Catalog
 from shoal.server.keys import check_admin_port, is_loopback, read_keys
 from shoal.server.model import ServedEngine, ServedModel
 from shoal.server.run import check_tls, open_ports, url_of
@@ -113,8 +114,9 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             engines.append(llm)
             engine = llm if swapper is None else await swapper.add(one.names[0], llm, one.config.model)
             models.append(_served(one, llm, engine, tokenizer, config))
-        app = create_app(models, config)
-        admin = create_admin_app(models, config) if config.admin_port is not None else None
+        catalog = Catalog(models)
+        app = create_app(catalog, config)
+        admin = create_admin_app(catalog, config) if config.admin_port is not None else None
 
         def ready(port: int, admin_port: int | None) -> None:
             operated = f", admin port {admin_port} on {config.admin_host}" if admin_port is not None else ""

@@ -270,7 +270,7 @@ class EngineCore:
         return self.weights.check()
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """As Control says (api.py)."""
+        """As Control says (control.py)."""
         ranks = self.ranks.call(commands.MEMORY_USAGE)
         return {
             tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]

@@ -134,10 +134,7 @@ class StepLoop:
     # Launching
 
     def _launch(self, plan: StepPlan) -> InFlight:
-        decode_only = plan.num_decodes == len(plan.scheduled)
-        graphs = self.ranks.runner.graphs
-        padded = graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None
-        packed, extras = self.builder.build(plan, padded)
+        packed, extras = self.builder.build(plan, self.ranks.runner.padded_decodes(plan.num_decodes))
         for entry in plan.scheduled[plan.num_decodes :]:
             if entry.seq.started_at is None:
                 entry.seq.started_at = time.monotonic()
@@ -247,7 +244,7 @@ class StepLoop:
         self._in_flight.clear()
         self._late.clear()
         self.builder = self._new_builder()
-        self.ranks.runner.reset_state()
+        self.ranks.runner.state.reset()
         self.ranks.error = None
 
 
