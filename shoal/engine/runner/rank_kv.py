@@ -116,7 +116,8 @@ class RankKv:
         count = max(1, min(MEASURED_BLOCKS, most, len(rows), len(cache)))
         seconds = {1: float("inf"), count: float("inf")}
         for num_blocks in (count, 1, count, 1, count):  # the first launch loads what it needs
-            start, blocks = time.perf_counter(), list(range(num_blocks))
+            blocks = list(range(num_blocks))
+            start = time.perf_counter()
             scatter_blocks(rows, blocks, cache, blocks)
             self._settle()
             seconds[num_blocks] = min(seconds[num_blocks], time.perf_counter() - start)

@@ -60,7 +60,8 @@ class ModelRunner:
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.max_num_seqs, self.max_model_len = config.max_num_seqs, config.max_model_len
+        self.max_num_seqs = config.max_num_seqs
+        self.max_model_len = config.max_model_len
         self.max_num_tokens = config.max_num_batched_tokens
         self._share = GpuShare(self.device, config) if self.device.type == "cuda" else None
         self._regions = new_regions(self.device, config.enable_sleep_mode)
