@@ -229,6 +229,7 @@ class StepLoop:
                 "interrupted in the middle of a tensor-parallel step; build a new engine"
             )
             return
+        # This stands if what follows does not come to its end.
         self.ranks.error = EngineDeadError(
             "interrupted in the middle of a step, and what was under way did not end; build a new engine"
         )
