@@ -252,6 +252,9 @@ class Request:
     embed: bool = False  # no tokens: the pooled hidden state of the prompt, in the one Output
     eos_token_ids: tuple[int, ...] = ()  # all end-of-text ids of the model; not checked under ignore_eos
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words, tokenized
+    # The first tokens of the answer, where they were drawn elsewhere: the engine goes on behind them. They
+    # count as its own do for max_tokens, min_tokens, penalties and grammars.
+    output_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from shoal.api import (
     check_tags,
 )
 from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
+from shoal.request_builder import check_request
 
 MAX_LOGPROBS = 20
 
@@ -60,11 +61,7 @@ class FakeEngine:
         self._check_alive()
         if self.refuses is not None:
             raise RequestError(self.refuses)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(request.params, name) or 0) > MAX_LOGPROBS:
-                raise RequestError(
-                    f"{name} {getattr(request.params, name)} is more than {MAX_LOGPROBS}; ask for fewer"
-                )
+        check_request(request, self.vocab_size, MAX_LOGPROBS)
         if self.state.is_sleeping:
             raise UnavailableError(f"the engine sleeps at level {self.state.level}; wake it up first")
         self.seen = [*self.seen[-99:], request]

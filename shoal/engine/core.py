@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, SleepState, Stats, TokenLogprobs
@@ -40,6 +38,7 @@ from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError,
 from shoal.kv.event_publisher import KvEvents
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
+from shoal.request_builder import check_request
 from shoal.tokenizer import load_tokenizer
 from shoal.weights.check import verify_weights
 from shoal.weights.loader import check_shapes
@@ -163,8 +162,7 @@ class EngineCore:
         nothing is taken now: asleep, without weights, refused. Nothing else notices."""
         if (why := self.standstill or self.refused) is not None:
             raise UnavailableError(why)
-        self.scheduler.check_request(request)
-        self._check_ids(request)
+        check_request(request, self.model_config.vocab_size, self.config.max_logprobs)
         structured = request.params.structured_outputs
         if structured is not None and (request.embed or self.config.skip_tokenizer_init):
             without = "this engine runs without a tokenizer (skip_tokenizer_init)"
@@ -177,34 +175,6 @@ class EngineCore:
         if structured is not None:
             seq.held = True
             self.compiling.append((seq, self.grammars.start(structured)))
-
-    def _check_ids(self, request: Request) -> None:
-        params, vocab_size = request.params, self.model_config.vocab_size
-        ids = request.prompt_token_ids
-        try:
-            # min and max of a list take six times as long
-            valid = np.frombuffer(array("I", ids), np.uint32).max() < vocab_size
-        except OverflowError:  # negative, or beyond 32 bits
-            valid = False
-        if not valid:
-            bad = next(i for i in ids if not 0 <= i < vocab_size)
-            raise RequestError(
-                f"token id {bad} in the prompt is outside the vocabulary [0, {vocab_size}); check the "
-                "tokenizer"
-            )
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            for token_id in getattr(params, name) or ():
-                if not 0 <= token_id < vocab_size:
-                    raise RequestError(
-                        f"{name} names token id {token_id}, outside the vocabulary [0, {vocab_size}); drop it"
-                    )
-        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            most = self.config.max_logprobs
-            if asked is not None and most >= 0 and not 0 <= asked <= most:
-                raise RequestError(
-                    f"{name} {asked} is more than max_logprobs {most}; ask for fewer or raise max_logprobs "
-                    "of the engine"
-                )
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -304,7 +274,14 @@ class EngineCore:
                     seq.request.request_id, FinishReason.ERROR, "grammar", str(error) or repr(error)
                 )
             else:
-                seq.grammar, seq.held = future.result(), False
+                self._begin_grammar(seq, future.result())
+
+    def _begin_grammar(self, seq: QueuedSequence, grammar: Grammar) -> None:
+        """From now on the sequence may run. Tokens that were drawn elsewhere are on the grammar's way
+        already."""
+        seq.grammar, seq.held = grammar, False
+        if not all(grammar.accept(token_id) for token_id in seq.output_token_ids):
+            self.scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", grammar.error)
 
     def _forget_everything(self) -> None:
         """After an interrupt, or no memory, in the middle of a step nobody knows what of it reached the
@@ -377,7 +354,8 @@ class EngineCore:
         outputs = []
         for result in self.scheduler.update(step.plan, tokens):
             seq = result.seq
-            is_first = len(seq.token_ids) == seq.num_prompt_tokens + 1
+            num_given = seq.num_prompt_tokens + len(seq.request.output_token_ids)
+            is_first = len(seq.token_ids) == num_given + 1
             queued = seq.started_at - seq.added_at if is_first and seq.started_at is not None else 0.0
             if seq.request.embed:
                 outputs.append(

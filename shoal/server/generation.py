@@ -12,39 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
-from shoal.api import (
-    CompletionOutput,
-    FinishReason,
-    Output,
-    Request,
-    SamplingParams,
-    StructuredOutputsParams,
-    TokenLogprobs,
-)
-from shoal.detokenizer import Detokenizer, add_texts
+from shoal.answer import Answer, Delta, add_to
+from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
 from shoal.metrics import RequestTimes
 from shoal.server.errors import ApiError
 from shoal.server.model import Prompt, ServedModel
-
-
-@dataclass(slots=True)
-class Delta:
-    """What is new of one answer. The last delta of an answer has a finish_reason."""
-
-    index: int  # prompt number * n + answer number
-    text: str  # "" without a tokenizer or with detokenize=False
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None  # one entry a token, with texts
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
-    finish_reason: str | None = None  # "stop" | "length" | "abort"
-    stop_reason: int | str | None = None
-    embedding: list[float] | None = None
 
 
 @dataclass(slots=True)
@@ -89,7 +68,7 @@ class Generation:
         limits = [t for t in (timeout, model.request_timeout) if t is not None]
         self.seconds = min(limits) if limits else None
         self.usage = Usage(prompt_tokens=sum(len(p.token_ids) for p in prompts))
-        self._answers: list[_Answer] = []
+        self._answers: list[_Running] = []
         self._streams: list[AsyncGenerator[Output, None]] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._timeout = asyncio.timeout(self.seconds)
@@ -98,14 +77,11 @@ class Generation:
         params = self.params
         if params.structured_outputs is not None:
             # in a thread: a short one may take long, too
-            await self.model.in_thread(
-                functools.partial(_check_grammar, params.structured_outputs, self.model.closes_objects)
-            )
+            await self.model.in_thread(functools.partial(self.model.builder.check_grammar, params))
         count = len(self.prompts) * params.n
         self.model.admission.enter(count)  # before anything is built: n may be a million
         try:
-            needs_text = params.detokenize and not self.embed
-            self._answers = [_Answer(i, r, self.model, needs_text) for i, r in enumerate(self._requests())]
+            self._answers = [_Running(i, r, self.model) for i, r in enumerate(self._requests())]
         except BaseException:
             self.model.admission.leave(count)
             raise
@@ -187,13 +163,8 @@ class Generation:
         ]
         async for deltas in self:
             for delta in deltas:
-                whole = wholes[delta.index]
                 texts[delta.index].append(delta.text)
-                whole.token_ids += delta.token_ids
-                if delta.logprobs is not None and whole.logprobs is not None:
-                    whole.logprobs += delta.logprobs
-                if delta.finish_reason is not None:
-                    whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+                add_to(wholes[delta.index], delta, "")
         for whole, parts in zip(wholes, texts):
             whole.text = "".join(parts)
         return wholes
@@ -206,7 +177,7 @@ class Generation:
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
         """Those of each answer, once its first token is there."""
-        return [answer.prompt_logprobs for answer in self._answers]
+        return [running.answer.prompt_logprobs for running in self._answers]
 
     async def _deltas(self, i: int) -> AsyncIterator[Delta]:
         """One answer's deltas up to its end."""
@@ -221,7 +192,11 @@ class Generation:
                             400, output.error or "the grammar cannot be followed", param="structured_outputs"
                         )
                     raise ApiError(500, output.error or "the engine failed this request", code="engine_error")
-                if output.num_cached_tokens and not answer.num_cached_tokens and i % self.params.n == 0:
+                if (
+                    output.num_cached_tokens
+                    and not answer.answer.num_cached_tokens
+                    and i % self.params.n == 0
+                ):
                     self.usage.cached_tokens += output.num_cached_tokens
                 delta = answer.push(output)
                 self.usage.completion_tokens += len(delta.token_ids)
@@ -241,55 +216,23 @@ class Generation:
         raise ApiError(500, "the engine ended a request without a reason", code="engine_error")
 
     def _requests(self) -> list[Request]:
-        model, params = self.model, self.params
-        if (params.stop or params.bad_words) and model.tokenizer is None:
-            model.need_tokenizer()
-        bad_words = (
-            model.need_tokenizer().bad_word_ids(params.bad_words, model.vocab_size)
-            if params.bad_words
-            else ()
+        numbers = self.model.numbers
+        # Clients may send one request id twice: the engine's ids are made unique.
+        own_ids = (f"{self.request_id}-{i}-{next(numbers)}" for i in itertools.count())
+        return self.model.builder.build(
+            [prompt.token_ids for prompt in self.prompts],
+            self.params,
+            own_ids,
+            arrival=time.monotonic(),
+            max_tokens=[self._max_tokens(prompt) for prompt in self.prompts],
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            embed=self.embed,
         )
-        seed = model.seeds.getrandbits(62) if params.seed is None else params.seed
-        found = []
-        for k, prompt in enumerate(self.prompts):
-            limit = self._max_tokens(prompt)
-            for i in range(params.n):
-                # Clients may send one request id twice: the engine's ids are made unique.
-                own_id = f"{self.request_id}-{k * params.n + i}-{next(model.numbers)}"
-                own = replace(
-                    params,
-                    n=1,
-                    seed=(seed + i) % 2**64,
-                    max_tokens=limit,
-                    min_tokens=min(params.min_tokens, limit),
-                )
-                found.append(
-                    Request(
-                        own_id,
-                        prompt.token_ids,
-                        own,
-                        priority=self.priority,
-                        arrival=time.monotonic(),
-                        cache_salt=self.cache_salt,
-                        embed=self.embed,
-                        eos_token_ids=model.eos_token_ids,
-                        bad_word_ids=bad_words,
-                    )
-                )
-        return found
 
     def _max_tokens(self, prompt: Prompt) -> int:
-        """How many tokens may follow the prompt. Raises RequestError for a prompt that is empty, strange or
-        too long."""
+        """How many tokens may follow the prompt. Raises RequestError for a prompt that is too long."""
         model, ids, asked = self.model, prompt.token_ids, self.params.max_tokens
-        if not ids:
-            raise RequestError("prompt is empty; send at least one token")
-        if max(ids) >= model.vocab_size or min(ids) < 0:
-            raise RequestError(
-                f"prompt holds the token id {max(ids)}, outside the vocabulary of {model.vocab_size}; ids "
-                "are 0 to "
-                f"{model.vocab_size - 1}"
-            )
         room = model.max_model_len - len(ids)
         if self.embed:
             if room < 0:
@@ -319,49 +262,20 @@ class Generation:
         return asked
 
 
-def _check_grammar(wanted: StructuredOutputsParams, closes_objects: bool) -> None:
-    # here, as the grammar library takes a while to import and most requests do without
-    from shoal.structured import check
+class _Running:
+    """One answer on its way, and its times for the metrics."""
 
-    check(wanted, closes_objects)
-
-
-class _Answer:
-    """One sequence's answer as it comes."""
-
-    def __init__(self, index: int, request: Request, model: ServedModel, needs_text: bool) -> None:
-        self.index, self.request, self.model = index, request, model
-        tokenizer = model.tokenizer if needs_text else None
-        self.tokenizer = tokenizer
-        self.detokenizer = (
-            Detokenizer(tokenizer, request.params, request.prompt_token_ids)
-            if tokenizer is not None
-            else None
-        )
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.num_cached_tokens = 0
+    def __init__(self, index: int, request: Request, model: ServedModel) -> None:
+        self.index, self.request = index, request
+        self.answer = Answer(request, model.tokenizer)
         self.times = model.metrics.begin(request)
 
     def push(self, output: Output) -> Delta:
-        finish, reason = output.finish_reason, output.stop_reason
-        text, stop, count = (
-            self._text(output) if self.detokenizer is not None else ("", None, len(output.token_ids))
-        )
-        if stop is not None:
-            finish, reason = FinishReason.STOP, stop
-            output.token_ids = output.token_ids[:count]
-            output.logprobs = None if output.logprobs is None else output.logprobs[:count]
+        text = self.answer.push(output)
+        finish = output.finish_reason
         # who was sent away before his first token waited for none
         if output.token_ids or finish != FinishReason.ABORT:
             self.times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
-        if output.num_cached_tokens:
-            self.num_cached_tokens = output.num_cached_tokens
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-            for step in output.prompt_logprobs:
-                self._add_texts(step)
-        for step in output.logprobs or ():
-            self._add_texts(step)
         if finish is not None:
             self.times.finish(finish)
         return Delta(
@@ -371,35 +285,10 @@ class _Answer:
             output.logprobs,
             output.prompt_logprobs,
             None if finish is None else str(finish),
-            reason,
+            output.stop_reason,
             output.embedding,
         )
-
-    def _text(self, output: Output) -> tuple[str, str | None, int]:
-        """(new text, the stop string found, how many of the tokens belong to the answer): none behind a stop
-        string does, though a slow reader gets several tokens at once."""
-        assert self.detokenizer is not None
-        ids, last, drop = (
-            output.token_ids,
-            output.finish_reason is not None,
-            output.finish_reason == FinishReason.STOP,
-        )
-        if not self.request.params.stop or len(ids) < 2:
-            return *self.detokenizer.push(ids, last=last, drop_last=drop), len(ids)
-        texts = []
-        for count, token_id in enumerate(ids, 1):
-            text, stop = self.detokenizer.push(
-                [token_id], last=last and count == len(ids), drop_last=drop and count == len(ids)
-            )
-            texts.append(text)
-            if stop is not None:
-                break
-        return "".join(texts), stop, count
 
     def close(self) -> None:
         """An answer that was left before its end counts as aborted."""
         self.times.finish(FinishReason.ABORT)
-
-    def _add_texts(self, step: TokenLogprobs | None) -> None:
-        if self.tokenizer is not None and step:
-            add_texts(step, self.tokenizer)

@@ -111,16 +111,15 @@ class Scheduler:
 
     # Requests
 
-    def check_request(self, request: Request) -> None:
+    def _check_room(self, request: Request) -> None:
         """Raises RequestError if the request could never run here."""
-        num_tokens, limit = len(request.prompt_token_ids), self._max_num_tokens
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        limit = self._max_num_tokens
         if request.request_id in self._sequences:
             raise RequestError(
                 f"request id {request.request_id!r} is in use; choose another or wait until that request "
                 "has ended"
             )
-        if num_tokens == 0:
-            raise RequestError("the prompt is empty (0 tokens); give at least one token")
         if num_tokens + (not request.embed) > limit:
             cache = f"the whole KV cache ({self.pool.num_blocks} blocks of {self._block_size})"
             what = "max_model_len" if limit == self._max_model_len else cache
@@ -130,8 +129,9 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> Sequence:
-        """Raises RequestError as check_request does."""
-        self.check_request(request)
+        """Raises RequestError if the request could never run here: its id is in use, or it is longer than the
+        model or the whole cache allows."""
+        self._check_room(request)
         order, max_tokens = self._num_added, 1 if request.embed else request.params.max_tokens
         self._num_added += 1
         turn = (request.priority, request.arrival, order) if self._by_priority else (order,)

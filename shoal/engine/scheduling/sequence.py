@@ -85,8 +85,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
-        self.token_ids = list(request.prompt_token_ids)
-        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
         self.root = root_key(request.adapter, request.cache_salt)
         self.stop_ids = frozenset(
             (*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids))
