@@ -35,6 +35,7 @@ class Answer:
     """
 
     __slots__ = (
+        "_may_stop",
         "detokenizer",
         "finish_reason",
         "num_cached_tokens",
@@ -47,6 +48,7 @@ class Answer:
         self.request = request
         self.tokenizer = tokenizer if request.params.detokenize else None
         self.detokenizer: Detokenizer | None = None
+        self._may_stop = bool(request.params.stop)
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.num_cached_tokens = 0
@@ -62,7 +64,16 @@ class Answer:
         completes the string, and gets its finish reason. Tokens behind it were drawn only because the engine
         did not know, and how many depends on how steps were merged. Not to be called after the end.
         """
-        text = "" if self.detokenizer is None else self._text_of(output, self.detokenizer)
+        text, stop = "", None
+        ids, ends = output.token_ids, output.finish_reason is not None
+        if self.detokenizer is not None:
+            if self._may_stop and len(ids) > 1:
+                text, stop = self._cut(output, self.detokenizer)
+            else:
+                drops_last = ends and output.finish_reason == FinishReason.STOP
+                text, stop = self.detokenizer.push(ids, last=ends, drop_last=drops_last)
+            if stop is not None:
+                output.finish_reason, output.stop_reason = FinishReason.STOP, stop
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
         if output.logprobs is not None:
@@ -73,33 +84,28 @@ class Answer:
         self.finish_reason = output.finish_reason
         return text
 
+    def _cut(self, output: Output, detokenizer: Detokenizer) -> tuple[str, str | None]:
+        """The text of several tokens and the stop string that ends it. Takes them one by one, to know which one
+        completes the string, and cuts `output` behind that one."""
+        ids, text, stop = output.token_ids, "", None
+        ends, stopped = output.finish_reason is not None, output.finish_reason == FinishReason.STOP
+        count = 0
+        while stop is None and count < len(ids):
+            is_last = count == len(ids) - 1
+            piece, stop = detokenizer.push(
+                ids[count : count + 1], last=ends and is_last, drop_last=stopped and is_last
+            )
+            text += piece
+            count += 1
+        output.token_ids = ids[:count]
+        output.logprobs = None if output.logprobs is None else output.logprobs[:count]
+        return text, stop
+
     def _add_texts(self, steps: Sequence[TokenLogprobs | None]) -> None:
         if self.tokenizer is not None:
             for step in steps:
                 if step:
                     add_texts(step, self.tokenizer)
-
-    def _text_of(self, output: Output, detokenizer: Detokenizer) -> str:
-        """The new text. Cuts `output` where a stop string is complete."""
-        ids = output.token_ids
-        ends, drops_last = output.finish_reason is not None, output.finish_reason == FinishReason.STOP
-        if not self.request.params.stop or len(ids) < 2:
-            text, stop = detokenizer.push(ids, last=ends, drop_last=drops_last)
-            count = len(ids)
-        else:  # token by token, to know which one completes a stop string
-            text, stop, count = "", None, 0
-            while stop is None and count < len(ids):
-                is_last = count == len(ids) - 1
-                piece, stop = detokenizer.push(
-                    ids[count : count + 1], last=ends and is_last, drop_last=drops_last and is_last
-                )
-                text += piece
-                count += 1
-        if stop is not None:
-            output.token_ids = ids[:count]
-            output.logprobs = None if output.logprobs is None else output.logprobs[:count]
-            output.finish_reason, output.stop_reason = FinishReason.STOP, stop
-        return text
 
 
 def add_to(whole: CompletionOutput, part: Output | Delta, text: str) -> None:

@@ -518,11 +518,10 @@ class _Answer:
     def push(self, output: Output) -> str | None:
         """Adds one output. Returns the stop string that ended the answer if the engine does not know of
         it."""
-        if self.finished:
+        if self.completion.finish_reason is not None:
             return None
         goes_on = output.finish_reason is None
-        text = self._answer.push(output)
-        add_to(self.completion, output, text)
+        add_to(self.completion, output, self._answer.push(output))
         return str(output.stop_reason) if goes_on and output.finish_reason is not None else None
 
 
