@@ -85,8 +85,8 @@ class Answer:
         return text
 
     def _cut(self, output: Output, detokenizer: Detokenizer) -> tuple[str, str | None]:
-        """The text of several tokens and the stop string that ends it. Takes them one by one, to know which one
-        completes the string, and cuts `output` behind that one."""
+        """The text of several tokens and the stop string that ends it. Takes them one by one, to know which
+        one completes the string, and cuts `output` behind that one."""
         ids, text, stop = output.token_ids, "", None
         ends, stopped = output.finish_reason is not None, output.finish_reason == FinishReason.STOP
         count = 0

@@ -95,16 +95,7 @@ class Sequence:
         self.lockstep = params.structured_outputs is not None or any(
             len(word) > 1 for word in request.bad_word_ids
         )
-        self.special = bool(
-            params.has_penalties
-            or params.logit_bias
-            or params.allowed_token_ids is not None
-            or request.bad_word_ids
-            or params.min_tokens
-            or params.logprobs is not None
-            or params.structured_outputs is not None
-            or request.embed
-        )
+        self.special = bool(params.needs_extras or request.bad_word_ids or request.embed)
 
     @property
     def is_delayed(self) -> bool:
