@@ -8,26 +8,14 @@ import difflib
 import itertools
 import re
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from shoal.api import DRAWING, LENGTH, SamplingParams
 from shoal.config import IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig
+from shoal.fields import kind_of
 
-# How tokens are drawn: flags of the commands that generate, and what /set sets in a chat.
-SAMPLING: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 is greedy"),
-    "top_p": (float, "smallest set of tokens with this probability mass"),
-    "top_k": (int, "the k most likely tokens; 0 is off"),
-    "min_p": (float, "tokens at least this fraction as likely as the best"),
-    "repetition_penalty": (float, "above 1 discourages what was said"),
-    "presence_penalty": (float, "above 0 discourages what was said, once"),
-    "frequency_penalty": (float, "above 0 discourages what was said, each time"),
-    "seed": (int, "same seed, same tokens"),
-    "max_tokens": (int, "most tokens of an answer"),
-}
-COMMON_SAMPLING = ("temperature", "top_p", "max_tokens")
 NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 
 
@@ -69,13 +57,17 @@ class Parser(argparse.ArgumentParser):
     def add_sampling_flags(self) -> None:
         """Adds those of SAMPLING but the seed, as the engine's --seed serves."""
         group = self.add_argument_group("sampling")
-        for name, (kind, meaning) in SAMPLING.items():
+        for name, (kind, field) in SAMPLING.items():
             if name != "seed":
                 read, metavar = KINDS[kind]
                 action = group.add_argument(
-                    flag_of(name), type=read, metavar=metavar, default=argparse.SUPPRESS, help=meaning
+                    flag_of(name),
+                    type=read,
+                    metavar=metavar,
+                    default=argparse.SUPPRESS,
+                    help=field.metadata["help"],
                 )
-                if name not in COMMON_SAMPLING:
+                if not field.metadata["common"]:
                     self.rare.add(action)
 
     def format_usage(self) -> str:
@@ -200,8 +192,7 @@ def flag_of(name: str) -> str:
 
 def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """What add_argument is to know of a field."""
-    union = isinstance(hint, types.UnionType)
-    [kind, *_] = [t for t in typing.get_args(hint) if t is not types.NoneType] if union else [hint]
+    kind, _ = kind_of(hint)
     default = "" if field.default is None else f" (default: {field.default})"
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"] + default}
     if kind is bool:
@@ -213,6 +204,23 @@ def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         [kind] = typing.get_args(kind)
     read, metavar = KINDS[kind]
     return options | {"type": read, "metavar": metavar}
+
+
+def _sampling_numbers() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
+    """(type, field) of each number in SamplingParams that says how tokens are drawn or where an answer
+    ends."""
+    hints = typing.get_type_hints(SamplingParams)
+    found, section = {}, None
+    for field in dataclasses.fields(SamplingParams):
+        section = field.metadata["section"] or section
+        kind, _ = kind_of(hints[field.name])
+        if section in (DRAWING, LENGTH) and kind in (int, float):
+            found[field.name] = (kind, field)
+    return found
+
+
+# How tokens are drawn: flags of the commands that generate, and what /set sets in a chat.
+SAMPLING = _sampling_numbers()
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

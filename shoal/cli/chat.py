@@ -274,7 +274,8 @@ class Chat:
             nearest = difflib.get_close_matches(name, SAMPLING, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(SAMPLING)}"
             raise RequestError(f"there is no setting {name!r}; {hint}")
-        kind, meaning = SAMPLING[name]
+        kind, field = SAMPLING[name]
+        meaning = field.metadata["help"]
         value = value.strip()
         if value == "default":
             self.settings.pop(name, None)
@@ -292,8 +293,8 @@ class Chat:
     def _show_settings(self) -> None:
         note(
             "\n".join(
-                f"{name:20} {self.settings.get(name, 'default')!s:10} {meaning}"
-                for name, (_, meaning) in SAMPLING.items()
+                f"{name:20} {self.settings.get(name, 'default')!s:10} {field.metadata['help']}"
+                for name, (_, field) in SAMPLING.items()
             )
         )
 
