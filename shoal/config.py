@@ -194,7 +194,7 @@ class EngineConfig:
         None, "where files from the hub are kept; default: the hub library's cache"
     )
     load_format: str = option(
-        "auto", '"auto" | "safetensors" | "dummy": random weights', choices=("auto", "safetensors", "dummy")
+        "auto", 'the format of the weights; "dummy": random ones', choices=("auto", "safetensors", "dummy")
     )
     check_weights: bool = option(
         False,
@@ -219,7 +219,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU", low=1
     )
-    block_size: int = option(16, "tokens a KV block", low=1)
+    block_size: int = option(16, "tokens a KV block, a power of two", low=1, high=256)
     gpu_memory_utilization: float = option(
         0.9, "this engine's share of the card", common=True, above=0, high=1
     )
@@ -250,7 +250,7 @@ class EngineConfig:
     kv_offload_policy: str = option(
         "evict",
         '"evict": the coldest blocks go to the next tier ahead of their eviction; "register": '
-        "every block at once",
+        "every block goes at once",
         choices=("evict", "register"),
     )
     kv_offload_min_uses: int = option(
@@ -259,12 +259,10 @@ class EngineConfig:
     kv_offload_bandwidth: int | None = option(
         None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound", low=1
     )
-    kv_eviction_policy: str = option(
-        "lru", 'which block of a lower tier goes first: "lru" | "lfu"', choices=("lru", "lfu")
-    )
+    kv_eviction_policy: str = option("lru", "which block of a lower tier goes first", choices=("lru", "lfu"))
     kv_load_policy: str = option(
         "cost",
-        '"cost": what a lower tier has is fetched where that is quicker than computing it | "always"',
+        '"cost": what a lower tier has is fetched only where that is quicker than computing it',
         choices=("cost", "always"),
     )
     kv_flush_timeout: float = option(
@@ -277,7 +275,7 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True, low=1)
     attention_backend: str = option(
         "auto",
-        '"triton" | "cpu" | "flashinfer" | "flash_attn"',
+        '"auto": "triton" on a GPU, else "cpu"',
         choices=("auto", "triton", "cpu", "flashinfer", "flash_attn"),
     )
     disable_cascade_attn: bool = option(
@@ -285,7 +283,7 @@ class EngineConfig:
     )
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
     scheduling_policy: str = option(
-        "fcfs", '"fcfs" | "priority": the lowest number first', choices=("fcfs", "priority")
+        "fcfs", '"fcfs": the first to come; "priority": the lowest number', choices=("fcfs", "priority")
     )
     long_prefill_token_threshold: int = option(
         0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget", low=0
@@ -344,7 +342,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        if self.block_size & (self.block_size - 1) or self.block_size > 256:
+        if self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default"
             )
@@ -496,20 +494,19 @@ class ServerConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        '"hermes" | "llama3_json" | "none"; auto: by the chat template',
+        '"auto": the one that fits the chat template',
         section="tools and templates",
         choices=("auto", "hermes", "llama3_json", "none"),
     )
     reasoning_parser: str = option(
-        "auto", '"qwen3" | "none"; auto: by the chat template', choices=("auto", "qwen3", "none")
+        "auto", '"auto": the one that fits the chat template', choices=("auto", "qwen3", "none")
     )
     log_requests: str = option(
         "all",
-        'which requests get a line in the log: "all" | "errors" | "off"; '
-        "health checks and the like do with --verbose only",
+        "which requests get a line in the log; health checks and the like do with --verbose only",
         choices=("all", "errors", "off"),
     )
-    log_format: str = option("text", '"text" | "json": a JSON object a line', choices=("text", "json"))
+    log_format: str = option("text", '"json": a JSON object a line', choices=("text", "json"))
     trust_request_chat_template: bool = option(
         False, "requests may bring a chat template (in the sandbox, but one may run for ever)"
     )

@@ -8,6 +8,7 @@ import typing
 from typing import Any
 
 from shoal.config import EngineConfig
+from shoal.fields import described
 from shoal.options import argument_of, flag_of
 
 
@@ -17,6 +18,8 @@ class EngineArgs(EngineConfig):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**self.known_options(options))
+
+    __doc__ = f"{__doc__}\n\n{described(EngineConfig)}\n"
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:

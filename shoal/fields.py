@@ -92,6 +92,15 @@ def _checks(config: type) -> list[_Check]:
     ]
 
 
+def described(config: type) -> str:
+    """A line for each field: name, type, default and meaning. For the docstrings of what takes them as
+    arguments."""
+    lines = []
+    for field in dataclasses.fields(config):
+        lines.append(f"    {field.name}: {field.type} = {field.default!r}\n        {field.metadata['help']}")
+    return "\n".join(lines)
+
+
 def kind_of(hint: Any) -> tuple[Any, bool]:
     """A field's type without None, and whether it may be None."""
     if not isinstance(hint, types.UnionType):

@@ -193,8 +193,13 @@ def flag_of(name: str) -> str:
 def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """What add_argument is to know of a field."""
     kind, _ = kind_of(hint)
-    default = "" if field.default is None else f" (default: {field.default})"
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"] + default}
+    notes = []
+    if choices := field.metadata["limits"].choices:
+        notes.append(" | ".join(choices))
+    if field.default is not None:
+        notes.append(f"default: {field.default}")
+    meaning = field.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning}
     if kind is bool:
         return options | {"action": argparse.BooleanOptionalAction}
     if dataclasses.is_dataclass(kind):

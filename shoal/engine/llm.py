@@ -34,6 +34,7 @@ from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, UnavailableError
+from shoal.fields import described
 from shoal.kv_event_format import EventBatch
 from shoal.request_builder import RequestBuilder
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
@@ -51,6 +52,8 @@ class LLM:
     Raises UserError (a ValueError) for impossible options, checkpoints and requests; the engine lives on
     after a bad request.
     """
+
+    __doc__ = f"{__doc__}\n\n{described(EngineConfig)}\n"
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         for name in ("tokenizer", "dtype"):  # a path, a torch.dtype
