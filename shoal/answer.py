@@ -1,5 +1,5 @@
-"""From an engine's `Output`s to text: one answer as it grows. Used by `LLM` and by the server; requests are
-made in request_builder.py.
+"""Turns an engine's `Output`s into text: one answer as it grows. `LLM` and the server use it;
+request_builder.py makes the requests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Delta:
 
 
 class Answer:
-    """The answer to one request, up to its end. It keeps only what the next tokens need: what came so far is
-    its reader's to keep.
+    """The answer to one request, up to its end. It keeps only what the next tokens need; its reader keeps the
+    text and tokens that have come.
 
-    tokenizer: None for an answer without text. A request that goes on behind `output_token_ids` has their
-    text behind it: the first new text follows that.
+    tokenizer: None for an answer without text. If the request has `output_token_ids`, the first new text
+    follows the text of those.
     """
 
     __slots__ = (

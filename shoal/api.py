@@ -1,4 +1,4 @@
-"""What crosses every seam: requests, sampling parameters, outputs, and the two engine protocols.
+"""Requests, sampling parameters, outputs, and the two protocols that every engine has.
 
 Torch-free. Field names and meanings are vLLM's where vLLM has them.
 """
@@ -35,8 +35,8 @@ STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "struct
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What the text of an answer must be: exactly one of the fields is given. Names are vLLM's; raises
-    RequestError otherwise."""
+    """What the text of an answer must look like. Names are vLLM's. Raises RequestError unless exactly one of
+    the kinds is given."""
 
     json: str | dict[str, Any] | bool | None = None  # a JSON schema, or its text
     regex: str | None = None
@@ -189,7 +189,7 @@ class SamplingParams:
                         f"logit_bias {{{token_id}: {bias}}} is not a token id from 0 up and a number; mend "
                         f"or drop it"
                     )
-            # as vLLM
+            # vLLM cuts biases to these bounds, too.
             self.logit_bias = {
                 i: min(max(b, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for i, b in self.logit_bias.items()
             }
@@ -232,7 +232,7 @@ class BeamSearchParams:
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's generation_config.json says of SamplingParams' fields."""
+    """Returns the defaults of SamplingParams' fields in a model's generation_config.json."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     found = {name: value for name in names if (value := generation_config.get(name)) is not None}
     if most := generation_config.get("max_new_tokens"):
@@ -285,7 +285,7 @@ class Output:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held
     queued_seconds: float = 0.0  # how long the request waited for its first step; with its first token
-    embedding: list[float] | None = None  # of a request that asked for it: [hidden size], of unit length
+    embedding: list[float] | None = None  # [hidden size], of unit length, if the request asked for it
     # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
     error: str | None = None
 

@@ -1,4 +1,4 @@
-"""EngineConfig: every option of the engine, validated when it is built, never written again.
+"""Every option of the engine and of the server, checked when a config is built and never changed later.
 
 Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest; vLLM
 options that mean nothing here are accepted with a warning. What depends on the model or the device is filled
@@ -67,7 +67,7 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Whether and where it is published which KV blocks are cached: vLLM's fields. Raises ConfigError."""
+    """How the engine tells others which KV blocks it has cached. Fields are vLLM's. Raises ConfigError."""
 
     enable_kv_cache_events: bool = False
     publisher: str = "zmq"  # or "null": for this process only (LLM.drain_kv_events)
@@ -130,7 +130,7 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
-    """How structured outputs are read where a request doesn't say: vLLM's fields. Raises ConfigError."""
+    """Defaults of structured outputs, for requests that do not say. Fields are vLLM's. Raises ConfigError."""
 
     disable_additional_properties: bool = True  # unlike in vLLM: small models invent keys until max_tokens
 
@@ -182,7 +182,7 @@ def _is_endpoint(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Raises ConfigError naming the option, its value and the limit."""
+    """Options of the engine. Raises ConfigError that names the option, its value and the limit."""
 
     model: str = option(
         DEFAULT_MODEL, 'folder, .gguf file, hub id, or "smollm2"', common=True, section="model and tokenizer"
@@ -318,8 +318,8 @@ class EngineConfig:
 
     @classmethod
     def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Those of them that are fields. Raises ConfigError for unknown names; meaningless ones of vLLM are
-        dropped with a warning."""
+        """Returns the options that are fields. Drops options of vLLM that mean nothing here, with a warning.
+        Raises ConfigError for unknown names."""
         names = [f.name for f in dataclasses.fields(cls)]
         for name in list(options):
             if name in names:
@@ -365,8 +365,8 @@ class EngineConfig:
 
     @property
     def closes_objects(self) -> bool:
-        """Whether objects of a JSON schema have no other keys than it names, where neither it nor the request
-        says otherwise."""
+        """Whether an object of a JSON schema has only the keys that the schema names, if neither the schema
+        nor the request says otherwise."""
         return StructuredOutputsConfig.of(self.structured_outputs_config).disable_additional_properties
 
     @property

@@ -84,7 +84,7 @@ class _Check:
 
 @functools.cache
 def _checks(config: type) -> list[_Check]:
-    """Those of the fields that have limits."""
+    """Returns a check for each field that has limits."""
     hints = typing.get_type_hints(config)
     fields = {field.name: field.metadata.get("limits") for field in dataclasses.fields(config)}
     return [
@@ -110,7 +110,7 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 
 
 def _complaint(kind: type, limits: Limits) -> str:
-    """What is wrong with a value that is not possible, and which are."""
+    """Says which values are possible."""
     if limits.choices:
         return f"is not one of {', '.join(limits.choices)}"
     if kind is int:
@@ -121,7 +121,7 @@ def _complaint(kind: type, limits: Limits) -> str:
 
 
 def interval(limits: Limits) -> str:
-    """[0, 1], (0, 1] or [0, inf)."""
+    """Writes limits as an interval, such as [0, 1], (0, 1] or [0, inf)."""
     if limits.above is not None:
         begin = f"({limits.above:g}"
     else:

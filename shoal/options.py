@@ -1,4 +1,5 @@
-"""The command's parser: flags out of dataclasses, --help with the common ones, mistakes told in a line."""
+"""The command's parser. Flags come from dataclass fields, --help shows the common ones, and a mistake is one
+line."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title = "arguments"
         self.rare: set[argparse.Action] = set()  # shown by --help-all alone
         self.foreign: dict[str, str] = {}  # options of other programs, and what to do about each
-        self.short_titles: dict[object, str] = {}  # of groups that --help shows together
+        self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
 
     def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
         """Adds a flag for each field of the dataclass `config` but some. One not given leaves no trace."""
@@ -55,7 +56,7 @@ class Parser(argparse.ArgumentParser):
                 self.rare.add(action)
 
     def add_sampling_flags(self) -> None:
-        """Adds those of SAMPLING but the seed, as the engine's --seed serves."""
+        """Adds a flag for each of SAMPLING. There is none for the seed, as the engine's --seed serves."""
         group = self.add_argument_group("sampling")
         for name, (kind, field) in SAMPLING.items():
             if name != "seed":
@@ -101,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}see `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As the base class does, after a look at the names: a misspelt one is told before the values are."""
+        """Checks the names of all options first, so that a misspelt name is told before a wrong value."""
         words = self._with_known_names(sys.argv[1:] if args is None else args)
         return super().parse_known_args(words, namespace)
 
@@ -109,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         words = list(args)
         unknown: list[str] = []
         commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
-        is_value = False  # of the option before it
+        is_value = False  # the word is the value of the option before it
         for i, word in enumerate(words):
             if word == "--":
                 break
@@ -180,7 +181,7 @@ KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Those fields of the dataclass `config` that are among the arguments."""
+    """Returns the fields of the dataclass `config` that are among the arguments."""
     names = [field.name for field in dataclasses.fields(config)]
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
@@ -191,7 +192,7 @@ def flag_of(name: str) -> str:
 
 
 def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """What add_argument is to know of a field."""
+    """Returns the arguments of `add_argument` for a field."""
     kind, _ = kind_of(hint)
     notes = []
     if choices := field.metadata["limits"].choices:

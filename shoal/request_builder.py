@@ -1,5 +1,5 @@
-"""From prompts and sampling parameters to `Request`s, and what a model requires of one. Used by `LLM` and by
-the server; text comes back in answer.py.
+"""Makes `Request`s out of prompts and sampling parameters, and says what a model requires of one. `LLM` and
+the server use it; answer.py turns outputs into text again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from shoal.tokenizer import Tokenizer
 class RequestBuilder:
     """Makes the requests for one model.
 
-    tokenizer: None where the engine runs without one. seed: of the seeds that requests get which bring none.
+    tokenizer: None where the engine runs without one. seed: requests that bring no seed get one that follows
+    from this number.
     closes_objects: whether objects of a JSON schema have only the keys that it names, where neither it nor
     the request says so.
     """
@@ -134,7 +135,7 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
 
 
 def _check_output(request: Request, vocab_size: int) -> None:
-    """What is output already must leave something to do."""
+    """Raises RequestError if nothing is left to do behind the tokens that are output already."""
     _check_token_ids("output_token_ids", request.output_token_ids, vocab_size)
     if request.embed:
         raise RequestError("output_token_ids belong to an answer, and an embedding has none; leave them out")

@@ -1,4 +1,4 @@
-"""LLM: the offline interface, vLLM's by name and meaning. Text in and out around an EngineCore in this
+"""LLM: the offline interface, with vLLM's names and meanings. It adds text to an EngineCore in this
 process."""
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class LLM:
         *,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in order. A prompt is text, token ids, or {"prompt": text} /
-        {"prompt_token_ids": ids}, which may carry a "cache_salt"."""
+        """Returns one RequestOutput for each prompt, in order. A prompt is text, token ids, or a dict with
+        "prompt" (text) or "prompt_token_ids", and "cache_salt" if wanted. Raises RequestError for an
+        impossible request and UnavailableError while the engine sleeps; then none of them has run."""
         prompts = _as_list(prompts)
         params = self._params_for(len(prompts), sampling_params)
         if priority is not None and (
@@ -114,8 +115,8 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
-        """One embedding a prompt, in order: the hidden state after its last token, of unit length. Prompts
-        are those of `generate`."""
+        """Returns one embedding for each prompt, in order: the hidden state after its last token, of unit
+        length. Prompts are those of `generate`."""
         embeddings = []
         params = SamplingParams(max_tokens=1)
         with _only_young_garbage:
@@ -179,7 +180,7 @@ class LLM:
         """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
-            # in turn: looking at all of them at each step takes thousands of small ones a fifth of their time
+            # One after the other: to look at all of thousands at each step takes a fifth of their time.
             for group in groups:
                 while not group.finished:
                     self._step()
@@ -352,7 +353,7 @@ class LLM:
 
     @property
     def weights_version(self) -> int:
-        """How many updates there have been."""
+        """The number of weight updates so far."""
         return self.core.weights.version
 
     def check_weights(self) -> dict[str, str]:
@@ -530,7 +531,7 @@ class _Answer:
 
 
 class _Embedding:
-    """The embedding of one prompt, once it is there. Its own group of one answer."""
+    """The embedding of one prompt, once it is there. It is a group of one answer, itself."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -560,7 +561,7 @@ class _Embedding:
 
 
 class _Group:
-    """The n answers to one prompt."""
+    """The `params.n` answers to one prompt."""
 
     def __init__(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: list[_Answer]
@@ -607,9 +608,9 @@ class _Group:
 
 
 class _OnlyYoungGarbage:
-    """Is collected while somebody is in here, but for once in minutes. A full collection looks at all modules
-    and requests, for 0.1 s, before the first step, in the middle of one, or after the last. (To freeze what
-    is there would undo it for others: `gc.unfreeze` does not tell whose it was.)"""
+    """A context in which Python's full garbage collections wait. A full collection looks at all modules and
+    requests, which takes 0.1 s in the middle of a batch. (`gc.freeze` would do, but its `unfreeze` undoes
+    what others have frozen.)"""
 
     def __init__(self) -> None:
         self._lock, self._num_inside, self._before = threading.Lock(), 0, gc.get_threshold()
