@@ -13,8 +13,8 @@ from shoal.options import argument_of, flag_of
 
 
 class EngineArgs(EngineConfig):
-    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. What of vLLM's
-    means nothing here is dropped with a warning, as by `LLM`. Raises ConfigError."""
+    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. Options of vLLM
+    that mean nothing here are dropped with a warning, as `LLM` does. Raises ConfigError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**self.known_options(options))
