@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
 MAX_NUM_SEQS = 1 << 16  # each has a row of state and of the sampler on the device, used or not
+MOST_BATCHES = 2**30 - 1
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
@@ -69,18 +70,32 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 class KVEventsConfig:
     """How the engine tells others which KV blocks it has cached. Fields are vLLM's. Raises ConfigError."""
 
-    enable_kv_cache_events: bool = False
-    publisher: str = "zmq"  # or "null": for this process only (LLM.drain_kv_events)
-    # bound if it has a *, a :: or a network interface, or is ipc or inproc; else connected to
-    endpoint: str = "tcp://lo:5557"
-    replay_endpoint: str | None = None  # bound: where a listener asks for what it missed
-    buffer_steps: int = 10_000  # batches kept for replay; who has missed more gets a snapshot
-    hwm: int = 100_000  # batches that wait for one slow listener; it misses those beyond
-    max_queue_size: int = 100_000  # batches that wait to be published; then steps wait too
-    topic: str = ""
-    # ZMQ CURVE: the engine's keys, as zmq.auth.create_certificates writes them
-    curve_secret_key_file: str | None = None
-    curve_client_keys_dir: str | None = None  # and the public keys of who may listen, *.key
+    enable_kv_cache_events: bool = option(False, "events are made", section="kv_events_config")
+    publisher: str = option(
+        "zmq", '"null": for this process only, see `LLM.drain_kv_events`', choices=("zmq", "null")
+    )
+    endpoint: str = option(
+        "tcp://lo:5557",
+        "bound if it has a `*`, a `::` or a network interface (`lo` is loopback), or is ipc or inproc; else "
+        "connected to",
+    )
+    replay_endpoint: str | None = option(None, "bound: where a listener asks for what it missed")
+    buffer_steps: int = option(
+        10_000, "batches kept for replay; who has missed more gets a snapshot", low=0, high=MOST_BATCHES
+    )
+    hwm: int = option(
+        100_000, "batches that wait for one slow listener; it misses those beyond", low=1, high=MOST_BATCHES
+    )
+    max_queue_size: int = option(
+        100_000, "batches that wait to be published; beyond, steps wait too", low=1, high=MOST_BATCHES
+    )
+    topic: str = option("", "the first frame of each message; listeners subscribe to its beginning")
+    curve_secret_key_file: str | None = option(
+        None, "ZMQ CURVE: the engine's keys, as `zmq.auth.create_certificates` writes them"
+    )
+    curve_client_keys_dir: str | None = option(
+        None, "ZMQ CURVE: the folder with the public keys (`*.key`) of those who may listen"
+    )
 
     @classmethod
     def of(cls, value: KVEventsConfig | dict[str, Any] | str | None) -> KVEventsConfig | None:
@@ -95,16 +110,9 @@ class KVEventsConfig:
                 f"kv_events_config.enable_kv_cache_events {self.enable_kv_cache_events!r} is neither true "
                 "nor false"
             )
-        if self.publisher not in ("zmq", "null"):
-            raise ConfigError(f"kv_events_config.publisher {self.publisher!r} is not one of zmq, null")
+        check_fields(self, ConfigError, "kv_events_config.")
         if not isinstance(self.topic, str):
             raise ConfigError(f"kv_events_config.topic {self.topic!r} is no text")
-        for name, low in (("buffer_steps", 0), ("hwm", 1), ("max_queue_size", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**30:
-                raise ConfigError(
-                    f"kv_events_config.{name} {value!r} is not an integer from {low} to 2^30 - 1; choose one"
-                )
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if not (value is None and name == "replay_endpoint") and not _is_endpoint(value):
@@ -132,7 +140,12 @@ class KVEventsConfig:
 class StructuredOutputsConfig:
     """Defaults of structured outputs, for requests that do not say. Fields are vLLM's. Raises ConfigError."""
 
-    disable_additional_properties: bool = True  # unlike in vLLM: small models invent keys until max_tokens
+    disable_additional_properties: bool = option(
+        True,
+        "objects have only the keys that their schema names, unlike in vLLM: small models invent keys until "
+        "max_tokens",
+        section="structured_outputs_config",
+    )
 
     @classmethod
     def of(cls, value: StructuredOutputsConfig | dict[str, Any] | str | None) -> StructuredOutputsConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.api import SamplingParams, StructuredOutputsParams
-from shoal.config import EngineConfig, ServerConfig
+from shoal.config import EngineConfig, KVEventsConfig, ServerConfig, StructuredOutputsConfig
 from shoal.fields import Limits, interval, kind_of
 from shoal.options import flag_of
 
@@ -27,6 +27,11 @@ Arguments of `LLM(...)` and `EngineArgs(...)`, and flags of `shoal generate`, `c
 `profile`: `max_model_len=4096` is `--max-model-len 4096`. A yes-or-no has a flag and its opposite,
 `--no-...`.
 """
+NESTED = """## Options with fields of their own
+
+A dict in Python, JSON on the command line, such as
+`--kv-events-config '{"enable_kv_cache_events": true}'`.
+"""
 SERVER = """## The server
 
 Flags of `shoal serve`, beside the engine's.
@@ -41,14 +46,14 @@ and names for `/set` in a chat.
 
 
 def page() -> str:
-    return "\n".join(
-        [
-            HEAD,
-            ENGINE + "\n" + _tables(EngineConfig, as_flags=True),
-            SERVER + "\n" + _tables(ServerConfig, as_flags=True),
-            SAMPLING + "\n" + _tables(SamplingParams, as_flags=False),
-        ]
-    )
+    """The whole page, as Markdown."""
+    parts = [HEAD]
+    parts += [ENGINE, _tables(EngineConfig, as_flags=True)]
+    parts += [NESTED, _tables(KVEventsConfig, as_flags=False)]
+    parts += [_tables(StructuredOutputsConfig, as_flags=False)]
+    parts += [SERVER, _tables(ServerConfig, as_flags=True)]
+    parts += [SAMPLING, _tables(SamplingParams, as_flags=False)]
+    return "\n".join(parts)
 
 
 def _tables(config: type, as_flags: bool) -> str:
@@ -65,12 +70,13 @@ def _tables(config: type, as_flags: bool) -> str:
     head = f"| {'flag' if as_flags else 'name'} | default | values | meaning |\n|---|---|---|---|"
     tables = []
     for title, rows in sections.items():
-        tables.append("\n".join([f"### {title[0].upper()}{title[1:]}", "", head, *rows, ""]))
+        shown = title if "_" in title else title[0].upper() + title[1:]
+        tables.append("\n".join([f"### {shown}", "", head, *rows, ""]))
     return "\n".join(tables)
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    return "" if field.default is None else f"`{field.default}`"
+    return "" if field.default in (None, "") else f"`{field.default}`"
 
 
 def _values(field: dataclasses.Field[Any], hint: Any) -> str:
