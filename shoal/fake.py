@@ -76,14 +76,16 @@ class FakeEngine:
                     embedding=self._embedding(request),
                 )
                 return
-            start, done, limit = time.monotonic(), 0, request.params.max_tokens or 16
+            start, limit = time.monotonic(), request.params.max_tokens or 16
+            done = given = len(request.output_token_ids)
             while not stopped.is_set():
                 while self.state.is_sleeping and not stopped.is_set():  # kept for after the wake-up
                     await self._changed.wait()
                 if self.token_seconds:
-                    due = int((time.monotonic() - start) / self.token_seconds) + 1
+                    due = given + int((time.monotonic() - start) / self.token_seconds) + 1
                     if due <= done:
-                        await self._pause(stopped, start + done * self.token_seconds - time.monotonic())
+                        next_at = start + (done - given) * self.token_seconds
+                        await self._pause(stopped, next_at - time.monotonic())
                         continue
                 else:
                     due = done + 1

@@ -1,5 +1,6 @@
 """From outputs to text, however an engine merged them: what belongs to an answer and what ended it."""
 
+import asyncio
 import copy
 import random
 
@@ -7,6 +8,7 @@ import pytest
 
 from shoal.answer import Answer, add_to
 from shoal.api import CompletionOutput, FinishReason, Logprob, Output, Request, SamplingParams
+from shoal.fake import FakeEngine
 from shoal.tokenizer import Tokenizer
 from tests import texts
 
@@ -109,3 +111,16 @@ def test_an_answer_that_began_elsewhere_goes_on_as_if_it_had_not():
             whole.stop_reason,
         )
         assert ids[:at] + rest.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-4])
+def test_a_fake_engine_goes_on_behind_tokens_drawn_elsewhere_as_a_real_one_does(seconds):
+    engine = FakeEngine(300, reply=ids_of("hello "), ends=True, token_seconds=seconds)
+
+    async def tokens(output):
+        asked = request("p", output, max_tokens=20)
+        asked.eos_token_ids = (257,)
+        return [i async for part in engine.generate(asked) for i in part.token_ids]
+
+    whole = asyncio.run(tokens(""))
+    assert whole == [*ids_of("hello "), 257] and asyncio.run(tokens("hel")) == whole[3:]
