@@ -1,4 +1,4 @@
-"""Requests, sampling parameters, outputs, and the two protocols that every engine has.
+"""What crosses every seam: requests, sampling parameters, outputs, and the two engine protocols.
 
 Torch-free. Field names and meanings are vLLM's where vLLM has them.
 """
