@@ -156,7 +156,7 @@ workloads.SHAPES["small"] = dict(hidden_size=512, intermediate_size=1024, num_hi
 llm = LLM(workloads.write_model(tempfile.mkdtemp(), "small"), load_format="dummy", dtype="float32", device="cpu", max_model_len=512,
           kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True)
 with torch.inference_mode():
-    llm.core.ranks.runner.kv.fill_(1.0)
+    llm.core.ranks.runner.cache.blocks.fill_(1.0)
 sizes = [resident()]
 for level in (1, 2):
     llm.sleep(level=level)
@@ -174,7 +174,7 @@ def test_addresses_stay(folder, build, changed):
 
     def addresses():
         runner = llm.core.ranks.runner
-        return [p.data_ptr() for p in runner.model.parameters()] + [runner.kv.data_ptr()]
+        return [p.data_ptr() for p in runner.model.parameters()] + [runner.cache.blocks.data_ptr()]
 
     before = addresses()
     llm.sleep(level=2)
@@ -438,7 +438,7 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expect
     """As undefined as a woken cache on a GPU is."""
     llm = build(folder)
     with torch.inference_mode():
-        llm.core.ranks.runner.kv.fill_(float("nan"))
+        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
     assert tokens(llm) == expected
 
 
