@@ -1,4 +1,4 @@
-"""Requests, sampling parameters, outputs, and the protocol of an engine.
+"""What crosses every seam: requests, sampling parameters, outputs, and the protocol of an engine.
 
 Torch-free. Field names and meanings are vLLM's where vLLM has them.
 """

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
 MAX_NUM_SEQS = 1 << 16  # each has a row of state and of the sampler on the device, used or not
-SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 MOST_BATCHES = 2**30 - 1
+SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.

@@ -97,6 +97,7 @@ def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
         "num_gpu_blocks_override": 0,
         "kv_disk_bytes": 0,
         "async_scheduling": False,
+        "target_itl_ms": 0.0,
         "kv_events_config": KVEventsConfig(),
         "structured_outputs_config": StructuredOutputsConfig(),
         "keep_quantized": False,
