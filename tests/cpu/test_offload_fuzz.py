@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from test_scheduler_fuzz import Device, History, Row, Trace
 
+from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.offloader import Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
@@ -271,8 +272,7 @@ class TieredTrace(Trace):
             self.transfers,
             self.disks,
             policy,
-            token_s=r.choice((0.01, 0.001)),
-            block_s={"host": 0.001, "disk": 0.02 * r.random()},
+            Costs(self.block_size, r.choice((0.01, 0.001)), {"host": 0.001, "disk": 0.02 * r.random()}),
             clock=self.clock,
         )
         scheduler.tiers = self

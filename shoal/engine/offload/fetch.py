@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from shoal.api import KvTierStats
+from shoal.engine.offload.costs import Costs, Throughput
 from shoal.engine.offload.transfers import Done, Transfers
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Fetch
@@ -25,17 +26,6 @@ HOST = "host"
 READ_BLOCKS = 16  # of one read
 MAX_READING = 256  # blocks, of all jobs: a tier lets so many wait
 PATIENCE_S = 10.0  # with reads: then the sequence computes what has not come
-SMOOTHING = 0.2  # of moving averages: the weight of the newest
-
-
-class Rate:
-    """Seconds a unit, as a moving average."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def add(self, seconds: float, units: int) -> None:
-        self.seconds += SMOOTHING * (seconds / units - self.seconds)
 
 
 @dataclass(slots=True)
@@ -45,7 +35,7 @@ class Books:
     slots: HostTier
     transfers: Transfers
     keeps: bool  # whether slots keep blocks: there is a host tier. Else they are a staging area
-    rates: dict[str, Rate]  # a block from that tier
+    costs: Costs
     stats: dict[str, KvTierStats]
     clock: Callable[[], float]
     epoch: int = 0  # resets so far: what was begun before the last is not kept
@@ -91,7 +81,7 @@ class Fetcher:
         self.scheduler, self.books = scheduler, books
         self.jobs: list[Job] = []
         self._num_reading = 0  # blocks
-        self._last_read = dict.fromkeys(books.rates, 0.0)  # when one ended
+        self._reads = {tier: Throughput(rate) for tier, rate in books.costs.fetch.items()}
 
     def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> Job:
         """Takes it in; `advance` begins the transfers."""
@@ -127,6 +117,8 @@ class Fetcher:
     def advance(self) -> None:
         """Begins what can begin, ends what has ended. Steps and copies that must run before have been
         launched."""
+        for reads in self._reads.values():
+            reads.settle()
         for job in list(self.jobs):
             if job.fetch.seq.fetch is not job.fetch or self.books.clock() > job.expires:
                 self._close(job)
@@ -175,18 +167,17 @@ class Fetcher:
         assert slots is not None
         job.num_reading += 1
         self._num_reading += len(blocks)
+        begun = books.clock()
+        self._reads[tier].begun(begun)
         ticket = books.transfers.read(tier, [job.metas[i] for i in blocks], slots)
-        books.track(
-            ticket, slots, partial(self._was_read, job, tier, blocks, slots, books.epoch, books.clock())
-        )
+        books.track(ticket, slots, partial(self._was_read, job, tier, blocks, slots, books.epoch, begun))
         return True
 
     def _was_read(
         self, job: Job, tier: str, blocks: list[int], slots: list[int], epoch: int, begun: float, done: Done
     ) -> None:
-        books, now = self.books, self.books.clock()
-        books.rates[tier].add(now - max(begun, self._last_read[tier]), len(blocks))
-        self._last_read[tier] = now
+        books = self.books
+        self._reads[tier].ended(begun + done.seconds, sum(done.intact))
         job.num_reading -= 1
         self._num_reading -= len(blocks)
         good = [(i, slot) for i, slot, intact in zip(blocks, slots, done.intact) if intact]
@@ -217,7 +208,7 @@ class Fetcher:
         job.num_copying -= 1
         books.slots.release(slots)
         if done.seconds:
-            books.rates[HOST].add(done.seconds, len(blocks))
+            books.costs.fetch[HOST].add(done.seconds, len(blocks))
         stats = books.stats[tier]
         for i, intact in zip(blocks, done.intact):
             job.arrived[i] = intact

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Protocol
 
 from shoal.api import KvTierStats
-from shoal.engine.offload.fetch import HOST, Books, Fetcher, Rate, make_meta
+from shoal.engine.offload.costs import Costs, Throughput
+from shoal.engine.offload.fetch import HOST, Books, Fetcher, make_meta
 from shoal.engine.offload.transfers import Done, Transfers
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Fetch
@@ -32,8 +33,6 @@ WRITE_BLOCKS = 16  # of one write
 MAX_WRITING = 48  # blocks: fewer than a tier lets wait
 WRITE_REST_S = 1.0  # after a write that failed, before the host tier's coldest are looked at again
 HOST_WATERMARK = 1024  # of the coldest blocks in the host tier, so many are to lie below it too
-FETCH_LATENCY_S = 0.002  # of a fetch beside its bytes: its end is noticed between two steps
-RECOVERY = 0.98  # of a tier's cost, each time that it was too high: so the tier is tried again
 POLL_S = 0.0003
 
 
@@ -71,8 +70,7 @@ class Offloader:
         transfers: Transfers,
         persistent: Mapping[str, LowerTier],
         policy: OffloadPolicy,
-        token_s: float = 0.0,
-        block_s: Mapping[str, float] | None = None,
+        costs: Costs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -83,12 +81,10 @@ class Offloader:
             persistent,
             policy,
         )
-        self.token = Rate(token_s)  # computed in a prefill
-        names = dict.fromkeys((HOST, *persistent, *(block_s or ())))
-        self.stats = {name: KvTierStats() for name in names}
+        self.costs = costs
+        self.stats = {name: KvTierStats() for name in costs.fetch}
         self.num_dropped = 0  # evicted from the device, and nowhere else
-        rates = {name: Rate((block_s or {}).get(name, 0.0)) for name in names}
-        self.books = Books(slots, transfers, policy.keeps, rates, self.stats, clock)
+        self.books = Books(slots, transfers, policy.keeps, costs, self.stats, clock)
         self.fetcher = Fetcher(scheduler, self.books)
         self._metas: dict[bytes, BlockMeta] = {}  # of what can be found on the device
         self._uses = FrequencySketch(self.pool.num_blocks + slots.num_slots) if policy.min_uses > 1 else None
@@ -101,6 +97,7 @@ class Offloader:
         self._staged: deque[tuple[int, BlockMeta]] = deque()  # held slots of a staging area, to be written
         self._kept: deque[bytes] = deque(maxlen=slots.num_slots)  # in the host tier, to be written
         self._num_writing = 0  # blocks, once for each tier
+        self._writes = {name: Throughput(rate) for name, rate in costs.store.items()}
         self._failed_at = -math.inf  # when a write last did
         self._flushing = False  # what is copied out is written at once
         self._allowance, self._allowed_at = 0.0, clock()
@@ -111,26 +108,22 @@ class Offloader:
     # What the scheduler asks and tells
 
     def lookup(self, keys: Sequence[bytes], start: int) -> int:
-        """The run's best end: where computing its blocks, behind those computed now, would take longest
-        compared to fetching them, behind those fetched now."""
+        """How many of keys[start:], the first ones, lie below and are worth fetching now."""
         if self._uses is not None:
             for key in keys[:start]:
                 self._uses.add(key)
-        computing = self.token.seconds * self.policy.block_size
-        fetching = {name: rate.seconds for name, rate in self.books.rates.items()}
-        queued = self.fetcher.num_blocks + len(self._evicted)  # of which it would save its own first
-        gain = self.token.seconds * self.scheduler.num_to_prefill - fetching[HOST] * queued - FETCH_LATENCY_S
-        best, best_gain = start, 0.0
-        end = start
-        while end < len(keys) and (tier := self.where(keys[end])) is not None:
-            end += 1
-            gain += computing - fetching[tier]
-            if gain > best_gain or self.policy.always_fetch:
-                best, best_gain = end, gain
-        if best < end:
-            for rate in self.books.rates.values():
-                rate.seconds *= RECOVERY
-        return best - start
+        run: list[str] = []
+        for key in keys[start:]:
+            tier = self.where(key)
+            if tier is None:
+                break
+            run.append(tier)
+        if self.policy.always_fetch:
+            return len(run)
+        # the evicted blocks are copied out before a fetch may take their place
+        num_blocks_ahead = self.fetcher.num_blocks + len(self._evicted)
+        fetch_ahead_s = self.costs.fetch[HOST].seconds * num_blocks_ahead
+        return self.costs.num_worth_fetching(run, self.scheduler.num_to_prefill, fetch_ahead_s)
 
     def where(self, key: bytes) -> str | None:
         """The highest tier that has it."""
@@ -195,6 +188,8 @@ class Offloader:
         ended = self.transfers.poll() if self.books.tickets or self._unready else []
         for done in ended:
             self.books.settle(done)
+        for writes in self._writes.values():
+            writes.settle()
         if self._unready and (ready := self.transfers.take_ready_slots()):
             self._unready.difference_update(ready)
             self.slots.release(ready)
@@ -403,6 +398,8 @@ class Offloader:
         for meta in metas:
             del self._leaving[meta.key]
         stats, keeps = self.stats[HOST], self.policy.keeps
+        if done.seconds:
+            self.costs.store[HOST].add(done.seconds, len(metas))
         through = bool(self.persistent) and (self.policy.on_registration or self._flushing)
         free = []
         for slot, meta, intact in zip(slots, metas, done.intact):
@@ -447,16 +444,21 @@ class Offloader:
                     slots, metas = [slot for slot, _ in new], [meta for _, meta in new]
                     self.slots.hold(slots, use=False)
                     self._num_writing += len(new)
+                    begun = self.books.clock()
+                    self._writes[name].begun(begun)
                     ticket = self.transfers.write(name, metas, slots)
-                    self.books.track(ticket, slots, partial(self._was_written, name, metas, slots))
+                    self.books.track(ticket, slots, partial(self._was_written, name, metas, slots, begun))
             self._release_written([slot for slot, _ in batch])
 
     def _release_written(self, slots: list[int]) -> None:
         """Those that were written ahead of their eviction were the coldest, and are again."""
         self.slots.release(slots, coldest=not self.policy.on_registration)
 
-    def _was_written(self, name: str, metas: list[BlockMeta], slots: list[int], done: Done) -> None:
+    def _was_written(
+        self, name: str, metas: list[BlockMeta], slots: list[int], begun: float, done: Done
+    ) -> None:
         self._num_writing -= len(metas)
+        self._writes[name].ended(begun + done.seconds, sum(done.intact))
         self._release_written(slots)
         bad = [meta.key for meta, intact in zip(metas, done.intact) if not intact]
         self.stats[name].stored_blocks += len(metas) - len(bad)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal.api import KvTierStats, Stats
+from shoal.engine.offload.costs import Costs, plausible_copy_s
 from shoal.engine.offload.fetch import HOST
 from shoal.engine.offload.offloader import POLL_S, Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import RankTransfers
@@ -63,19 +64,7 @@ class KvTiers:
         self.asking: list[tuple[Sequence, Future[int]]] = []
         self.completed_at = 0.0  # when a step last was, seconds
         self.open_persistent()
-        token_s, block_s = 0.0, dict.fromkeys((HOST, *self.persistent), 0.0)
-        if config.kv_load_policy == "cost":
-            measured = core.collective_rpc("kv_measure")
-            token_s, host_s = (max(figures) for figures in zip(*measured))
-            block_s = {
-                HOST: host_s,
-                **{name: host_s + runner.block_bytes * FIRST_BYTE_S[name] for name in self.persistent},
-            }
-            logger.info(
-                "computing a block takes %.3f ms, fetching one %s",
-                token_s * config.block_size * 1e3,
-                ", ".join(f"{seconds * 1e3:.3f} ms from {name}" for name, seconds in block_s.items()),
-            )
+        self.costs = self._measure_costs()
         num_blocks = core.num_blocks
         # what two may take
         steps = 2 * ((config.max_num_batched_tokens or 0) // config.block_size + (config.max_num_seqs or 0))
@@ -98,16 +87,32 @@ class KvTiers:
             always_fetch=config.kv_load_policy == "always",
             bytes_per_s=config.kv_offload_bandwidth,
         )
-        self.policy, self.token_s, self.block_s = policy, token_s, block_s
+        self.policy = policy
         self.transfers = RankTransfers(runner, core.group)
         self.offloader = self._new_offloader()
+
+    def _measure_costs(self) -> Costs:
+        core = self.core
+        assert core.runner is not None
+        block_bytes = core.runner.block_bytes
+        measured = core.collective_rpc("kv_measure")
+        token_s, copy_s = (max(figures) for figures in zip(*measured))
+        copy_s = plausible_copy_s(copy_s, block_bytes, core.config.device)
+        fetch_s = {HOST: copy_s}
+        for name in self.persistent:
+            fetch_s[name] = copy_s + block_bytes * FIRST_BYTE_S[name]
+        costs = Costs(core.config.block_size, token_s, fetch_s)
+        logger.info(
+            "computing a block takes %.3f ms, fetching one %s",
+            costs.block_s * 1e3,
+            ", ".join(f"{seconds * 1e3:.3f} ms from {name}" for name, seconds in fetch_s.items()),
+        )
+        return costs
 
     def _new_offloader(self) -> Offloader:
         scheduler, policy = self.core.scheduler, self.core.config.kv_eviction_policy
         slots = HostTier(self.num_slots, policy, record_events=self.core.events is not None)
-        offloader = Offloader(
-            scheduler, slots, self.transfers, self.persistent, self.policy, self.token_s, self.block_s
-        )
+        offloader = Offloader(scheduler, slots, self.transfers, self.persistent, self.policy, self.costs)
         scheduler.tiers = offloader
         scheduler.pool.listeners.append(offloader)
         return offloader
@@ -140,7 +145,7 @@ class KvTiers:
         now, config = time.monotonic(), self.core.config
         num_tokens = plan.num_tokens - plan.num_decodes
         if num_tokens >= max(1, (config.max_num_batched_tokens or 0) // 16):
-            self.offloader.token.add(now - max(launched_at, self.completed_at), num_tokens)
+            self.costs.token.add(now - max(launched_at, self.completed_at), num_tokens)
         self.completed_at = now
 
     def tick(self) -> bool:
@@ -251,27 +256,28 @@ class KvTiers:
 
     def fill_in(self, stats: Stats) -> Stats:
         stats.kv_tiers, stats.kv_dropped_blocks = self._tier_stats(), self.offloader.num_dropped
+        stats.kv_compute_seconds_per_block = self.costs.block_s
         return stats
 
     def _tier_stats(self) -> dict[str, KvTierStats]:
         block_bytes, found = self.policy.block_bytes, {}
         for name, stats in self.offloader.stats.items():
+            if name == HOST and not self.policy.keeps:
+                continue
             if name == HOST:
-                if not self.policy.keeps:
-                    continue
-                num_blocks, capacity = self.offloader.slots.num_blocks, self.num_slots * block_bytes
-                found[name] = replace(
-                    stats,
-                    block_bytes=block_bytes,
-                    used_bytes=num_blocks * block_bytes,
-                    capacity_bytes=capacity,
-                )
+                used_bytes = self.offloader.slots.num_blocks * block_bytes
+                capacity_bytes = self.num_slots * block_bytes
             else:
                 num_bytes = self.persistent[name].stats().num_bytes if name in self.persistent else 0
-                found[name] = replace(
-                    stats,
-                    block_bytes=block_bytes,
-                    used_bytes=num_bytes * self.core.config.tensor_parallel_size,
-                    capacity_bytes=(self.core.config.kv_disk_bytes or 0) if name == "disk" else 0,
-                )
+                used_bytes = num_bytes * self.core.config.tensor_parallel_size
+                capacity_bytes = (self.core.config.kv_disk_bytes or 0) if name == "disk" else 0
+            found[name] = replace(
+                stats,
+                block_bytes=block_bytes,
+                used_bytes=used_bytes,
+                capacity_bytes=capacity_bytes,
+                fetch_seconds_per_block=self.costs.fetch[name].seconds,
+                store_seconds_per_block=self.costs.store[name].seconds,
+                trial_fetches=self.costs.trials[name].num_begun,
+            )
         return found

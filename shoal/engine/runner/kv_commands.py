@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.config import EngineConfig
+from shoal.engine.offload.costs import measure_block_s
 from shoal.engine.offload.transfers import unpack_meta
 from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockSpec
@@ -72,7 +73,7 @@ class KvCommands:
         self.kv_in = torch.cuda.Stream(self.device) if on_gpu else None
         # ticket, blocks, events at the start and the end
         self.kv_copies: deque[tuple[int, int, Any, Any]] = deque()
-        self.kv_files: list[tuple[int, float, list[Future[bool]]]] = []
+        self.kv_files: list[tuple[int, float, list[Future[bool]], list[float]]] = []
         self.kv_done: list[tuple[int, list[bool], float]] = []
 
     def kv_open_tiers(self, fingerprint: bytes, record_events: bool) -> None:
@@ -107,7 +108,8 @@ class KvCommands:
 
     @torch.inference_mode()
     def kv_measure(self) -> tuple[float, float]:
-        """Seconds to compute a token of a prompt, and to copy a block in; before the first request."""
+        """Seconds to compute a token of a prompt, and to copy a block in. To be called once, before the first
+        request: afterwards the slab's memory is pinned in the background."""
         num_tokens = max(
             1,
             min(
@@ -116,24 +118,25 @@ class KvCommands:
                 self.max_model_len // 2,
             ),
         )
-        for _ in range(2):
+        token_s = float("inf")
+        for _ in range(3):  # the first loads what it needs
             start = time.perf_counter()
             self._rehearse(1, num_tokens, True)
             self._settle()
-            token_s = (time.perf_counter() - start) / num_tokens
+            token_s = min(token_s, (time.perf_counter() - start) / num_tokens)
         self.reset_state()
         assert self.slab is not None
-        count = max(
-            1, min(MEASURED_BLOCKS, CHUNK_BYTES // self.block_bytes, len(self.slab.rows), len(self.kv))
-        )
-        seconds = {1: float("inf"), count: float("inf")}
-        for num_blocks in (count, 1, count, 1, count):  # the first launch loads what it needs
-            start, blocks = time.perf_counter(), list(range(num_blocks))
-            scatter_blocks(self.slab.rows, blocks, self.kv, blocks)
+        slab, most = self.slab, CHUNK_BYTES // self.block_bytes
+
+        def copy(num_blocks: int) -> None:
+            blocks = list(range(num_blocks))
+            scatter_blocks(slab.rows, blocks, self.kv, blocks)
             self._settle()
-            seconds[num_blocks] = min(seconds[num_blocks], time.perf_counter() - start)
-        most = seconds[count] / count  # with what any copy takes, however short
-        return token_s, max(most / 2, (seconds[count] - seconds[1]) / (count - 1)) if count > 1 else most
+
+        num_blocks = max(1, min(MEASURED_BLOCKS, most, len(slab.rows), len(self.kv)))
+        block_s = measure_block_s(copy, num_blocks, time.perf_counter)
+        slab.pin_rest()  # only now: while memory is being pinned copies look many times slower than they are
+        return token_s, block_s
 
     # Transfers: engine/offload/transfers.py says what each is
 
@@ -198,7 +201,10 @@ class KvCommands:
         )
 
     def _files(self, ticket: int, futures: list[Future[bool]]) -> None:
-        self.kv_files.append((ticket, time.perf_counter(), futures))
+        ended: list[float] = []  # when each was done, which may be long before rank 0 asks
+        for future in futures:
+            future.add_done_callback(lambda _: ended.append(time.perf_counter()))
+        self.kv_files.append((ticket, time.perf_counter(), futures, ended))
 
     def _bytes_of(self, slot: int) -> memoryview:
         assert self.slab is not None
@@ -224,15 +230,16 @@ class KvCommands:
             else:
                 copies.append(copy)
         for entry in [entry for entry in files if all(future.done() for future in entry[2])]:
-            ticket, begun, futures = entry
+            ticket, begun, futures, ended = entry
             files.remove(entry)
-            done.append((ticket, [future.result() for future in futures], time.perf_counter() - begun))
+            seconds = max([*ended, begun]) - begun
+            done.append((ticket, [future.result() for future in futures], seconds))
         return {"ready": self.slab.take_ready(), "done": done}
 
     def kv_abandon(self) -> None:
         """Waits for what is under way and tells nobody. Raises TimeoutError: a slot may still be written."""
         self._settle()
-        for _, _, futures in self.kv_files:
+        for _, _, futures, _ in self.kv_files:
             for future in futures:
                 future.result(ABANDON_S)
         self.kv_copies.clear()
