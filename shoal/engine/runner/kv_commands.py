@@ -21,17 +21,14 @@ from shoal.engine.offload.transfers import unpack_meta
 from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockSpec
 from shoal.kv.copy import gather_blocks, scatter_blocks
-from shoal.kv.disk import DiskTier
-from shoal.kv.store import StoreTier
+from shoal.kv.tier import Tier
+from shoal.kv.tier_registry import TierPlace, open_tiers
 from shoal.layers.parallel import TensorParallel
 from shoal.memory.slab import CHUNK_BYTES, HostSlab
 
 MEASURED_TOKENS = 512  # of the prefill that tells the speed to begin with
 MEASURED_BLOCKS = 32
 ABANDON_S = 30.0
-
-
-Tier = DiskTier | StoreTier
 
 
 class KvCommands:
@@ -88,18 +85,7 @@ class KvCommands:
             self.tp.rank,
             self.tp.size,
         )
-        if config.kv_disk_path is not None:
-            share = (config.kv_disk_bytes or 0) // self.tp.size
-            self.kv_tiers["disk"] = DiskTier(
-                config.kv_disk_path,
-                share,
-                fingerprint,
-                spec,
-                config.kv_eviction_policy,
-                record_events=record_events,
-            )
-        if config.kv_store is not None:
-            self.kv_tiers["store"] = StoreTier(config.kv_store, fingerprint, spec)
+        self.kv_tiers.update(open_tiers(config, TierPlace(fingerprint, spec, record_events)))
 
     def kv_close_tiers(self) -> None:
         for tier in self.kv_tiers.values():
@@ -211,11 +197,13 @@ class KvCommands:
         return self.slab.rows[slot].numpy().data
 
     def kv_forget(self, tier: str, keys: Sequence[bytes] | None) -> None:
-        found = self.kv_tiers.get(tier)  # None: closed since
-        if found is not None and keys is not None:
+        found = self.kv_tiers.get(tier)
+        if found is None:
+            return  # closed since
+        if keys is None:
+            found.reset()
+        else:
             found.forget(keys)
-        elif isinstance(found, DiskTier):
-            found.forget()
 
     def kv_poll(self) -> dict[str, Any]:
         """{"ready": ranges of slots, "done": (ticket, whether each block is intact, seconds)}, since the last
