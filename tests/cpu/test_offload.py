@@ -164,7 +164,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeyp
 def test_a_disk_that_takes_nothing_is_not_offered_the_same_blocks_at_every_look(build, disk, monkeypatch):
     llm = build(**SMALL, **disk, **HOST)
     monkeypatch.setattr(llm.core.runner.kv_tiers["disk"]._breaker, "allows", lambda: False)
-    monkeypatch.setattr("shoal.engine.offload.offloader.WRITE_REST_S", 1e9)
+    monkeypatch.setattr("shoal.engine.offload.writer.WRITE_REST_S", 1e9)
     one_by_one(llm, prompts())
     assert 0 < llm.stats().kv_tiers["disk"].failed_blocks <= 54
 
@@ -386,7 +386,7 @@ class Recorded:
         ended, self.begun = self.begun, []
         return ended
 
-    def take_ready_slots(self):
+    def take_ready(self):
         ready, self.ready = self.ready, []
         return ready
 
@@ -413,7 +413,8 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
             offloader.poll()
             plan = scheduler.schedule()
             offloader.before_step(launches=plan is not None)
-            offloader.books.num_completed = offloader.books.num_launched
+            if plan is not None:
+                offloader.step_completed()
         scheduler.abort("one")
         offloader.offload(idle=True)
         offloader.poll()
@@ -427,7 +428,7 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
 
 class Small:
     """An engine of three blocks without the rest of it. Its tokens are computed at once, or when
-    `books.num_completed` says so."""
+    `step_completed` says so."""
 
     def __init__(self):
         self.scheduler = scheduler = Scheduler(
@@ -476,7 +477,8 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
     assert offloader.transfers.waits == [True], "the step that writes these blocks is in flight"
     assert begin("b", [6, 7, 8, 9, 6]) is not None
     scheduler.abort("b")
-    offloader.books.num_completed = 2 if completed else 1
+    for _ in range(2 if completed else 1):
+        offloader.step_completed()
     assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.fetches) == 1
     assert offloader.transfers.waits[1:] == [not completed] * 2, (
         "out with what b has left, in with what a had"
@@ -548,7 +550,8 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
         offloader.poll()
         plan = scheduler.schedule()
         offloader.before_step(launches=plan is not None)
-        offloader.books.num_completed = offloader.books.num_launched
+        if plan is not None:
+            offloader.step_completed()
         return plan
 
     step(long=[*range(1, 14)])
@@ -569,7 +572,7 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
 def test_where_not_all_can_be_saved_heads_are_rather_than_tails():
     small = Small()
     small.offloader.poll()
-    small.offloader.slots.take(5)  # room for three: two of a's, then one
+    small.offloader.host.take(5)  # room for three: two of a's, then one
     head = small.come_and_go()[0]
     small.transfers.copied_out.clear()
     assert small.begin("c", [1, 2, 3, 4, 5]) is None
@@ -663,7 +666,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
     offloader.poll()
     scheduler.schedule()
     scheduler.abort("a")
-    while offloader.slots.num_blocks < 10:
+    while offloader.host.num_blocks < 10:
         offloader.poll()
         offloader.offload()
         now[0] += 0.01

@@ -154,7 +154,7 @@ class FakeTransfers:
             self.seen["failed"] += not all(transfer.intact)
         return [Done(transfer.ticket, transfer.intact, self.r.choice((0.0, 0.001))) for transfer in ended]
 
-    def take_ready_slots(self):
+    def take_ready(self):
         count = self.r.randint(0, len(self.unready))
         ready, self.unready = self.unready[:count], self.unready[count:]
         return ready
@@ -333,7 +333,7 @@ class TieredTrace(Trace):
     def see(self, plan, tokens):
         if any(tokens is of_step for _, of_step in self.device.pending):
             self.device.run_pending(until=tokens)
-        self.offloader.books.num_completed += 1
+        self.offloader.step_completed()
         super().see(plan, tokens)
 
     def disturb(self):
@@ -359,7 +359,7 @@ class TieredTrace(Trace):
             self.time += 100.0  # fetches lose patience
 
     def forget_below(self):
-        self.offloader.forget_slots()
+        self.offloader.forget_host()
         for disk in self.disks.values():
             disk.blocks.clear()
         self.transfers.files = [t for t in self.transfers.files if t.kind == "read"] + [

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal.api import KvTierStats, Stats
+from shoal.engine.offload.books import HOST
 from shoal.engine.offload.costs import Costs, plausible_copy_s
-from shoal.engine.offload.fetch import HOST
 from shoal.engine.offload.offloader import POLL_S, Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import RankTransfers
 from shoal.engine.scheduling.scheduler import StepPlan
@@ -141,7 +141,7 @@ class KvTiers:
 
     def completed(self, plan: StepPlan, launched_at: float) -> None:
         """A step has run. Those with long prompts tell how quickly prompts are computed."""
-        self.offloader.books.num_completed += 1
+        self.offloader.step_completed()
         now, config = time.monotonic(), self.core.config
         num_tokens = plan.num_tokens - plan.num_decodes
         if num_tokens >= max(1, (config.max_num_batched_tokens or 0) // 16):
@@ -161,7 +161,7 @@ class KvTiers:
             return
         disk = self.persistent.get("disk")
         for tier, news in (
-            (CPU, self.offloader.slots.take_events()),
+            (CPU, self.offloader.host.take_events()),
             (STORAGE, disk.take_events() if isinstance(disk, DiskTier) else []),
         ):
             for item in news:
@@ -212,7 +212,7 @@ class KvTiers:
     def weights_changed(self) -> None:
         """What other weights computed is not found any more. There may be many changes before the next step,
         which opens what then fits."""
-        self.offloader.forget_slots()
+        self.offloader.forget_host()
         self._tell()
         if not self.stale:
             self.stale = True
@@ -225,7 +225,7 @@ class KvTiers:
 
     def reset(self) -> None:
         """As `LLM.reset_prefix_cache`: everything but a shared store forgets."""
-        self.offloader.forget_slots()
+        self.offloader.forget_host()
         for name in self.persistent:
             if name != "store":
                 self.transfers.forget(name)
@@ -265,7 +265,7 @@ class KvTiers:
             if name == HOST and not self.policy.keeps:
                 continue
             if name == HOST:
-                used_bytes = self.offloader.slots.num_blocks * block_bytes
+                used_bytes = self.offloader.host.num_blocks * block_bytes
                 capacity_bytes = self.num_slots * block_bytes
             else:
                 num_bytes = self.persistent[name].stats().num_bytes if name in self.persistent else 0

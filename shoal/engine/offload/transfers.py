@@ -54,7 +54,7 @@ class Transfers(Protocol):
         """Those that have ended since the last call."""
         ...
 
-    def take_ready_slots(self) -> list[int]:
+    def take_ready(self) -> list[int]:
         """Slots whose memory can be used from now on."""
         ...
 
@@ -95,7 +95,7 @@ class RankTransfers:
     def forget(self, tier: str) -> None:
         self._call("kv_forget", tier, None)
 
-    def take_ready_slots(self) -> list[int]:
+    def take_ready(self) -> list[int]:
         usable, self._usable = self._usable, []
         self._announced += usable
         return usable
