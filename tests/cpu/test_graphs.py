@@ -114,8 +114,8 @@ def launched_variants(folder: Path, name: str) -> dict:
 
     from shoal import LLM, SamplingParams
     from shoal.attention.triton import TritonBackend
+    from shoal.engine.runner import runner as runner_module
     from shoal.engine.runner.graphs import StepGraphs
-    from shoal.engine.runner.runner import runner as runner_module
     from shoal.kernels import hopper_linear, hopper_row, triton_ops
     from tests import tiny
 
@@ -165,7 +165,7 @@ def launched_variants(folder: Path, name: str) -> dict:
         max_num_batched_tokens=320,
         skip_tokenizer_init=True,
     )
-    runner = llm.core.runner
+    runner = llm.core.ranks.runner
     take()
     cache, runner.kv = runner.kv, runner._new_cache(1)
     runner.compile_ahead()

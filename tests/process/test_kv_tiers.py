@@ -57,7 +57,7 @@ def test_two_ranks_offload_and_fetch_their_shards(folder, expected, tmp_path):
         tokens, cached = one_by_one(llm)
         assert tokens == expected and sum(c == 96 for c in cached) >= 7, cached
         assert [o.outputs[0].token_ids for o in llm.generate(prompts(), params())] == expected
-        llm.core.tiers.offloader.check()
+        llm.core.tiers.check()
     written = files(tmp_path)
     assert len(written) == 2 * 48 and len({path.parents[1].name for path in written}) == 2, "a file a rank"
     random.Random(4).choice(written).write_bytes(b"torn")

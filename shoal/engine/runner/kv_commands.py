@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.engine.offload.costs import measure_block_s
-from shoal.engine.offload.transfers import unpack_meta
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockSpec
+from shoal.kv.block_file import BlockMeta, BlockSpec
 from shoal.kv.copy import gather_blocks, scatter_blocks
 from shoal.kv.tier import Tier
 from shoal.kv.tier_registry import TierPlace, open_tiers
@@ -40,7 +39,7 @@ class KvCommands:
         def reset_state(self) -> None: ...
         def _rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> torch.Tensor: ...
 
-    config: EngineConfig
+    config: ResolvedConfig
     tp: TensorParallel
     device: torch.device
     dtype: torch.dtype
@@ -177,13 +176,21 @@ class KvCommands:
     def kv_write(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
         into = self.kv_tiers[tier]
         self._files(
-            ticket, [into.write(unpack_meta(meta), self._bytes_of(slot)) for meta, slot in zip(metas, slots)]
+            ticket,
+            [
+                into.write(BlockMeta.from_plain(meta), self._bytes_of(slot))
+                for meta, slot in zip(metas, slots)
+            ],
         )
 
     def kv_read(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
         source = self.kv_tiers[tier]
         self._files(
-            ticket, [source.read(unpack_meta(meta), self._bytes_of(slot)) for meta, slot in zip(metas, slots)]
+            ticket,
+            [
+                source.read(BlockMeta.from_plain(meta), self._bytes_of(slot))
+                for meta, slot in zip(metas, slots)
+            ],
         )
 
     def _files(self, ticket: int, futures: list[Future[bool]]) -> None:
