@@ -226,6 +226,11 @@ class Offloader:
 
     # Everything else
 
+    @property
+    def num_unready(self) -> int:
+        """Host blocks whose memory cannot be used yet, as it is not pinned."""
+        return len(self._unready)
+
     def quiesce(self, timeout_s: float = 60.0) -> None:
         """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of host
         blocks go on. Raises RuntimeError if copies have not ended after `timeout_s` seconds."""

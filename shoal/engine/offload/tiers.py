@@ -74,6 +74,7 @@ class KvTiers:
         self._num_host_blocks = num_host_blocks
         self.transfers = RankTransfers(ranks)
         self.offloader = self._new_offloader()
+        self.attach()
 
     def _first_costs(self, measured: list[tuple[float, float]]) -> Costs:
         """From the seconds that each rank has measured, of a token's computing and a block's copy in. The
@@ -103,10 +104,22 @@ class KvTiers:
     def _new_offloader(self) -> Offloader:
         policy, scheduler = self.config.kv_eviction_policy, self.scheduler
         host = HostTier(self._num_host_blocks, policy, record_events=self.events is not None)
-        offloader = Offloader(scheduler, host, self.transfers, self.persistent, self.policy, self.costs)
-        scheduler.tiers = offloader
-        scheduler.pool.listeners.append(offloader)
-        return offloader
+        return Offloader(scheduler, host, self.transfers, self.persistent, self.policy, self.costs)
+
+    def attach(self) -> None:
+        """From now on the scheduler and its pool know of the tiers."""
+        self.scheduler.tiers = self.offloader
+        self.scheduler.pool.listeners.append(self.offloader)
+
+    def detach(self) -> None:
+        """The opposite of `attach`."""
+        self.scheduler.tiers = None
+        self.scheduler.pool.listeners.remove(self.offloader)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all host memory that can be had is ready for use."""
+        return self.offloader.num_unready == 0
 
     # Around a step
 
@@ -229,10 +242,11 @@ class KvTiers:
         """After an interrupt, when nobody knows what reached the device and all requests are gone. Raises
         TimeoutError if a transfer under way does not end."""
         self.transfers.abandon()
-        self.scheduler.pool.listeners.remove(self.offloader)
+        self.detach()
         for fetch in list(self.scheduler.fetches):
             self.scheduler.fetched(fetch, 0)
         self.offloader = self._new_offloader()
+        self.attach()
         if self.events is not None:
             self.events.cleared(CPU)
 
