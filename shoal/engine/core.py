@@ -316,7 +316,7 @@ class EngineCore:
         self.in_flight.clear()
         self.late.clear()
         self.builder = self._new_builder()
-        self.ranks.runner.reset_state()
+        self.ranks.runner.state.reset()
         self.ranks.error = None
 
     def _new_builder(self) -> BatchBuilder:
@@ -324,11 +324,7 @@ class EngineCore:
         return BatchBuilder(runner.layout, self.config.block_size, runner.share_from, runner.mixed_shapes)
 
     def _launch(self, plan: StepPlan) -> InFlight:
-        decode_only = plan.num_decodes == len(plan.scheduled)
-        graphs = self.ranks.runner.graphs
-        packed, extras = self.builder.build(
-            plan, graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None
-        )
+        packed, extras = self.builder.build(plan, self.ranks.runner.padded_decodes(plan.num_decodes))
         for entry in plan.scheduled[plan.num_decodes :]:
             if entry.seq.started_at is None:
                 entry.seq.started_at = time.monotonic()

@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from shoal.kernels.hopper import MAX_ROWS, barrier, empty_rows, is_hopper
+from shoal.kernels.hopper import MAX_ROWS, barrier, empty_product_input, is_hopper, rows_with_room
 from shoal.kernels.pdl import pdl_options
 
 MIN_ROWS = 2
@@ -90,6 +90,7 @@ def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> H
     for block_outs in (16, 32, 64, 128):
         programs = triton.cdiv(rows, block_rows) * triton.cdiv(outs, block_outs)
         if smallest <= block_outs <= largest and programs <= sms:
+            assert triton.cdiv(rows, block_rows) * block_rows <= rows_with_room(rows)
             if gated and inputs >= 4096 and 3 * programs < sms:
                 return None
             narrow = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
@@ -362,7 +363,7 @@ def hopper_product(
     timing. `residual`: the product is added to it in place, and it is returned."""
     assert x_TI.is_contiguous() and weight.is_contiguous() and not (gated and tiles.splits > 1)
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = empty_rows(x_TI, rows, outs) if residual_TO is None else residual_TO
+    out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
     parts, arrived = out_TO, out_TO
@@ -394,14 +395,12 @@ def hopper_product(
 
 
 def descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0) -> TensorDescriptor:
-    """Of tiles of `rows`, which read `rows_read` together: also what lies behind the matrix (`empty_rows`),
-    for sums that nobody stores."""
+    """Describes a matrix to TMA, which reads tiles of `rows` rows, `rows_read` rows in all. Rows beyond the
+    matrix are whatever lies in memory there, if its storage goes on so far (`empty_product_input`), for sums
+    that nobody stores. Otherwise TMA fills in zeros, more slowly."""
     num_rows, inputs = matrix.shape
-    if (
-        num_rows < rows_read
-        and matrix.untyped_storage().nbytes()
-        >= (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize
-    ):
+    end = (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize
+    if num_rows < rows_read and end <= matrix.untyped_storage().nbytes():
         num_rows = rows_read
     return TensorDescriptor(
         matrix, [num_rows, inputs], [inputs, 1], [rows, columns], _layout(rows, columns, matrix.dtype)
@@ -415,6 +414,6 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 @functools.cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """How many parts of each tile are there: zeros, as every launch leaves them. Launches of one device
-    follow each other."""
+    """How many parts of each tile are there. Every launch leaves zeros, which the next one counts on. So
+    launches on one device must follow each other."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

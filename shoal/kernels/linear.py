@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu, silu_mul
-from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, empty_rows
+from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, empty_product_input
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 
@@ -334,7 +334,7 @@ def product(
     the norm's weight, the residual to add to x before (or None), where that sum goes."""
     assert x_TI.is_contiguous() and weight.is_contiguous()
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = empty_rows(x_TI, rows, outs) if residual_TO is None else residual_TO
+    out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     add = residual_TO is not None
     grid, even = (triton.cdiv(outs, tiles.outs),), columns % tiles.columns == 0

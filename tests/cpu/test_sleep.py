@@ -154,7 +154,7 @@ workloads.SHAPES["small"] = dict(hidden_size=512, intermediate_size=1024, num_hi
 llm = LLM(workloads.write_model(tempfile.mkdtemp(), "small"), load_format="dummy", dtype="float32", device="cpu", max_model_len=512,
           kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True)
 with torch.inference_mode():
-    llm.core.ranks.runner.kv.fill_(1.0)
+    llm.core.ranks.runner.cache.blocks.fill_(1.0)
 sizes = [resident()]
 for level in (1, 2):
     llm.sleep(level=level)
@@ -172,7 +172,7 @@ def test_addresses_stay(folder, build, changed):
 
     def addresses():
         runner = llm.core.ranks.runner
-        return [p.data_ptr() for p in runner.model.parameters()] + [runner.kv.data_ptr()]
+        return [p.data_ptr() for p in runner.model.parameters()] + [runner.cache.blocks.data_ptr()]
 
     before = addresses()
     llm.sleep(level=2)
@@ -436,7 +436,7 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expect
     """As undefined as a woken cache on a GPU is."""
     llm = build(folder)
     with torch.inference_mode():
-        llm.core.ranks.runner.kv.fill_(float("nan"))
+        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
     assert tokens(llm) == expected
 
 
@@ -514,7 +514,9 @@ def test_a_sleep_without_host_memory_changes_nothing(folder, build, expected, mo
     llm = build(folder)
     stream = llm.stream(PROMPTS[0], params())
     next(stream)
-    fail_once(monkeypatch, llm.core.ranks.runner.regions, "release", MemoryError("16 bytes needed, 3 free"))
+    fail_once(
+        monkeypatch, llm.core.ranks.runner.memory.regions, "release", MemoryError("16 bytes needed, 3 free")
+    )
     with pytest.raises(UnavailableError, match="3 free"):
         llm.sleep(level=1)
     assert not llm.is_sleeping
@@ -532,7 +534,7 @@ def test_a_wake_that_fails_changes_nothing_and_can_be_tried_again(
     llm = build(folder)
     llm.sleep(level=level)
     asleep = llm.memory_usage()
-    fail_once(monkeypatch, llm.core.ranks.runner.regions, "take", MemoryError("the card is full"))
+    fail_once(monkeypatch, llm.core.ranks.runner.memory.regions, "take", MemoryError("the card is full"))
     with pytest.raises(UnavailableError, match="full"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep

@@ -87,19 +87,21 @@ class FakeRanks:
         self.runner = SimpleNamespace(
             block_bytes=BLOCK_BYTES,
             model_config=MODEL,
-            kv_tiers={},
-            kv_poll=lambda: dict(ready=[self.ready.pop()] if self.ready else [], done=[]),
-            kv_abandon=lambda: None,
+            kv=SimpleNamespace(
+                tiers={},
+                poll=lambda: dict(ready=[self.ready.pop()] if self.ready else [], done=[]),
+                abandon=lambda: None,
+            ),
         )
 
     def call(self, command, *args):
         self.asked.append((command, *args))
         if command is commands.KV_CLOSE_TIERS:
-            self.runner.kv_tiers.clear()
+            self.runner.kv.tiers.clear()
         if command is commands.KV_OPEN_TIERS:
             if self.error is not None:
                 raise self.error
-            self.runner.kv_tiers.update(self.tiers)
+            self.runner.kv.tiers.update(self.tiers)
         answers = {commands.KV_MEASURE: self.measured, commands.CHECKSUMS: [{}] * self.size}
         return answers.get(command, [None] * self.size)
 
@@ -217,12 +219,12 @@ def test_new_weights_close_the_tiers_at_once_and_open_those_of_the_new_content_b
     ranks.asked.clear()
     tiers.weights_changed()
     tiers.weights_changed()
-    assert ranks.commands() == [commands.KV_CLOSE_TIERS] and not ranks.runner.kv_tiers
+    assert ranks.commands() == [commands.KV_CLOSE_TIERS] and not ranks.runner.kv.tiers
     assert listener.told == [("cleared", STORAGE)]
     tiers.before_schedule()
     tiers.before_schedule()
     assert ranks.commands()[1:] == [commands.CHECKSUMS, commands.KV_OPEN_TIERS]
-    assert list(ranks.runner.kv_tiers) == ["disk"]
+    assert list(ranks.runner.kv.tiers) == ["disk"]
 
 
 def test_an_engine_goes_on_without_tiers_that_cannot_be_opened_for_new_weights(caplog):
@@ -230,7 +232,7 @@ def test_an_engine_goes_on_without_tiers_that_cannot_be_opened_for_new_weights(c
     ranks.error = ConfigError("the folder is gone")
     tiers.weights_changed()
     tiers.before_schedule()
-    assert "no longer kept" in caplog.text and not ranks.runner.kv_tiers
+    assert "no longer kept" in caplog.text and not ranks.runner.kv.tiers
     scheduler.add(request())
     assert scheduler.schedule() is not None
     assert stats_of(tiers).kv_tiers["disk"].used_bytes == 0

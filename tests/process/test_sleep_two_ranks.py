@@ -146,7 +146,7 @@ def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload)
     llm = build(sleep_offload=offload)
     llm.sleep(level=1)
     asleep = llm.memory_usage()
-    regions = llm.core.ranks.runner.regions
+    regions = llm.core.ranks.runner.memory.regions
     take = regions.take
 
     def fails(tags):

@@ -64,7 +64,7 @@ class KvTiers:
         num_host_blocks = _num_host_blocks(config, rank_block_bytes)
         ranks.call(commands.KV_OPEN, num_host_blocks)
         measured = ranks.call(commands.KV_MEASURE)
-        self.persistent = ranks.runner.kv_tiers  # of rank 0: it is filled and emptied as tiers open and close
+        self.persistent = ranks.runner.kv.tiers  # of rank 0: it is filled and emptied as tiers open and close
         self._is_stale = False  # the persistent tiers are closed, as the weights have changed
         self._open_persistent()
         self._look_ups: list[_LookUp] = []

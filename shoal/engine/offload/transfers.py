@@ -4,7 +4,7 @@
     device block  <--copy in---  host block              <--read---
 
 A transfer is begun with a ticket, a number that counts up, and ends some time later: `poll` tells. What each
-rank does is in engine/runner.
+rank does is in engine/runner/rank_kv.py.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ class RankTransfers:
     def abandon(self) -> None:
         """Waits for what is under way and tells nobody of its end; take_ready begins anew. For one rank.
         Raises TimeoutError if a transfer does not end."""
-        self._ranks.runner.kv_abandon()
+        self._ranks.runner.kv.abandon()
         self._reports.clear()
         self._ready += self._taken
         self._taken.clear()
 
     def poll(self) -> list[Done]:
-        reports = [self._ranks.runner.kv_poll()]
+        reports = [self._ranks.runner.kv.poll()]
         if self._replies is not None and self._replies.complete:
             reports += self._replies.results()
             self._replies = None
