@@ -399,7 +399,7 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
         num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40
     )
     policy = OffloadPolicy(
-        block_size=2, block_bytes=1, keeps=True, watermark=20, max_leaving=99, copy_blocks=99
+        block_size=2, block_bytes=1, has_host_tier=True, watermark=20, max_leaving=99, copy_blocks=99
     )
     transfers = Recorded(200, block_s=0.002)
     costs = Costs(2, 0.01, {"host": 0.05})
@@ -438,7 +438,7 @@ class Small:
         policy = OffloadPolicy(
             block_size=2,
             block_bytes=1,
-            keeps=True,
+            has_host_tier=True,
             watermark=3,
             max_leaving=9,
             copy_blocks=9,
@@ -538,7 +538,9 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     scheduler = Scheduler(
         num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16
     )
-    policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=8, max_leaving=9, copy_blocks=9)
+    policy = OffloadPolicy(
+        block_size=2, block_bytes=1, has_host_tier=True, watermark=8, max_leaving=9, copy_blocks=9
+    )
     transfers = Recorded(32)
     offloader = scheduler.tiers = Offloader(
         scheduler, HostTier(32), transfers, {}, policy, Costs(2, 0.0005, {"host": 0.0001})
@@ -589,7 +591,7 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     policy = OffloadPolicy(
         block_size=2,
         block_bytes=1,
-        keeps=True,
+        has_host_tier=True,
         watermark=4,
         max_leaving=9,
         copy_blocks=9,
@@ -656,7 +658,13 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
         num_blocks=16, block_size=2, max_num_seqs=4, max_num_batched_tokens=99, max_model_len=32
     )
     policy = OffloadPolicy(
-        block_size=2, block_bytes=10, keeps=True, watermark=16, max_leaving=9, copy_blocks=9, bytes_per_s=40.0
+        block_size=2,
+        block_bytes=10,
+        has_host_tier=True,
+        watermark=16,
+        max_leaving=9,
+        copy_blocks=9,
+        bytes_per_s=40.0,
     )
     costs = Costs(2, 0.0, {"host": 0.0})
     offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, costs, clock=lambda: now[0])

@@ -256,7 +256,7 @@ class TieredTrace(Trace):
         policy = OffloadPolicy(
             block_size=self.block_size,
             block_bytes=10,
-            keeps=keeps,
+            has_host_tier=keeps,
             watermark=r.randint(1, num_blocks),
             max_leaving=r.choice((1, 3, 100)),
             copy_blocks=r.choice((1, 2, 100)),

@@ -27,9 +27,9 @@ class Books:
 
     host: HostTier
     transfers: Transfers
-    # Whether there is a host tier: host blocks keep what is copied there. Otherwise they are a staging area
-    # on the way to and from the persistent tiers.
-    keeps: bool
+    # With a host tier, host blocks keep what is copied there. Without one they are a staging area on the way
+    # to and from the persistent tiers.
+    has_host_tier: bool
     costs: Costs
     stats: dict[str, KvTierStats]  # by tier
     clock: Callable[[], float]

@@ -62,7 +62,7 @@ class Fetcher:
         in_host: list[tuple[int, int]] = []
         unread: deque[tuple[int, str]] = deque()
         for i, key in enumerate(fetch.keys):
-            host_block = books.host.find(key) if books.keeps else None
+            host_block = books.host.find(key) if books.has_host_tier else None
             meta = None if host_block is None else books.host.meta(key)
             if host_block is not None and meta is not None:
                 in_host.append((i, host_block))
@@ -161,7 +161,7 @@ class Fetcher:
             books.stats[tier].failed_blocks += len(bad)
             books.transfers.disown(tier, [job.metas[i].key for i in bad])
             books.host.release([block for block, intact in zip(host_blocks, done.intact) if not intact])
-        if books.keeps and epoch == books.epoch:
+        if books.has_host_tier and epoch == books.epoch:
             for i, host_block in good:
                 books.host.put(host_block, job.metas[i])
         good_host_blocks = [host_block for _, host_block in good]

@@ -37,14 +37,15 @@ from shoal.kv.policy import FrequencySketch
 from shoal.kv.tier import Tier
 
 SCAN_S = 0.1  # between looks at the coldest blocks while nothing presses
-POLL_S = 0.0003
+QUICK_LOOK_BLOCKS = 256  # a look at so many blocks takes next to no time
+POLL_S = 0.0003  # between polls while the engine waits for transfers
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
     block_size: int  # tokens
     block_bytes: int  # over all ranks
-    keeps: bool  # whether there is a host tier
+    has_host_tier: bool  # otherwise host memory is only a staging area
     watermark: int  # so many of the device's coldest blocks are to lie below it too
     max_leaving: int  # blocks that are copied out at the same time
     copy_blocks: int  # blocks of one copy out: a step that takes one of them may have to wait for all
@@ -52,6 +53,20 @@ class OffloadPolicy:
     min_uses: int = 1  # of a block, before it is worth keeping below
     always_fetch: bool = False  # whatever computing would cost
     bytes_per_s: float | None = None  # that may leave the device; beyond it blocks are lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A look at the coldest blocks: when it was, and the counts of that moment."""
+
+    at: float
+    num_registered: int
+    num_evicted: int
+    num_free: int
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.num_registered, self.num_evicted, self.num_free
 
 
 class Offloader:
@@ -77,7 +92,7 @@ class Offloader:
         self.policy, self.costs = policy, costs
         self.stats = {tier: KvTierStats() for tier in costs.fetch}
         self.num_dropped = 0  # blocks that were evicted from the device and are nowhere else
-        self.books = Books(host, transfers, policy.keeps, costs, self.stats, clock)
+        self.books = Books(host, transfers, policy.has_host_tier, costs, self.stats, clock)
         self.fetcher = Fetcher(scheduler, self.books)
         self.writer = Writer(self.books, persistent, ahead_of_eviction=not policy.on_registration)
         self._metas: dict[bytes, BlockMeta] = {}  # of each block that can be found on the device
@@ -86,15 +101,15 @@ class Offloader:
         self._leaving: dict[bytes, int] = {}  # blocks that are being copied out, with their tickets
         # Device blocks that were taken since the last step, with what they held if that is nowhere else
         self._evicted: dict[int, BlockMeta] = {}
-        # The last copy out one of whose blocks the next step may rewrite; 0 if there is none
+        # The last copy out one of whose blocks the next step may rewrite; 0 if there is none. Copies out end
+        # in the order of their tickets, so a step that waits for this one waits for all before it.
         self._overtaken = 0
         # With on_registration: keys of new blocks that are to be copied out
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)
         self._flushing = False  # what is copied out is written at once
         self._allowance, self._allowed_at = 0.0, clock()  # bytes that may leave under bytes_per_s
         self._num_registered = self._num_evicted = 0
-        # The last look at the coldest blocks: when it was, and the counts of that moment
-        self._scanned: tuple[float, int, int, int] = (0.0, 0, 0, -1)
+        self._last_look = _Look(0.0, 0, 0, -1)
         self._cut_short = False  # the last look found more blocks than there was room for
 
     # What the scheduler asks and tells
@@ -119,21 +134,24 @@ class Offloader:
 
     def where(self, key: bytes) -> str | None:
         """The highest tier that has it."""
-        if self.policy.keeps and self.host.find(key) is not None:
+        if self.policy.has_host_tier and self.host.find(key) is not None:
             return HOST
         return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
 
     def begin(self, fetch: sequence.Fetch) -> None:
         """Begins a fetch. The device blocks that it fills may still hold content that is nowhere else. This
         content is copied out first, as far as host blocks and bandwidth allow, and the copies in run behind.
-        Until the fetch has ended nobody else gets any of the sequence's blocks."""
+
+        The fetch has references on the blocks that it fills, and ends after the copy out. The sequence's
+        blocks behind these may be read by the copy out too, so the fetch then gets references on them as
+        well: if the sequence leaves, nobody else rewrites a block that is still being read."""
         # first, as it holds the host blocks that the copy out could take otherwise
         job = self.fetcher.begin(fetch, self.where, self.policy.block_size)
-        # without the sequence's hits: a step may be about to write them
+        # without the blocks that the sequence found in the cache: a step may be about to write them
         job.behind = self._save_evicted(fetch.seq.block_ids[fetch.start :])
         if job.behind:
             rest = fetch.seq.block_ids[len(fetch.held) :]
-            self.pool.try_allocate(0, shared=rest)
+            self.pool.try_allocate(0, shared=rest)  # one more reference on each
             fetch.held += rest
 
     def registered(self, seq: sequence.Sequence, start: int, end: int) -> None:
@@ -191,7 +209,7 @@ class Offloader:
         """To be called when the plan is made and blocks have changed hands. `launches`: a step follows."""
         self.num_dropped += len(self._evicted)
         self._evicted.clear()
-        if self._overtaken:  # copies out end in the order of their tickets
+        if self._overtaken:
             self.transfers.order_behind(self._overtaken)
             self._overtaken = 0
         self.fetcher.advance()
@@ -215,13 +233,14 @@ class Offloader:
         self.writer.advance()
 
     def tick(self) -> bool:
-        """Instead of a step. Whether something is under way."""
-        ended = True
-        while ended:
+        """Instead of a step. Goes on as long as transfers end at once, as they do on a CPU. Returns whether
+        something is under way."""
+        while True:
             self.poll()
             self.before_step()
             self.offload(idle=True)
-            ended = self.poll()
+            if not self.poll():
+                break
         return bool(self.books.under_way or self.fetcher.jobs or self._cut_short)
 
     # Everything else
@@ -287,16 +306,20 @@ class Offloader:
     # Inside
 
     def _is_due(self, idle: bool) -> bool:
-        """Whether to look for blocks to copy out: not after every step where that takes long."""
-        counts = (self._num_registered, self._num_evicted, self.pool.num_free)
-        at, *then = self._scanned
-        if self._cut_short:  # a look costs more than a few blocks are worth
-            room, one_copy = self._room(), min(self.policy.copy_blocks, self.policy.max_leaving)
-            return room >= one_copy or (room > 0 and (idle or self.books.clock() - at >= SCAN_S))
-        if counts == tuple(then):
-            return False
-        pressed = self._num_evicted - then[1] >= self.policy.watermark // 4
-        return idle or pressed or self.policy.watermark <= 256 or self.books.clock() - at >= SCAN_S
+        """Whether to look for blocks to copy out. A look at many blocks takes longer than a step should wait,
+        so it is not made after every step."""
+        policy, last = self.policy, self._last_look
+        is_time = idle or self.books.clock() - last.at >= SCAN_S
+        if self._cut_short:
+            # there are blocks that should leave; a look is worth its time once a whole copy has room
+            room = self._room()
+            return room >= min(policy.copy_blocks, policy.max_leaving) or (room > 0 and is_time)
+        if (self._num_registered, self._num_evicted, self.pool.num_free) == last.counts:
+            return False  # nothing has changed since
+        # a quarter of the blocks that lay below are gone: soon one is evicted that lies nowhere else
+        is_pressing = self._num_evicted - last.num_evicted >= policy.watermark // 4
+        is_quick = policy.watermark <= QUICK_LOOK_BLOCKS
+        return is_time or is_pressing or is_quick
 
     def _room(self) -> int:
         """Blocks that may leave now."""
@@ -305,7 +328,7 @@ class Offloader:
     def _allowed(self) -> int:
         """Blocks for which there are host blocks and bandwidth."""
         policy, now, room = self.policy, self.books.clock(), self.host.num_free
-        if not policy.keeps:
+        if not policy.has_host_tier:
             room -= self.host.capacity // 2  # half of the staging area is for what comes up
         if policy.bytes_per_s is not None:
             most = max(policy.bytes_per_s, policy.block_bytes)
@@ -323,8 +346,9 @@ class Offloader:
         return min(self.policy.max_leaving, self.host.num_free - len(cold) + num_saved)
 
     def _save_evicted(self, taken: list[int]) -> int:
-        """Copies out what these blocks, taken in this order, still hold. Returns the last copy's ticket, 0 if
-        there is nothing to copy."""
+        """Copies out what these blocks, taken in this order, still hold. Blocks are taken tail first; if only
+        some can be saved, the last taken are, as they are the heads, without which tails are of no use.
+        Returns the last copy's ticket, 0 if there is nothing to copy."""
         blocks = []
         for block in taken:
             meta = self._evicted.get(block)
@@ -332,13 +356,13 @@ class Offloader:
                 blocks.append(block)
         if not blocks:
             return 0
-        # where not all can be saved: the heads of prompts were taken last, and tails are nothing without them
         blocks = blocks[max(0, len(blocks) - self._allowed()) :]
         return self._copy_out(blocks, [self._evicted.pop(block) for block in blocks])
 
     def _cold_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
         """Up to `room` of the device's coldest blocks that are to leave."""
-        self._scanned = (self.books.clock(), self._num_registered, self._num_evicted, self.pool.num_free)
+        num_free = self.pool.num_free
+        self._last_look = _Look(self.books.clock(), self._num_registered, self._num_evicted, num_free)
         return self._candidates(self.pool.coldest(self.policy.watermark), room)
 
     def _new_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
@@ -395,7 +419,7 @@ class Offloader:
     def _was_copied_out(self, metas: list[BlockMeta], host_blocks: list[int], epoch: int, done: Done) -> None:
         for meta in metas:
             del self._leaving[meta.key]
-        stats, keeps = self.stats[HOST], self.policy.keeps
+        stats = self.stats[HOST]
         if done.seconds:
             self.costs.store[HOST].add(done.seconds, len(metas))
         is_written_at_once = bool(self.persistent) and (self.policy.on_registration or self._flushing)
@@ -404,7 +428,8 @@ class Offloader:
             stats.failed_blocks += not intact
             if not intact or epoch != self.books.epoch:
                 released.append(host_block)
-            elif keeps:
+            elif self.policy.has_host_tier:
+                # put() returns another host block if one has this content already
                 stats.stored_blocks += self.host.put(host_block, meta) == host_block
                 released.append(host_block)
                 if is_written_at_once:

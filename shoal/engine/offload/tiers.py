@@ -276,7 +276,7 @@ class KvTiers:
         stats.kv_compute_seconds_per_block = self.costs.block_s
         stats.kv_tiers = {}
         for name, counts in self.offloader.stats.items():
-            if name != HOST or self.policy.keeps:
+            if name != HOST or self.policy.has_host_tier:
                 stats.kv_tiers[name] = self._tier_stats(name, counts)
         return stats
 
@@ -317,14 +317,16 @@ def _policy(
     config: ResolvedConfig, num_blocks: int, num_host_blocks: int, rank_block_bytes: int
 ) -> OffloadPolicy:
     """`num_blocks`: of the device's cache."""
-    keeps = config.kv_host_bytes > 0
+    has_host_tier = config.kv_host_bytes > 0
     blocks_of_two_steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)
     watermark = max(blocks_of_two_steps, min(WATERMARK, num_blocks // 2))
-    watermark = min(watermark, num_blocks, num_host_blocks if keeps else num_blocks)
+    watermark = min(watermark, num_blocks)
+    if has_host_tier:
+        watermark = min(watermark, num_host_blocks)
     return OffloadPolicy(
         block_size=config.block_size,
         block_bytes=rank_block_bytes * config.tensor_parallel_size,
-        keeps=keeps,
+        has_host_tier=has_host_tier,
         watermark=max(1, watermark),
         max_leaving=max(LEAST_HOST_BLOCKS // 2, LEAVING_BYTES[config.device] // rank_block_bytes),
         copy_blocks=max(1, COPY_BYTES // rank_block_bytes),

@@ -65,7 +65,7 @@ class Writer:
         """Queues what the host tier will evict next, unless blocks wait already or a write has just
         failed."""
         books = self.books
-        if not (books.keeps and self.persistent and self._ahead_of_eviction) or self._queued:
+        if not (books.has_host_tier and self.persistent and self._ahead_of_eviction) or self._queued:
             return
         if books.clock() - self._failed_at >= WRITE_REST_S:
             cold = books.host.coldest(min(HOST_WATERMARK, books.host.capacity // 2))
