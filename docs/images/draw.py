@@ -17,8 +17,8 @@ STYLE = """
     .head { fill: #24476f; }
     .dot { fill: #24476f; }
     text { font-family: system-ui, "DejaVu Sans", sans-serif; font-size: 12px; fill: #1f2328; }
-    .name { font-weight: 600; font-size: 13px; }
-    .small { font-size: 11px; fill: #57606a; }
+    .name { font-weight: 600; font-size: 12.5px; }
+    .small { font-size: 10.5px; fill: #57606a; }
     .warm { font-size: 11px; fill: #c2410c; }
     .number { fill: #ffffff; font-size: 10px; font-weight: 600; }
     .halo { stroke: #ffffff; stroke-width: 5px; stroke-linejoin: round; paint-order: stroke; }
@@ -85,7 +85,7 @@ class Note:
     words: str
 
 
-LANE, TOP, ROW, MARGIN = 150, 70, 36, 22
+LANE, TOP, ROW, MARGIN = 124, 70, 35, 14
 
 
 def walk(
@@ -98,7 +98,7 @@ def walk(
     parts = []
     for center, (name, file) in zip(centers, lanes, strict=True):
         parts.append(f'<path class="line" d="M{center:g},{TOP - 8} V{height - 16}"/>')
-        parts.append(box(center - LANE / 2 + 6, 14, LANE - 12, 44, name, file))
+        parts.append(box(center - LANE / 2 + 4, 14, LANE - 8, 44, name, file))
     if process is not None:
         x = MARGIN + LANE * process
         parts.append(f'<path class="process" d="M{x},10 V{height - 10}"/>')
@@ -176,47 +176,47 @@ def rooms() -> str:
 def offline() -> str:
     lanes = [
         ("LLM", "engine/llm.py"),
-        ("EngineCore", "engine/core.py"),
-        ("Scheduler", "engine/scheduling/"),
+        ("StepLoop", "engine/step_loop.py"),
+        ("Scheduler", "scheduling/"),
         ("BlockPool", "kv/blocks.py"),
-        ("BatchBuilder", "engine/runner/batch.py"),
-        ("ModelRunner", "engine/runner/runner.py"),
+        ("BatchBuilder", "runner/batch.py"),
+        ("every rank", "runner/"),
         ("model, kernels", "models/ ... kernels/"),
     ]
     steps: list[Step | Note] = [
         Step(0, 0, "tokenizes, gives each answer a request and a seed"),
-        Step(0, 1, "add(Request)"),
+        Step(0, 2, "EngineCore.add(Request): checked, then among the waiting"),
         Note("then again and again, until nothing is left: step()"),
         Step(1, 2, "schedule()"),
         Step(2, 3, "which blocks of the prefix are cached? new blocks for the rest"),
         Step(2, 1, "StepPlan"),
-        Step(1, 4, "build(plan): what differs from the device's rows, packed into one buffer"),
-        Step(1, 5, "step(packed), to every rank"),
-        Step(5, 6, "replays a CUDA graph, or runs eagerly"),
-        Step(6, 6, "writes K and V into blocks, draws a token into its row"),
+        Step(1, 4, "build(plan): what differs from the device's rows, in one buffer"),
+        Step(1, 5, "step(packed), to every rank at once"),
+        Step(5, 6, "replays a graph, or runs eagerly"),
+        Step(6, 6, "writes K and V into blocks, draws a token into each row"),
         Step(1, 1, "plans and launches step n+1 while step n runs"),
         Step(5, 1, "StepResult.wait(): the tokens of step n"),
         Step(1, 2, "update(plan, tokens): stop rules, finished sequences"),
-        Step(2, 3, "full blocks get findable, finished ones are released"),
+        Step(2, 3, "full blocks become findable, those of finished ones are released"),
         Step(1, 0, "Outputs: new token ids"),
-        Step(0, 0, "detokenizes; a stop string ends the request in the core"),
+        Step(0, 0, "ids to text; a stop string ends the request in the core"),
     ]
     return walk("A request offline", lanes, steps)
 
 
 def over_http() -> str:
     lanes = [
-        ("client", "any OpenAI client"),
-        ("App", "server/app.py"),
-        ("an endpoint", "server/chat.py, say"),
+        ("client", "of any protocol"),
+        ("Server", "server/app.py"),
+        ("an endpoint", "server/chat.py ..."),
         ("Generation", "server/generation.py"),
-        ("AsyncLLM", "engine/process/"),
-        ("core_main", "engine/process/"),
+        ("AsyncLLM", "process/"),
+        ("core_main", "process/"),
         ("EngineCore", "engine/core.py"),
     ]
     steps: list[Step | Note] = [
         Step(0, 1, "POST /v1/chat/completions"),
-        Step(1, 1, "limits on heads and bodies, the key, the route"),
+        Step(1, 1, "limits on heads and bodies, origin, key, route"),
         Step(1, 2, "the exchange: one HTTP request and its answer"),
         Step(2, 2, "checks fields; template and tokenizer, in threads"),
         Step(2, 3, "prompts and parameters"),
@@ -227,7 +227,7 @@ def over_http() -> str:
         Step(6, 5, "the Outputs of a step"),
         Step(5, 4, "one message a step"),
         Step(4, 3, "what a slow reader has left lying comes merged"),
-        Step(3, 3, "token ids to text; stop strings; metrics"),
+        Step(3, 3, "ids to text; stop strings; metrics"),
         Step(3, 2, "deltas"),
         Step(2, 0, "data: {...}, a chunk for what is new; the first carries the status"),
         Note("the client leaves, or the deadline is over"),
@@ -240,23 +240,23 @@ def sleep() -> str:
     lanes = [
         ("operator", "or a trainer"),
         ("admin port", "server/admin.py"),
-        ("Sleeper", "engine/lifecycle/sleep.py"),
-        ("step loop", "engine/"),
-        ("Scheduler, tiers", "engine/"),
-        ("every rank", "engine/runner/"),
+        ("Sleeper", "lifecycle/sleep.py"),
+        ("StepLoop", "engine/step_loop.py"),
+        ("Scheduler", "and the tiers"),
+        ("every rank", "runner/"),
         ("Regions", "memory/regions.py"),
     ]
     steps: list[Step | Note] = [
         Step(0, 1, "POST /sleep?level=1"),
         Step(1, 2, "sleep(level, tags, mode), between two steps"),
-        Step(2, 3, "drain: steps in flight complete"),
+        Step(2, 3, "drain(): steps in flight complete"),
         Step(2, 4, "copies of blocks to and from the device end"),
-        Step(2, 5, "release memory: tags, and which of them are kept"),
-        Step(5, 6, "weights are copied to host memory; pieces unmapped"),
+        Step(2, 5, "release memory: these tags, and keep those of them"),
+        Step(5, 6, "weights go to host memory; pieces are unmapped"),
         Step(6, 6, "addresses stay reserved"),
         Step(2, 4, "requests are aborted, or wait; the prefix cache is emptied"),
         Step(2, 0, "MemoryReport: bytes given back, kept, in use"),
-        Note("asleep: the memory is another program's; requests are refused"),
+        Note("a standstill: the memory is another program's; requests are refused"),
         Step(0, 2, "POST /wake_up"),
         Step(2, 5, "take memory"),
         Step(5, 6, "new pieces at the old addresses; weights copied back"),
@@ -268,28 +268,28 @@ def sleep() -> str:
 
 def blocks() -> str:
     lanes = [
-        ("Scheduler", "engine/scheduling/"),
-        ("Offloader", "engine/offload/"),
-        ("Fetcher", "engine/offload/fetch.py"),
+        ("Scheduler", "scheduling/"),
+        ("Offloader", "offload/"),
+        ("Writer, Fetcher", "offload/"),
         ("RankTransfers", "offload/transfers.py"),
-        ("every rank", "engine/runner/"),
-        ("host slab", "host blocks; kv/host.py"),
-        ("disk, store", "kv/disk.py, store.py"),
+        ("every rank", "runner/"),
+        ("host slab", "kv/host.py"),
+        ("disk, store", "kv/disk.py ..."),
     ]
     steps: list[Step | Note] = [
         Note("down"),
-        Step(0, 1, "a full block is findable, later nobody uses it"),
+        Step(0, 1, "a full block is findable; later nobody uses it"),
         Step(1, 1, "after a step: which are coldest, and nowhere below?"),
         Step(1, 3, "copy_out(blocks, host blocks): a ticket"),
         Step(3, 4, "to each rank"),
         Step(4, 5, "copied on a stream of its own, beside the steps"),
-        Step(3, 1, "the ticket has ended on every rank: the host block is filled"),
-        Step(1, 3, "write(tier, host blocks), ahead of eviction from the slab"),
+        Step(3, 1, "the ticket has ended on every rank: the host tier has the block"),
+        Step(2, 3, "write(tier, contents, host blocks), ahead of eviction from the slab"),
         Step(4, 6, "by threads: to a file or object, with a checksum"),
         Note("up"),
         Step(0, 1, "a new prompt: how many of these keys are worth a fetch?"),
         Step(0, 1, "begin(Fetch): the sequence has row and blocks, and waits as FETCHING"),
-        Step(1, 2, "a job: some blocks in the slab, some to be read"),
+        Step(1, 2, "a job: some blocks lie in the slab, some are to be read"),
         Step(2, 6, "read into host blocks, a few at a time; a bad checksum ends the run"),
         Step(2, 4, "copy_in(host blocks, blocks), while the next are read"),
         Step(5, 4, "copied to the device"),
