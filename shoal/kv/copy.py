@@ -434,7 +434,7 @@ class CopyStream:
             (stream or torch.cuda.current_stream(self.device)).wait_event(event)
 
     def event(self, layer: int) -> torch.cuda.Event | None:
-        """Of a layer's end; None before it is triggered, and on the CPU."""
+        """The event of a layer's end; None before the layer is triggered, and on the CPU."""
         self._check(layer)
         return self._events[layer]
 

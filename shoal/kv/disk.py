@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)  # others can be written
-# says nothing of the files
+# Errors of this process, which say nothing of the files
 OF_OURSELVES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 
 
@@ -66,7 +66,7 @@ class DiskTier:
         self._order = EvictionOrder(policy)
         self._bytes: dict[bytes, int] = {}  # findable blocks, and what their files take
         self._verified: set[bytes] = set()  # of those, the ones that were written or read since the start
-        # files to delete before any other: forgotten blocks, abandoned models; their bytes
+        # Files to delete before any other (forgotten blocks, abandoned models), with their bytes
         self._doomed: dict[str, int] = {}
         self._stuck = 0  # bytes of files that can't be deleted
         self._used = 0  # bytes of all these, and of writes under way
@@ -77,7 +77,7 @@ class DiskTier:
         self._problems: Counter[str] = Counter()
         self._breaker = Breaker(failures=1)
         self._lock = threading.Lock()  # of the fields above; never held during I/O
-        # deletions and renames are one at a time, together with their part of the books
+        # Held over each deletion and each rename, together with its part of the books
         self._names = threading.RLock()
         self._reads = IoThreads("kv-disk-read", threads, 16 * max_pending)
         self._writes = IoThreads("kv-disk-write", threads, max_pending)

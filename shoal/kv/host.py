@@ -69,8 +69,7 @@ class HostTier:
 
     def hold(self, host_blocks: Sequence[int], use: bool = True) -> None:
         """Takes one more reference on each. It counts as a use of the content, unless `use` is False."""
-        taken = self._pool.try_allocate(0, shared=host_blocks)
-        assert taken is not None
+        self._pool.hold(host_blocks)
         if use:
             self._used([key for key in map(self._pool.key_of, host_blocks) if key is not None])
 

@@ -87,7 +87,7 @@ class StoreTier:
         self._moves = not protocols & OBJECT_STORES
         self._root = f"{base.rstrip('/')}/{fingerprint.hex()}/{spec.group}/rank{spec.tp_rank}"
         self._made: set[str] = set()  # folders that are there
-        # is it there; until when that is believed
+        # For each key: whether the block is there, and until when that is believed
         self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._problems: Counter[str] = Counter()
@@ -105,7 +105,7 @@ class StoreTier:
     # What is there
 
     def contains(self, key: bytes) -> bool:
-        """As far as known: no I/O."""
+        """Whether the block is there, as far as known. No I/O."""
         answer = self._known.get(key)
         return answer is not None and answer[0] and time.monotonic() < answer[1]
 

@@ -151,7 +151,7 @@ class Offloader:
         job.behind = self._save_evicted(fetch.seq.block_ids[fetch.start :])
         if job.behind:
             rest = fetch.seq.block_ids[len(fetch.held) :]
-            self.pool.try_allocate(0, shared=rest)  # one more reference on each
+            self.pool.hold(rest)
             fetch.held += rest
 
     def registered(self, seq: sequence.Sequence, start: int, end: int) -> None:
