@@ -323,17 +323,17 @@ def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(
     one_by_one(first, prompts())
     first.exit()
     llm = build(**SMALL, **disk)
-    offloader, tier = llm.core.tiers.offloader, llm.core.ranks.runner.kv.tiers["disk"]
-    lookup = offloader.lookup
+    below, tier = llm.core.scheduler.tiers, llm.core.ranks.runner.kv.tiers["disk"]
+    lookup = below.lookup
 
     def evicted(keys, start):
         found = lookup(keys, start)
         tier.forget(keys[start + kept :])  # by the tier's own threads, to make room
         return found
 
-    monkeypatch.setattr(offloader, "lookup", evicted)
+    monkeypatch.setattr(below, "lookup", evicted)
     assert one_by_one(llm, prompts()[:2]) == (expected[:2], [16 * kept] * 2)
-    offloader.check()
+    llm.core.tiers.check()
 
 
 def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, monkeypatch):
@@ -346,12 +346,14 @@ def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, m
 def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
     llm = build(**SMALL, **HOST)
     one_by_one(llm, prompts())
-    offloader = llm.core.tiers.offloader
+    fetched, interrupts = llm.core.scheduler.fetched, [KeyboardInterrupt]
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    def interrupted(fetch, num_blocks):
+        if interrupts:
+            raise interrupts.pop()
+        fetched(fetch, num_blocks)
 
-    monkeypatch.setattr(offloader.fetcher, "_was_copied_in", interrupted)
+    monkeypatch.setattr(llm.core.scheduler, "fetched", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
     assert one_by_one(llm, prompts())[0] == expected
@@ -624,7 +626,7 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
         raise TimeoutError
 
     monkeypatch.setattr(llm.core.ranks.runner.kv, "abandon", never)
-    monkeypatch.setattr(llm.core.tiers.offloader, "offload", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(llm.core.tiers, "after_step", lambda waits: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
     with pytest.raises(EngineDeadError, match="did not end"):
@@ -635,10 +637,10 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
 def test_an_engine_that_cannot_write_its_blocks_at_the_end_ends_all_the_same(error, build, disk, monkeypatch):
     llm = build(**SMALL, **disk)
 
-    def broken(_):
+    def broken():
         raise error("no")
 
-    monkeypatch.setattr(llm.core.tiers.offloader, "flush", broken)
+    monkeypatch.setattr(llm.core.tiers, "flush", broken)
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
         llm.exit()
     with pytest.raises(EngineDeadError, match="was ended"):
