@@ -49,7 +49,8 @@ class Fetcher:
     """All fetches of one engine."""
 
     def __init__(self, scheduler: Scheduler, books: Books) -> None:
-        self.scheduler, self.books = scheduler, books
+        self.scheduler = scheduler
+        self.books = books
         self.jobs: list[FetchJob] = []
         self._num_reading = 0  # blocks
         self._reads = {tier: Throughput(rate) for tier, rate in books.costs.fetch.items()}

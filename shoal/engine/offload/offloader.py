@@ -87,9 +87,13 @@ class Offloader:
         costs: Costs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.scheduler, self.pool = scheduler, scheduler.pool
-        self.host, self.transfers, self.persistent = host, transfers, persistent
-        self.policy, self.costs = policy, costs
+        self.scheduler = scheduler
+        self.pool = scheduler.pool
+        self.host = host
+        self.transfers = transfers
+        self.persistent = persistent
+        self.policy = policy
+        self.costs = costs
         self.stats = {tier: KvTierStats() for tier in costs.fetch}
         self.num_dropped = 0  # blocks that were evicted from the device and are nowhere else
         self.books = Books(host, transfers, policy.has_host_tier, costs, self.stats, clock)
@@ -107,8 +111,10 @@ class Offloader:
         # With on_registration: keys of new blocks that are to be copied out
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)
         self._flushing = False  # what is copied out is written at once
-        self._allowance, self._allowed_at = 0.0, clock()  # bytes that may leave under bytes_per_s
-        self._num_registered = self._num_evicted = 0
+        self._allowance = 0.0  # with bytes_per_s: bytes that may leave now
+        self._allowed_at = clock()  # when the allowance last grew
+        self._num_registered = 0  # blocks, since the start
+        self._num_evicted = 0
         self._last_look = _Look(0.0, 0, 0, -1)
         self._cut_short = False  # the last look found more blocks than there was room for
 
@@ -117,7 +123,7 @@ class Offloader:
     def lookup(self, keys: Sequence[bytes], start: int) -> int:
         """How many of keys[start:], the first ones, lie below and are worth fetching now."""
         if self._uses is not None:
-            for key in keys[:start]:
+            for key in keys[:start]:  # those that were found on the device
                 self._uses.add(key)
         run: list[str] = []
         for key in keys[start:]:

@@ -59,7 +59,10 @@ class KvTiers:
     def __init__(
         self, config: ResolvedConfig, ranks: Ranks, scheduler: Scheduler, events: KvEvents | None
     ) -> None:
-        self.config, self.ranks, self.scheduler, self.events = config, ranks, scheduler, events
+        self.config = config
+        self.ranks = ranks
+        self.scheduler = scheduler
+        self.events = events
         rank_block_bytes = ranks.runner.block_bytes
         num_host_blocks = _num_host_blocks(config, rank_block_bytes)
         ranks.call(commands.KV_OPEN, num_host_blocks)

@@ -28,7 +28,8 @@ class Writer:
     """`ahead_of_eviction`: the host tier's coldest blocks are written; without it, only what is queued."""
 
     def __init__(self, books: Books, persistent: Mapping[str, Tier], ahead_of_eviction: bool) -> None:
-        self.books, self.persistent = books, persistent
+        self.books = books
+        self.persistent = persistent
         self._ahead_of_eviction = ahead_of_eviction
         self._staged: deque[tuple[int, BlockMeta]] = deque()  # held host blocks of a staging area
         self._queued: deque[bytes] = deque(maxlen=books.host.capacity)  # keys of blocks in the host tier

@@ -148,7 +148,8 @@ def test_its_options_alone_switch_a_tier_on(kind, tmp_path):
 def test_where_one_tier_cannot_be_opened_none_is_left_open(tmp_path, monkeypatch):
     closed = []
     monkeypatch.setattr("shoal.kv.disk.DiskTier.close", lambda tier: closed.append(tier))
-    disk = config_of(TIERS[0], tmp_path)
+    [kind] = [kind for kind in TIERS if kind.name == "disk"]
+    disk = config_of(kind, tmp_path)
     with pytest.raises(ConfigError, match="kv_store"):
         open_tiers(replace(disk, kv_store="nonsense://x"), place())
     assert len(closed) == 1
