@@ -65,7 +65,8 @@ def build(model: str, **options: Any) -> Any:
 
 def without_tiers(core: Any) -> Any:
     """Until `with_tiers` brings back what this returns."""
-    tiers, core.tiers = core.tiers, None
+    tiers = core.tiers
+    core.tiers = core.loop.tiers = None
     tiers.detach()
     core.scheduler.reset_prefix_cache()
     return tiers
@@ -73,7 +74,7 @@ def without_tiers(core: Any) -> Any:
 
 def with_tiers(core: Any, tiers: Any) -> None:
     core.scheduler.reset_prefix_cache()
-    core.tiers = tiers
+    core.tiers = core.loop.tiers = tiers
     tiers.attach()
 
 

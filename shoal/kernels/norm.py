@@ -1,8 +1,8 @@
-"""RMSNorm in Triton, alone and after the residual sum. A row is read once and stays in registers. One program
-a row; of thousands a program takes two, as programs start at 0.83 a ns at most: 16,384 of them take 20 us,
-whatever they do. A row's sum has the same order in both, so the same bits.
+"""RMSNorm in Triton, alone and after the residual sum.
 
-T tokens · D hidden. Oracle: reference.py.
+A row is read once and stays in registers. There is one program for each row. If there are thousands, a
+program takes two rows, because the GPU starts only so many programs in a time, whatever they do. The sum of a
+row has the same order in both cases, so the same bits. T tokens · D hidden. The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import triton.language as tl
 from shoal.kernels.hopper import empty_product_input
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 
-ELEMENTS_PER_THREAD = 8  # of 16 bits: one 16-byte access
-# from here on a program takes two: 16,384 x 1024 23.4 us to 19.4, and 20.4 with four; x 4096 73 to 67, and 85
-MANY_ROWS = 2048
+ELEMENTS_PER_THREAD = 8  # of 16 bits each: one access of 16 bytes
+MANY_ROWS = 2048  # From as many rows on a program takes two (benchmarks/results/kernels.md).
 
 
 @triton.jit(do_not_specialize=["T"])

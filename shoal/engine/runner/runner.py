@@ -52,14 +52,16 @@ MEASURED_TOKENS = {"cuda": 512, "cpu": 64}  # of the prompt that tells how fast 
 class ModelRunner:
     """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail.
 
-    `compile_ahead`, `measure` and `allocate` come once each, in this order, before the first step."""
+    Before the first step come `compile_ahead` (on a GPU), `measure` and `allocate`, once each, in this
+    order."""
 
     def __init__(self, config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> None:
         self.config, self.tp = config, tp
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.max_num_seqs, self.max_model_len = config.max_num_seqs, config.max_model_len
+        self.max_num_seqs = config.max_num_seqs
+        self.max_model_len = config.max_model_len
         self.max_num_tokens = config.max_num_batched_tokens
         self._share = GpuShare(self.device, config) if self.device.type == "cuda" else None
         self._regions = new_regions(self.device, config.enable_sleep_mode)
