@@ -25,6 +25,7 @@ from shoal.engine.runner.sampling import LogprobLists
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import EngineDeadError, ShoalError
 from shoal.kv.event_publisher import KvEvents
 
@@ -56,10 +57,14 @@ class StepLoop:
         tiers: KvTiers | None,
         events: KvEvents | None,
         standstill: Standstill,
+        costs: StepCosts | None,
     ) -> None:
+        """`costs`: learns from each step what steps cost, if the engine wants to know."""
         self.ranks, self.scheduler, self.tiers = ranks, scheduler, tiers
         self._grammars, self._admission, self._events = grammars, admission, events
         self._standstill = standstill
+        self._costs = costs
+        self._completed_at = 0.0  # when a step was completed last, seconds of the monotonic clock
         self._block_size = config.block_size
         self._depth = 1 if config.async_scheduling else 0  # steps in flight while the next one is scheduled
         self._in_flight: deque[InFlight] = deque()
@@ -94,7 +99,7 @@ class StepLoop:
             if tiers is not None:
                 tiers.before_schedule()
             with span("schedule"):
-                plan = self.scheduler.schedule() if runs else None
+                plan = self.scheduler.schedule(self._costs) if runs else None
             if tiers is not None:
                 tiers.before_step(launches=plan is not None)
             if plan is not None:
@@ -146,6 +151,8 @@ class StepLoop:
 
     def _complete(self, step: InFlight) -> list[Output]:
         tokens, result = self.ranks.wait(step.result), step.result
+        if self._costs is not None:
+            self._learn(self._costs, step)
         if self.tiers is not None:
             self.tiers.completed(step.plan, step.launched_at)
         logprobs = result.logprobs.to_lists() if result.logprobs is not None else None
@@ -190,6 +197,15 @@ class StepLoop:
                 )
             )
         return outputs
+
+    def _learn(self, costs: StepCosts, step: InFlight) -> None:
+        """The step has ended just now. It began when it was launched, or when the step before it ended."""
+        now = time.monotonic()
+        seconds = now - max(step.launched_at, self._completed_at)
+        self._completed_at = now
+        plan = step.plan
+        chunks = [(entry.start, entry.num_tokens) for entry in plan.scheduled[plan.num_decodes :]]
+        costs.learn(len(plan.scheduled), chunks, seconds)
 
     # Failures
 

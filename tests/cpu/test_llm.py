@@ -58,6 +58,14 @@ def test_every_architecture_generates_the_oracles_tokens(name, root, build):
         dict(num_gpu_blocks_override=13, max_model_len=200),
         dict(num_gpu_blocks_override=13, max_model_len=200, async_scheduling=True, max_num_batched_tokens=40),
         dict(long_prefill_token_threshold=20, scheduling_policy="priority"),
+        dict(target_itl_ms=0.001, max_num_seqs=3),
+        dict(
+            target_itl_ms=2,
+            max_num_seqs=3,
+            async_scheduling=True,
+            num_gpu_blocks_override=13,
+            max_model_len=200,
+        ),
     ],
     ids=str,
 )
@@ -283,14 +291,14 @@ def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypa
     """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it
     never ran."""
     engine = build("qwen3", async_scheduling=True)
-    launch, steps = engine.core.ranks.runner.step, iter(range(100))
+    launch, steps = engine.core.ranks.step, iter(range(100))
 
     def interrupted(packed, extras):
         if next(steps) == 3:
             raise KeyboardInterrupt
         return launch(packed, extras)
 
-    monkeypatch.setattr(engine.core.ranks.runner, "step", interrupted)
+    monkeypatch.setattr(engine.core.ranks, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS[:4], greedy())
     monkeypatch.undo()
@@ -319,7 +327,7 @@ def test_no_memory_in_a_step_ends_its_requests_and_poisons_nothing(build, expect
     def fail(packed, extras):
         raise MemoryError("no memory for a step")
 
-    monkeypatch.setattr(engine.core.ranks.runner, "step", fail)
+    monkeypatch.setattr(engine.core.ranks, "step", fail)
     with pytest.raises(MemoryError):
         engine.generate(PROMPTS, greedy())
     monkeypatch.undo()
