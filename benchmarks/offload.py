@@ -78,7 +78,7 @@ def with_tiers(core: Any, tiers: Any) -> None:
     tiers.attach()
 
 
-def wait_for_slots(core: Any) -> float:
+def wait_until_pinned(core: Any) -> float:
     start = time.perf_counter()
     while not core.tiers.is_pinned:
         core.tick()
@@ -134,7 +134,7 @@ def conversations(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     core = llm.core
     print(
         f"{num_blocks} blocks in all, {num_blocks * block_bytes / 2**30:.1f} GiB; pinned after "
-        f"{wait_for_slots(core):.1f} s more"
+        f"{wait_until_pinned(core):.1f} s more"
     )
     tiers = without_tiers(core)
     rows = talk(core, args, min(args.turns, args.turns_without), "none")
@@ -239,7 +239,7 @@ def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     llm = build(model, num_gpu_blocks_override=256 * 34, kv_host_bytes=int(256 * 34 * args.block_bytes))
     core, r, rows = llm.core, Random(3), []
     fill = [tokens(r, 4080) for _ in range(core.num_blocks * 16 // 4080)]
-    wait_for_slots(core)
+    wait_until_pinned(core)
     policy = core.tiers.offloader.policy
     for repeat in range(2):
         for name in ("none", "evict", "register"):
@@ -302,7 +302,7 @@ def restart(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for name in ("first", "second"):
             llm = build(model, **options)
-            wait_for_slots(llm.core)
+            wait_until_pinned(llm.core)
             r = Random(11)
             ask(llm.core, [tokens(r, 600)], 4, "warm-up")
             _, ttft, cached = ask(llm.core, [tokens(r, args.prefix) for _ in range(AT_ONCE)], ANSWER, name)

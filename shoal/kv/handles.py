@@ -38,7 +38,7 @@ class HeldBlocks:
                 continue
             first = pool.register(block, key)
             if first != block:
-                pool.try_allocate(0, shared=[first])
+                pool.hold([first])
                 self.blocks[i] = first
                 pool.release([block])
 

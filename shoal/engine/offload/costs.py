@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 WINDOW = 5  # figures that a rate remembers
 FETCH_LATENCY_S = 0.002  # what a fetch takes beside its bytes: its end is noticed between two steps
-TRIAL_BLOCKS = 16  # the most that a trial fetches, ...
-TRIAL_S = 0.05  # ... and how long it may take as far as is known; one block is always tried
-MAX_TRIAL_INTERVAL = 64  # requests that pass a slow tier over, for each one that tries it
-LEAST_BYTES_PER_S = {"cuda": 8e9, "cpu": 1e9}  # PCIe 3 reaches 12e9
-MOST_OVERHEAD_S = 50e-6  # of a block's copy, beside its bytes
-MEASURE_TRIES = 10
+TRIAL_BLOCKS = 16  # the most blocks of a trial
+TRIAL_S = 0.05  # how long a trial may take as far as is known; one block is always tried
+MAX_TRIAL_INTERVAL = 64  # a tier that stays slow is tried by one of so many requests that pass it over
+LEAST_BYTES_PER_S = {"cuda": 8e9, "cpu": 1e9}  # the slowest copy that is believed at first; PCIe 3 has 12e9
+MOST_OVERHEAD_S = 50e-6  # the most that a block's copy is believed to take beside its bytes
+MEASURE_TRIES = 10  # of a copy at the start
 
 
 class Rate:
@@ -41,8 +41,9 @@ class Rate:
 
 
 class Throughput:
-    """Feeds a rate from jobs that run side by side, where the time of one job says little: the time during
-    which there was work is divided by the blocks that were done in it."""
+    """Feeds a rate from jobs that run side by side. The time of one job says little there, as it includes the
+    wait for the others. So the time during which there was any job is divided by the blocks that were done in
+    it."""
 
     def __init__(self, rate: Rate) -> None:
         self.rate = rate
@@ -50,13 +51,15 @@ class Throughput:
         self._since = self._until = 0.0
 
     def begun(self, now: float) -> None:
+        """A job begins."""
         if not self._num_jobs:
             self._since = self._until = now
             self._num_blocks = 0
         self._num_jobs += 1
 
     def ended(self, at: float, num_blocks: int) -> None:
-        """`num_blocks` have come through intact; a job that failed has 0 and tells nothing of the rate."""
+        """A job ended at this time, with so many blocks intact. One that failed has 0 of them and tells
+        nothing of the rate."""
         self._num_jobs -= 1
         self._until = max(self._until, at)
         self._num_blocks += num_blocks

@@ -121,7 +121,7 @@ class KvTiers:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether all host memory that can be had is ready for use."""
+        """Whether all host memory that was asked for can be used."""
         return self.offloader.num_unready == 0
 
     # Around a step
