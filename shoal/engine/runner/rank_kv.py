@@ -105,7 +105,7 @@ class RankKv:
     @torch.inference_mode()
     def measure_block(self) -> float:
         """The seconds that the copy in of a block takes among others. To be called once, before the first
-        request: afterwards the slab's memory is pinned in the background, which makes copies look many times
+        request: afterwards the slab's memory is pinned in the background, and copies may look many times
         slower than they are."""
         cache, rows = self.cache.blocks, self.slab.rows
 
