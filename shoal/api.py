@@ -300,6 +300,9 @@ class KvTierStats:
     stored_blocks: int = 0  # that came from above
     fetched_blocks: int = 0  # brought back to the device
     failed_blocks: int = 0  # whose transfer failed: they were computed again, or are lost here
+    fetch_seconds_per_block: float = 0.0  # to the device, as measured lately
+    store_seconds_per_block: float = 0.0  # into the tier; 0 until something was stored
+    trial_fetches: int = 0  # begun though the tier looked slower than computing, to measure it again
 
 
 @dataclass(slots=True)
@@ -317,6 +320,7 @@ class Stats:
     external_prefix_cache_queries: int = 0  # tokens not found there and looked up in the tiers below
     external_prefix_cache_hits: int = 0  # tokens fetched
     kv_dropped_blocks: int = 0  # evicted from the device, and kept nowhere else
+    kv_compute_seconds_per_block: float = 0.0  # of a prompt, as measured lately; 0 without such tiers
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)  # "host", "disk", "store", those there are
     step_tokens: int = 0  # computed in all steps
     # What the engine has measured, where it has a target for the gap between tokens; 0: nothing yet.

@@ -526,7 +526,7 @@ class Scheduler:
             return False
         end = start + num_blocks
         seq.fetch = fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end])
-        self.pool.try_allocate(0, shared=fetch.held)  # no new blocks; one more reference on these
+        self.pool.hold(fetch.held)
         self.fetches.append(fetch)
         self._arriving.update(fetch.keys)
         self.tiers.begin(fetch)
