@@ -16,7 +16,10 @@ from shoal.api import SamplingParams, sampling_defaults
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, RequestError
 from shoal.json_file import read_object
-from shoal.model_config import ModelConfig, token_ids
+from shoal.model_config import ModelConfig
+from shoal.models.config_fields import token_ids
+from shoal.models.config_gguf import config_from_gguf
+from shoal.models.config_json import config_from_json
 from shoal.weights import default_model
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 
@@ -67,8 +70,8 @@ class CheckpointFiles:
                 raise CheckpointError(
                     f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
                 )
-            return ModelConfig.from_hf(self._read_json("config.json"), str(self.folder / "config.json"))
-        return ModelConfig.from_gguf(
+            return config_from_json(self._read_json("config.json"), str(self.folder / "config.json"))
+        return config_from_gguf(
             self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header)
         )
 

@@ -12,6 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig, RopeConfig
+from shoal.models.config_gguf import config_from_gguf
+from shoal.models.config_json import config_from_json
 from shoal.models.rope import rope_frequencies
 
 SIZES = dict(
@@ -369,7 +371,7 @@ def test_a_config_saved_by_transformers_reads_as_its_class_has_it(name, tmp_path
         **SIZES | changes, architectures=[f"{kind}ForCausalLM"], dtype="bfloat16"
     )
     oracle.save_pretrained(tmp_path)
-    assert_equal(ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()), name), oracle)
+    assert_equal(config_from_json(json.loads((tmp_path / "config.json").read_text()), name), oracle)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -378,7 +380,7 @@ def test_a_published_config_reads_as_transformers_reads_it(name):
     oracle = getattr(transformers, f"{CLASSES[config['model_type']]}Config").from_dict(
         json.loads(json.dumps(config))
     )
-    assert_equal(ModelConfig.from_hf(config, name), oracle)
+    assert_equal(config_from_json(config, name), oracle)
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
@@ -392,7 +394,7 @@ def test_missing_fields_get_the_defaults_of_transformers(architecture):
         num_hidden_layers=2,
         num_attention_heads=32,
     )
-    assert_equal(ModelConfig.from_hf(config, "config.json"), oracle_class(**config))
+    assert_equal(config_from_json(config, "config.json"), oracle_class(**config))
 
 
 ROPES = {
@@ -428,7 +430,7 @@ ROPES = {
 def test_rope_frequencies_equal_those_of_transformers(name, head_dim):
     sizes = SIZES | dict(head_dim=head_dim, max_position_embeddings=8192, rope_parameters=ROPES[name])
     oracle = transformers.LlamaConfig(**json.loads(json.dumps(sizes)))
-    assert_same_rope(ModelConfig.from_hf(sizes | dict(architectures=["LlamaForCausalLM"]), name), oracle)
+    assert_same_rope(config_from_json(sizes | dict(architectures=["LlamaForCausalLM"]), name), oracle)
 
 
 def test_rope_factors_divide_the_frequencies():
@@ -462,7 +464,7 @@ def test_rope_factors_divide_the_frequencies():
 def test_an_impossible_config_is_refused_with_the_place_and_the_value(changes, words):
     config = {**SIZES, "architectures": ["LlamaForCausalLM"], **changes}
     with pytest.raises(CheckpointError) as error:
-        ModelConfig.from_hf(config, "folder/config.json")
+        config_from_json(config, "folder/config.json")
     assert all(word in str(error.value) for word in (*words, "folder/config.json")), error.value
 
 
@@ -474,7 +476,7 @@ def test_layer_types_must_fit_the_layers():
         "layer_types": ["sliding_attention", "other", "x"],
     }
     with pytest.raises(CheckpointError, match="other"):
-        ModelConfig.from_hf(config, "config.json")
+        config_from_json(config, "config.json")
 
 
 LLAMA_METADATA = {
@@ -496,7 +498,7 @@ SHAPES = {"token_embd.weight": (320, 64), "output.weight": (320, 64)}
 
 
 def test_gguf_metadata_reads_like_the_config_it_was_made_from():
-    config = ModelConfig.from_gguf(LLAMA_METADATA, SHAPES, "m.gguf")
+    config = config_from_gguf(LLAMA_METADATA, SHAPES, "m.gguf")
     same = dict(
         architectures=["LlamaForCausalLM"],
         vocab_size=320,
@@ -511,11 +513,11 @@ def test_gguf_metadata_reads_like_the_config_it_was_made_from():
         bos_token_id=1,
         eos_token_id=[2, 7],
     )
-    assert config == ModelConfig.from_hf(same, "config.json")
+    assert config == config_from_json(same, "config.json")
 
 
 def test_gguf_tensors_tell_tied_embeddings_and_biases():
-    config = ModelConfig.from_gguf(
+    config = config_from_gguf(
         LLAMA_METADATA, {"token_embd.weight": (320, 64), "blk.0.attn_q.bias": (64,)}, "m.gguf"
     )
     assert config.tie_word_embeddings and config.qkv_bias and not config.o_bias
@@ -532,7 +534,7 @@ def test_gguf_rope_factors_are_llama3_scaling():
     )
     plain = 500000.0 ** (-np.arange(0, 16, 2) / 16)
     factors = tuple((plain / oracle.inv_freq.numpy().astype(np.float64)).tolist())
-    config = ModelConfig.from_gguf(LLAMA_METADATA, SHAPES, "m.gguf", factors)
+    config = config_from_gguf(LLAMA_METADATA, SHAPES, "m.gguf", factors)
     np.testing.assert_allclose(rope_frequencies(config.rope, 16)[0], oracle.inv_freq.numpy(), rtol=4e-7)
 
 
@@ -546,7 +548,7 @@ def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():
             "llama.rope.scaling.factor": 4.0,
             "llama.rope.scaling.original_context_length": 2048,
         }
-        config = ModelConfig.from_gguf(LLAMA_METADATA | scaling, SHAPES, "m.gguf")
+        config = config_from_gguf(LLAMA_METADATA | scaling, SHAPES, "m.gguf")
         assert_same_rope(
             config,
             transformers.LlamaConfig(
@@ -568,5 +570,5 @@ def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():
 )
 def test_a_gguf_that_is_not_supported_is_refused_with_the_file(changes, words):
     with pytest.raises(CheckpointError) as error:
-        ModelConfig.from_gguf(LLAMA_METADATA | changes, SHAPES, "dir/m.gguf")
+        config_from_gguf(LLAMA_METADATA | changes, SHAPES, "dir/m.gguf")
     assert all(word in str(error.value) for word in (*words, "dir/m.gguf")), error.value

@@ -14,6 +14,7 @@ import transformers
 from shoal.errors import CheckpointError
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
+from shoal.models.config_gguf import config_from_gguf
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header, read_rope_factors
 from tests.cpu.test_weights_quantized import random_rows
@@ -131,7 +132,7 @@ def write_tensor(writer, names, architecture, config, hf_name, weight, kind, exp
 
 def read(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor | QuantizedTensor]]:
     header = read_header(path)
-    config = ModelConfig.from_gguf(header.metadata, header.shapes, str(path), read_rope_factors(header))
+    config = config_from_gguf(header.metadata, header.shapes, str(path), read_rope_factors(header))
     return config, dict(gguf_tensors(header, config))
 
 

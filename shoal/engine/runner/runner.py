@@ -114,6 +114,7 @@ class ModelRunner(RankCommands, KvCommands):
                 num_heads=model.num_heads // tp.size,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=model.head_dim,
+                scale=model.attention_scale,
             )
             with self.regions.holding("weights"):
                 self.model = Decoder(model, tp, self.ops, self.backend, self.max_model_len, keep_quantized)
