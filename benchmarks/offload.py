@@ -57,7 +57,7 @@ def build(model: str, **options: Any) -> Any:
     llm = LLM(model, load_format="dummy", max_model_len=16384, max_num_seqs=256, **options)
     print(
         f"start-up {time.perf_counter() - start:.1f} s, {llm.core.num_blocks} blocks of "
-        f"{llm.core.runner.block_bytes / 2**20:.2f} MiB"
+        f"{llm.core.ranks.runner.block_bytes / 2**20:.2f} MiB"
     )
     return llm
 

@@ -11,11 +11,11 @@ import dataclasses
 import difflib
 import json
 import logging
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.fields import check_fields, option
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,6 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "task": (None, "auto", "generate", "embed"),
     "runner": (None, "auto", "generate", "pooling"),  # any model generates, and embeds
 }
-
-
-def option(default: Any, help: str, *, common: bool = False, section: str | None = None) -> Any:
-    """A field whose meaning `--help` tells, too: `--help` the common ones, `--help-all` each of them.
-
-    section: the heading there of this field and of those after it, up to the next that has one.
-    """
-    return field(default=default, metadata={"help": help, "common": common, "section": section})
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +193,9 @@ class EngineConfig:
     download_dir: str | None = option(
         None, "where files from the hub are kept; default: the hub library's cache"
     )
-    load_format: str = option("auto", '"auto" | "safetensors" | "dummy": random weights')
+    load_format: str = option(
+        "auto", '"auto" | "safetensors" | "dummy": random weights', choices=("auto", "safetensors", "dummy")
+    )
     check_weights: bool = option(
         False,
         "before loading, read every weight: all are finite and none "
@@ -211,21 +205,31 @@ class EngineConfig:
         "auto",
         '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it',
         common=True,
+        choices=DTYPES,
     )
-    device: str = option("auto", '"cuda" if there is one, else "cpu"', common=True)
+    device: str = option(
+        "auto", '"cuda" if there is one, else "cpu"', common=True, choices=("auto", "cpu", "cuda")
+    )
     max_model_len: int | None = option(
-        None, "default: what the model was trained for", common=True, section="limits and memory"
+        None, "default: what the model was trained for", common=True, section="limits and memory", low=1
     )
-    max_num_seqs: int | None = option(None, "default: 256 on a GPU, 64 on the CPU", common=True)
+    max_num_seqs: int | None = option(
+        None, "default: 256 on a GPU, 64 on the CPU", common=True, low=1, high=MAX_NUM_SEQS
+    )
     max_num_batched_tokens: int | None = option(
-        None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU"
+        None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU", low=1
     )
-    block_size: int = option(16, "tokens a KV block")
-    gpu_memory_utilization: float = option(0.9, "this engine's share of the card", common=True)
+    block_size: int = option(16, "tokens a KV block", low=1)
+    gpu_memory_utilization: float = option(
+        0.9, "this engine's share of the card", common=True, above=0, high=1
+    )
     kv_cache_memory_bytes: int | None = option(
-        None, "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share", common=True
+        None,
+        "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share",
+        common=True,
+        low=1,
     )
-    num_gpu_blocks_override: int | None = option(None, "KV blocks, whatever would fit")
+    num_gpu_blocks_override: int | None = option(None, "KV blocks, whatever would fit", low=1)
     enable_prefix_caching: bool = option(
         True, "requests share the KV blocks of equal beginnings", section="KV cache"
     )
@@ -236,10 +240,10 @@ class EngineConfig:
         '"endpoint": "tcp://lo:5557"}',
     )
     kv_host_bytes: int = option(
-        0, "host memory, of all ranks together, that keeps KV blocks which leave the device"
+        0, "host memory, of all ranks together, that keeps KV blocks which leave the device", low=0
     )
     kv_disk_path: str | None = option(None, "folder that keeps KV blocks over a restart")
-    kv_disk_bytes: int | None = option(None, "most bytes of the files there")
+    kv_disk_bytes: int | None = option(None, "most bytes of the files there", low=1)
     kv_store: str | None = option(
         None, "URL of a folder or bucket, as fsspec reads it, that shares KV blocks with other engines"
     )
@@ -247,38 +251,50 @@ class EngineConfig:
         "evict",
         '"evict": the coldest blocks go to the next tier ahead of their eviction; "register": '
         "every block at once",
+        choices=("evict", "register"),
     )
     kv_offload_min_uses: int = option(
-        1, "blocks that were used less often are not worth a lower tier; 2 leaves out what came once"
+        1, "blocks that were used less often are not worth a lower tier; 2 leaves out what came once", low=1
     )
     kv_offload_bandwidth: int | None = option(
-        None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound"
+        None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound", low=1
     )
-    kv_eviction_policy: str = option("lru", 'which block of a lower tier goes first: "lru" | "lfu"')
+    kv_eviction_policy: str = option(
+        "lru", 'which block of a lower tier goes first: "lru" | "lfu"', choices=("lru", "lfu")
+    )
     kv_load_policy: str = option(
-        "cost", '"cost": what a lower tier has is fetched where that is quicker than computing it | "always"'
+        "cost",
+        '"cost": what a lower tier has is fetched where that is quicker than computing it | "always"',
+        choices=("cost", "always"),
     )
     kv_flush_timeout: float = option(
-        10.0, "seconds an engine that ends may take to write KV blocks to disk or store"
+        10.0, "seconds an engine that ends may take to write KV blocks to disk or store", low=0
     )
     enforce_eager: bool = option(False, "no CUDA graphs", section="execution")
     cudagraph_capture_sizes: list[int] | None = option(
         None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs"
     )
-    tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True)
-    attention_backend: str = option("auto", '"triton" | "cpu" | "flashinfer" | "flash_attn"')
+    tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True, low=1)
+    attention_backend: str = option(
+        "auto",
+        '"triton" | "cpu" | "flashinfer" | "flash_attn"',
+        choices=("auto", "triton", "cpu", "flashinfer", "flash_attn"),
+    )
     disable_cascade_attn: bool = option(
         False, "decodes read a shared prefix each for itself, as if it were its own"
     )
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
-    scheduling_policy: str = option("fcfs", '"fcfs" | "priority": the lowest number first')
+    scheduling_policy: str = option(
+        "fcfs", '"fcfs" | "priority": the lowest number first', choices=("fcfs", "priority")
+    )
     long_prefill_token_threshold: int = option(
-        0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget"
+        0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget", low=0
     )
     generation_config: str = option(
         "auto",
         '"vllm": ignore the model\'s generation_config.json for default sampling parameters',
         section="requests",
+        choices=("auto", "vllm"),
     )
     chat_template: str | None = option(None, "a Jinja template or a path to one; default: the model's own")
     structured_outputs_config: StructuredOutputsConfig | None = option(
@@ -286,13 +302,15 @@ class EngineConfig:
         'JSON; {"disable_additional_properties": false} lets objects have keys that their schema does '
         "not name",
     )
-    max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
+    max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit", low=-1)
     seed: int = option(0, "of requests that bring none")
     enable_sleep_mode: bool = option(
         False, "weights and KV cache in regions whose memory `sleep` gives back", section="sleep mode"
     )
     sleep_offload: str = option(
-        "host", 'where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint'
+        "host",
+        'where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint',
+        choices=("host", "file"),
     )
 
     @classmethod
@@ -325,59 +343,11 @@ class EngineConfig:
         return options
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("max_model_len", 1),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("kv_cache_memory_bytes", 1),
-            ("num_gpu_blocks_override", 1),
-            ("tensor_parallel_size", 1),
-            ("block_size", 1),
-            ("long_prefill_token_threshold", 0),
-            ("max_logprobs", -1),
-            ("kv_host_bytes", 0),
-            ("kv_disk_bytes", 1),
-            ("kv_offload_min_uses", 1),
-            ("kv_offload_bandwidth", 1),
-        ):
-            value = getattr(self, name)
-            if value is None and name not in (
-                "tensor_parallel_size",
-                "block_size",
-                "long_prefill_token_threshold",
-                "max_logprobs",
-                "kv_host_bytes",
-                "kv_offload_min_uses",
-            ):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
-                raise ConfigError(f"{name} {value!r} is not an integer from {low} to 2^63 - 1; choose one")
-        if (self.max_num_seqs or 0) > MAX_NUM_SEQS:
-            raise ConfigError(f"max_num_seqs {self.max_num_seqs} > {MAX_NUM_SEQS}; lower it")
+        check_fields(self, ConfigError)
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(
                 f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default"
             )
-        share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization {share!r} is outside (0, 1]; it is this engine's share of the "
-                "card's memory"
-            )
-        for name, choices in (
-            ("dtype", DTYPES),
-            ("load_format", ("auto", "safetensors", "dummy")),
-            ("device", ("auto", "cpu", "cuda")),
-            ("attention_backend", ("auto", "triton", "cpu", "flashinfer", "flash_attn")),
-            ("scheduling_policy", ("fcfs", "priority")),
-            ("generation_config", ("auto", "vllm")),
-            ("sleep_offload", ("host", "file")),
-            ("kv_offload_policy", ("evict", "register")),
-            ("kv_eviction_policy", ("lru", "lfu")),
-            ("kv_load_policy", ("cost", "always")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
         object.__setattr__(
             self, "structured_outputs_config", StructuredOutputsConfig.of(self.structured_outputs_config)
         )
@@ -413,12 +383,12 @@ class EngineConfig:
                     f"{name} {value!r} names no place; give a path"
                     + (" or a URL" if name == "kv_store" else "")
                 )
-        if self.kv_disk_bytes is not None and self.kv_disk_path is None:
+        if self.kv_disk_bytes and self.kv_disk_path is None:
             raise ConfigError(
                 f"kv_disk_bytes {self.kv_disk_bytes} without kv_disk_path; say where the blocks are to be "
                 "kept"
             )
-        if self.kv_disk_path is not None and self.kv_disk_bytes is None:
+        if self.kv_disk_path is not None and not self.kv_disk_bytes:
             raise ConfigError(
                 f"kv_disk_path {self.kv_disk_path!r} without kv_disk_bytes; say how much of that disk may "
                 "be used"
@@ -429,12 +399,27 @@ class EngineConfig:
                 "enable_prefix_caching False "
                 "lets them share none; drop one or the other"
             )
-        seconds = self.kv_flush_timeout
-        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
-            raise ConfigError(
-                f"kv_flush_timeout {seconds!r} is not a finite number of seconds from 0; 0 writes nothing "
-                "at the end"
-            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """An EngineConfig whose defaults are filled in for one model on one machine: `resolve_config` makes it.
+
+    Fields named here have no None any more. In the others None is a value of its own, such as "no disk tier".
+    """
+
+    device: str  # "cpu" or "cuda"
+    dtype: str  # the name of a torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int  # 0: as much as gpu_memory_utilization leaves
+    num_gpu_blocks_override: int  # 0: as many as fit
+    kv_disk_bytes: int  # 0 without a disk tier
+    async_scheduling: bool
+    kv_events_config: KVEventsConfig
+    structured_outputs_config: StructuredOutputsConfig
+    keep_quantized: bool  # the weights stay as a GGUF file has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,13 +432,16 @@ class ServerConfig:
         common=True,
         section="addresses and names",
     )
-    port: int = option(8000, "0: any that is free", common=True)
+    port: int = option(8000, "0: any that is free", common=True, low=0, high=65535)
     uds: str | None = option(
         None, "serve on a Unix socket at this path (mode 0600) in place of host and port"
     )
     admin_host: str = option("127.0.0.1", "where the admin port is offered")
     admin_port: int | None = option(
-        None, "sleep, weights, pause and profile are offered here alone; default: not at all"
+        None,
+        "sleep, weights, pause and profile are offered here alone; default: not at all",
+        low=0,
+        high=65535,
     )
     profile_dir: str = option("shoal-traces", "the folder below which /start_profile writes traces")
     served_model_name: list[str] | None = option(
@@ -475,39 +463,53 @@ class ServerConfig:
     allowed_methods: list[str] | None = option(None, "CORS; default: all")
     allowed_headers: list[str] | None = option(None, "CORS; default: all")
     allow_credentials: bool = option(False, "CORS: pages may send cookies")
-    max_body_bytes: int = option(32 << 20, "of a request; more is a 413", section="limits of requests")
-    max_total_body_bytes: int = option(1 << 30, "of all requests under way together; more are a 429")
-    max_queued_requests: int = option(1024, "beyond what runs; more are a 429")
+    max_body_bytes: int = option(
+        32 << 20, "of a request; more is a 413", section="limits of requests", low=1024
+    )
+    max_total_body_bytes: int = option(
+        1 << 30, "of all requests under way together; more are a 429", low=1024
+    )
+    max_queued_requests: int = option(1024, "beyond what runs; more are a 429", low=0)
     max_connections: int | None = option(
         None,
         "connections a port takes; beyond them the longest idle one is closed, and without one the new "
         "one gets a 503; default: what the limit of open files leaves",
+        low=1,
     )
     request_timeout: float | None = option(
-        None, "seconds a request may take in all; a request's own `timeout` may be shorter"
+        None, "seconds a request may take in all; a request's own `timeout` may be shorter", above=0
     )
-    read_timeout: float = option(30.0, "seconds a client may take to send its request")
-    write_timeout: float = option(120.0, "seconds a client may take none of its answer")
-    shutdown_timeout: float = option(30.0, "seconds running requests get after SIGTERM")
+    read_timeout: float = option(30.0, "seconds a client may take to send its request", above=0)
+    write_timeout: float = option(120.0, "seconds a client may take none of its answer", above=0)
+    shutdown_timeout: float = option(30.0, "seconds running requests get after SIGTERM", low=0)
     engine_timeout: float = option(
         60.0,
         "seconds without a sign of life, or without the end of a step, after which the engine counts as "
         "hung: its requests fail and /health is 503; 0: never",
         section="engines",
+        low=0,
     )
     restart: bool = option(False, "start a dead or hung engine core again")
     swap: bool = option(False, "several models: one is awake, the others sleep", common=True)
-    swap_patience: float = option(5.0, "seconds a sleeping model's requests wait while others still begin")
-    tool_call_parser: str = option(
-        "auto", '"hermes" | "llama3_json" | "none"; auto: by the chat template', section="tools and templates"
+    swap_patience: float = option(
+        5.0, "seconds a sleeping model's requests wait while others still begin", low=0
     )
-    reasoning_parser: str = option("auto", '"qwen3" | "none"; auto: by the chat template')
+    tool_call_parser: str = option(
+        "auto",
+        '"hermes" | "llama3_json" | "none"; auto: by the chat template',
+        section="tools and templates",
+        choices=("auto", "hermes", "llama3_json", "none"),
+    )
+    reasoning_parser: str = option(
+        "auto", '"qwen3" | "none"; auto: by the chat template', choices=("auto", "qwen3", "none")
+    )
     log_requests: str = option(
         "all",
         'which requests get a line in the log: "all" | "errors" | "off"; '
         "health checks and the like do with --verbose only",
+        choices=("all", "errors", "off"),
     )
-    log_format: str = option("text", '"text" | "json": a JSON object a line')
+    log_format: str = option("text", '"text" | "json": a JSON object a line', choices=("text", "json"))
     trust_request_chat_template: bool = option(
         False, "requests may bring a chat template (in the sandbox, but one may run for ever)"
     )
@@ -515,38 +517,7 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "TLS: the certificate")
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("port", 0, 65535),
-            ("admin_port", 0, 65535),
-            ("max_body_bytes", 1024, None),
-            ("max_total_body_bytes", 1024, None),
-            ("max_queued_requests", 0, None),
-            ("max_connections", 1, None),
-        ):
-            value = getattr(self, name)
-            if value is None and name in ("admin_port", "max_connections"):
-                continue
-            if (
-                not isinstance(value, int)
-                or isinstance(value, bool)
-                or value < low
-                or (high is not None and value > high)
-            ):
-                limit = f"from {low} to {high}" if high else f"of at least {low}"
-                raise ConfigError(f"{name} {value!r} is not an integer {limit}; choose one")
-        for name, is_open in (
-            ("request_timeout", True),
-            ("read_timeout", True),
-            ("write_timeout", True),
-            ("shutdown_timeout", False),
-            ("swap_patience", False),
-            ("engine_timeout", False),
-        ):
-            value = getattr(self, name)
-            if value is not None and not (0 < value < math.inf or (value == 0 and not is_open)):
-                raise ConfigError(
-                    f"{name} {value!r} is not a finite number of seconds {'above' if is_open else 'from'} 0"
-                )
+        check_fields(self, ConfigError)
         if 0 < self.engine_timeout < 2:
             raise ConfigError(
                 f"engine_timeout {self.engine_timeout!r} is less than 2 s, as short as a busy "
@@ -556,14 +527,6 @@ class ServerConfig:
             raise ConfigError(
                 "allow_credentials with allowed_origins '*' is what no browser accepts; name the origins"
             )
-        for name, choices in (
-            ("tool_call_parser", ("auto", "hermes", "llama3_json", "none")),
-            ("reasoning_parser", ("auto", "qwen3", "none")),
-            ("log_requests", ("all", "errors", "off")),
-            ("log_format", ("text", "json")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.admin_port == self.port != 0 and self.admin_host == self.host and self.uds is None:
             raise ConfigError(
                 f"admin_port {self.admin_port} is the public port too; give each a port of its own"

@@ -432,7 +432,7 @@ def open_checkpoint(path: Path, load: bool) -> None:
     import numpy as np
 
     from shoal.config import EngineConfig
-    from shoal.engine.resolve import check_room, resolve_config
+    from shoal.engine.resolve import resolve_config
     from shoal.models.rope import rope_frequencies
     from shoal.tokenizer import load_tokenizer
     from shoal.weights.loader import check_shapes
@@ -444,8 +444,8 @@ def open_checkpoint(path: Path, load: bool) -> None:
     assert all(i >= 0 for i in files.eos_token_ids) and isinstance(files.generation_config, dict)
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     assert np.isfinite(frequencies).all() and math.isfinite(factor)
-    resolved = resolve_config(EngineConfig(device="cpu", load_format="dummy"), config, files.kind == "gguf")
-    check_room(resolved, config, None)
+    quantized_bytes = files.tensor_bytes if files.kind == "gguf" else None
+    resolved = resolve_config(EngineConfig(device="cpu", load_format="dummy"), config, quantized_bytes)
     check_shapes(files)
     tokenizer.decode(tokenizer.encode("Hello, world! 123"))
     length = min(64, resolved.max_model_len)  # this program's own choices must fit what the checkpoint says

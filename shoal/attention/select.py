@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.errors import ConfigError
 from shoal.kernels.step_input import AttentionBackend
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def select_backend(
-    config: EngineConfig,
+    config: ResolvedConfig,
     device: torch.device,
     dtype: torch.dtype,
     *,

@@ -18,8 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from shoal.config import option
 from shoal.errors import ConfigError, UnavailableError
+from shoal.fields import option
 
 if TYPE_CHECKING:
     import aiohttp

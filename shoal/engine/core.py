@@ -7,14 +7,13 @@ With asynchronous scheduling step n+1 is scheduled and launched before the token
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +21,16 @@ import numpy as np
 import torch
 
 from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, SleepState, Stats, TokenLogprobs
-from shoal.config import EngineConfig
+from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.profile import span
-from shoal.engine.ranks.workers import WorkerGroup
-from shoal.engine.resolve import check_room, resolve_config
+from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.resolve import resolve_config
+from shoal.engine.runner import commands
 from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
-from shoal.engine.runner.runner import ModelRunner, StepResult, prepare_process
+from shoal.engine.runner.runner import StepResult
 from shoal.engine.runner.sampling import LogprobLists
 from shoal.engine.scheduling.grammar import Grammar, Grammars
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
@@ -38,7 +38,6 @@ from shoal.engine.scheduling.sequence import Sequence as QueuedSequence
 from shoal.engine.scheduling.sequence import SequenceStatus
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.kv.event_publisher import KvEvents
-from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
 from shoal.tokenizer import load_tokenizer
 from shoal.weights.check import verify_weights
@@ -63,81 +62,41 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, files: CheckpointFiles) -> None:
         self.model_config = files.config
-        quantized = files.kind == "gguf"
         check_parallel(self.model_config, config.tensor_parallel_size)
-        keep_quantized = quantized and config.dtype == "auto"
-        self.config = resolve_config(config, self.model_config, quantized)
-        keep_quantized &= self.config.device == "cpu"
-        check_room(self.config, self.model_config, files.tensor_bytes if keep_quantized else None)
+        quantized_bytes = files.tensor_bytes if files.kind == "gguf" else None
+        self.config: ResolvedConfig = resolve_config(config, self.model_config, quantized_bytes)
         if self.config.load_format != "dummy":
             check_shapes(files)
             if config.check_weights:
                 verify_weights(files)
-        self.error: EngineDeadError | None = None
-        self.num_threads = torch.get_num_threads()  # put back by exit()
-        self.group: WorkerGroup | None = None
-        self.runner: ModelRunner | None = None
-        self.tp: TensorParallel | None = None
-        self.tiers: KvTiers | None = None
-        events = self.config.kv_events_config
-        self.events = (
-            KvEvents(events, self.config.block_size)
-            if events is not None and events.enable_kv_cache_events
-            else None
-        )
-        try:
-            self._start(files, keep_quantized)
-        except BaseException:
-            self.exit()
-            raise
+        with ExitStack() as undo:
+            self.events = self._open_events()
+            if self.events is not None:
+                undo.callback(self.events.close)
+            self.ranks = Ranks(self.config, files)
+            undo.callback(self.ranks.close)
+            self._start(files)
+            undo.pop_all()
 
-    def _start(self, files: CheckpointFiles, keep_quantized: bool) -> None:
+    def _open_events(self) -> KvEvents | None:
+        options = self.config.kv_events_config
+        return KvEvents(options, self.config.block_size) if options.enable_kv_cache_events else None
+
+    def _start(self, files: CheckpointFiles) -> None:
         config = self.config
-        prepare_process(config, 0)
-        self.tp = tp = TensorParallel.single()
-        if config.tensor_parallel_size > 1:
-            rendezvous = Rendezvous()
-            init = {
-                "config": dataclasses.asdict(config),
-                "port": rendezvous.port,
-                "keep_quantized": keep_quantized,
-            }
-            self.group = WorkerGroup(
-                config.tensor_parallel_size, "shoal.engine.runner.runner:serve_rank", init
-            )
-            self.tp = tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
-            self.group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
-        self.runner = ModelRunner(config, files, tp, keep_quantized)
-        if config.device == "cuda":
-            self.collective_rpc("compile_ahead")
-        num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
-        if num_blocks < 1:
-            raise ConfigError(
-                f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
-                "no room "
-                f"for a single KV block of {self.runner.block_bytes} bytes; raise it or lower "
-                "max_num_batched_tokens"
-            )
-        try:
-            self.collective_rpc("allocate", num_blocks)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise ConfigError(
-                f"{num_blocks} KV blocks of {self.runner.block_bytes} bytes don't fit in memory; lower "
-                "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
-            ) from None
-        self.num_blocks = num_blocks
+        self.num_blocks = num_blocks = self._allocate()
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs or 0,
-            max_num_batched_tokens=config.max_num_batched_tokens or 0,
-            max_model_len=config.max_model_len or 0,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             events=self.events,
         )
-        self.builder = self._new_builder(self.runner)
+        self.builder = self._new_builder()
         self.grammars = Grammars(
             lambda: load_tokenizer(files, config.tokenizer),
             self.model_config.vocab_size,
@@ -146,13 +105,14 @@ class EngineCore:
         )
         self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []  # held until their grammar is there
         self.sleeper = Sleeper(self)
-        self.weights = Weights(self, files, keep_quantized)
+        self.weights = Weights(self, files)
         self.refused: str | None = None  # why no request is taken
         self.late: list[Output] = []  # of steps completed outside of step()
         self.in_flight: deque[InFlight] = deque()
         self.depth = 1 if config.async_scheduling else 0
+        self.tiers: KvTiers | None = None
         if config.has_kv_tiers:
-            self.tiers = KvTiers(self)
+            self.tiers = KvTiers(config, self.ranks, self.scheduler, self.events)
         logger.info(
             "%d KV blocks of %d tokens, %d sequences at once, %s on %s",
             num_blocks,
@@ -161,6 +121,29 @@ class EngineCore:
             config.dtype,
             config.device,
         )
+
+    def _allocate(self) -> int:
+        """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
+        blocks."""
+        config, ranks = self.config, self.ranks
+        block_bytes = ranks.runner.block_bytes
+        if config.device == "cuda":
+            ranks.call(commands.COMPILE_AHEAD)
+        num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.MEASURE))
+        if num_blocks < 1:
+            raise ConfigError(
+                f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
+                f"no room for a single KV block of {block_bytes} bytes; raise it or lower "
+                "max_num_batched_tokens"
+            )
+        try:
+            ranks.call(commands.ALLOCATE, num_blocks)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise ConfigError(
+                f"{num_blocks} KV blocks of {block_bytes} bytes don't fit in memory; lower "
+                "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
+            ) from None
+        return num_blocks
 
     # Requests
 
@@ -240,8 +223,7 @@ class EngineCore:
     def step(self) -> list[Output]:
         """Schedules and launches one step, then returns the outputs of the oldest that is due.
         EngineDeadError if the device fails."""
-        if self.error is not None:
-            raise self.error
+        self.ranks.check_usable()
         self._take_grammars()
         outputs = [
             Output(
@@ -290,8 +272,7 @@ class EngineCore:
         try:
             yield
         except (RuntimeError, ShoalError) as error:
-            self.error = self._cause_of_death(error)
-            raise self.error from error
+            raise self.ranks.failed(error) from error
         except BaseException:
             self._forget_everything()
             raise
@@ -316,13 +297,12 @@ class EngineCore:
         """After an interrupt, or no memory, in the middle of a step nobody knows what of it reached the
         device: every request is aborted, and no block that the step should have filled may be found later.
         Other ranks cannot be brought back in line: the engine ends."""
-        if self.group is not None:
-            self.error = EngineDeadError(
+        if self.ranks.size > 1:
+            self.ranks.error = EngineDeadError(
                 "interrupted in the middle of a tensor-parallel step; build a new engine"
             )
             return
-        assert self.runner is not None
-        self.error = EngineDeadError(
+        self.ranks.error = EngineDeadError(
             "interrupted in the middle of a step, and what was under way did not end; build a new engine"
         )
         self.scheduler.abort_all()
@@ -335,26 +315,17 @@ class EngineCore:
         self.flush_events()
         self.in_flight.clear()
         self.late.clear()
-        self.builder = self._new_builder(self.runner)
-        self.runner.reset_state()
-        self.error = None
+        self.builder = self._new_builder()
+        self.ranks.runner.reset_state()
+        self.ranks.error = None
 
-    def _new_builder(self, runner: ModelRunner) -> BatchBuilder:
+    def _new_builder(self) -> BatchBuilder:
+        runner = self.ranks.runner
         return BatchBuilder(runner.layout, self.config.block_size, runner.share_from, runner.mixed_shapes)
 
-    def _cause_of_death(self, error: Exception) -> EngineDeadError:
-        """A rank's death, if there was one, rather than the broken collective it left behind."""
-        try:
-            if self.group is not None:
-                self.group.check(wait_s=1.0)
-        except ShoalError as death:
-            error = death
-        return error if isinstance(error, EngineDeadError) else EngineDeadError(f"a step failed: {error}")
-
     def _launch(self, plan: StepPlan) -> InFlight:
-        assert self.runner is not None
         decode_only = plan.num_decodes == len(plan.scheduled)
-        graphs = self.runner.graphs
+        graphs = self.ranks.runner.graphs
         packed, extras = self.builder.build(
             plan, graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None
         )
@@ -363,13 +334,11 @@ class EngineCore:
                 entry.seq.started_at = time.monotonic()
         if extras.grammars:
             extras.masks = self.grammars.masks(extras.grammars)
-        if self.group is not None:
-            self.group.call("step", packed)
         launched_at = time.monotonic()
-        return InFlight(plan, self.runner.step(packed, extras or None), extras.embeds, launched_at)
+        return InFlight(plan, self.ranks.step(packed, extras or None), extras.embeds, launched_at)
 
     def _complete(self, step: InFlight) -> list[Output]:
-        tokens = step.result.wait(self.group.check if self.group is not None else None)
+        tokens = self.ranks.wait(step.result)
         if self.tiers is not None:
             self.tiers.completed(step.plan, step.launched_at)
         logprobs = step.result.logprobs.to_lists() if step.result.logprobs is not None else None
@@ -434,46 +403,30 @@ class EngineCore:
 
     def drain(self) -> None:
         """Completes the steps in flight; the next step() returns their outputs."""
-        if self.error is not None:
-            raise self.error
+        self.ranks.check_usable()
         with self._guarded():
             while self.in_flight:
                 self.late += self._complete(self.in_flight.popleft())
 
     # Commands
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every rank's runner; returns the results in rank order."""
-        if self.error is not None:
-            raise self.error
-        if self.group is None:
-            return [getattr(self.runner, method)(*args)]
-        pending = self.group.submit(method, *args)
-        own = getattr(self.runner, method)(*args)
-        return [own, *pending.results()]
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the engine can do nothing any more, once that is so."""
+        return self.ranks.error
+
+    def collective_rpc(self, name: str, *args: Any) -> list[Any]:
+        """Runs a public command (engine/runner/commands.py) on every rank; returns the results in rank order.
+        Raises ConfigError for any other name."""
+        return self.ranks.call(commands.find_public(name), *args)
 
     def start_profile(self, folder: str) -> None:
         """Traces every rank until stop_profile. Raises ConfigError for a folder that can't be written."""
-        self.collective_rpc("start_profile", folder)
+        self.ranks.call(commands.START_PROFILE, folder)
 
     def stop_profile(self) -> list[str]:
         """Returns the traces' files, in rank order. Raises ConfigError if none is being made."""
-        return self.collective_rpc("stop_profile")
-
-    def each_rank(
-        self, method: str, *args: Any, own: tuple[Callable[..., Any], Any] | None = None
-    ) -> list[Any]:
-        """As collective_rpc, for what may fail: a rank's exception is its value. `own`: what rank 0 calls
-        instead, and its argument."""
-        if self.error is not None:
-            raise self.error
-        pending = self.group.submit(method, *args) if self.group is not None else None
-        outcomes: list[Any] = []
-        try:
-            outcomes.append(getattr(self.runner, method)(*args) if own is None else own[0](own[1]))
-        except (ShoalError, RuntimeError, MemoryError, OSError) as error:
-            outcomes.append(error)
-        return outcomes + (pending.outcomes() if pending is not None else [])
+        return self.ranks.call(commands.STOP_PROFILE)
 
     # Sleep and weights. What each does and raises: engine/lifecycle/sleep.py,
     # engine/lifecycle/weight_updates.py
@@ -495,7 +448,7 @@ class EngineCore:
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
         """As Control says (api.py)."""
-        ranks = self.collective_rpc("memory_usage")
+        ranks = self.ranks.call(commands.MEMORY_USAGE)
         return {
             tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]
         }
@@ -537,27 +490,9 @@ class EngineCore:
             logger.warning("KV blocks were not written: %s", error)
         finally:  # also of an interrupt
             self.tiers = None
-            self._end()
-
-    def _end(self) -> None:
-        runner, group, tp = self.runner, self.group, self.tp
-        self.runner = self.group = self.tp = None
-        if self.events is not None:
-            self.events.close()
-        if runner is not None:
-            runner.drop_graphs()  # NCCL does not end while graphs hold its collectives
-        if group is not None and group.failed and tp is not None:
-            # a collective may be running whose other half is gone; otherwise the steps in flight end by
-            # themselves
-            tp.close()
-        if runner is not None:
-            runner.exit()
-        if group is not None:
-            group.close()
-        if tp is not None:
-            tp.close()
-        torch.set_num_threads(self.num_threads)
-        self.error = self.error or EngineDeadError("the engine was ended; build a new one")
+            if self.events is not None:
+                self.events.close()
+            self.ranks.close()
 
 
 def token_logprobs(found: LogprobLists, i: int, token_id: int, k: int) -> TokenLogprobs:

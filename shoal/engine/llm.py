@@ -131,7 +131,7 @@ class LLM:
         searches, salts = [], []
         for prompt in _as_list(prompts):
             _, ids, salt = self._tokenize(prompt)
-            room = (self.config.max_model_len or 0) - len(ids)
+            room = self.config.max_model_len - len(ids)
             searches.append(BeamSearch(ids, params, self.eos_token_ids, min(params.max_tokens, room)))
             salts.append(salt)
         if searches and searches[0].num_candidates > self.config.max_logprobs >= 0:
@@ -362,7 +362,8 @@ class LLM:
             self.core.refuse(None)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Calls a method of every rank's ModelRunner; returns the results in rank order."""
+        """Runs one of the ranks' public commands on every rank; returns the results in rank order. Raises
+        ConfigError for any other name; its message lists the public ones (engine/runner/commands.py)."""
         return self.core.collective_rpc(method, *args)
 
     def start_profile(self, folder: str = "shoal-traces") -> None:

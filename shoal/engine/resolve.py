@@ -1,4 +1,4 @@
-"""Fills in what EngineConfig leaves open, once model and machine are known. Defaults and their reasons:
+"""From an EngineConfig to a ResolvedConfig, once model and machine are known. Defaults and their reasons:
 
 block_size 16: a prefix is shared to within 15 tokens, and a block over all layers is one copy of megabytes.
 gpu_memory_utilization 0.9: the rest is room for the driver and fragmentation. max_num_seqs 256 with graphs at
@@ -8,11 +8,11 @@ step on a GPU: beyond it a product is no faster; on the CPU 1024.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import torch
 
-from shoal.config import EngineConfig
+from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, StructuredOutputsConfig
 from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes, total_bytes
@@ -20,12 +20,19 @@ from shoal.model_config import ModelConfig
 from shoal.models.shapes import num_weights
 
 CPU_CACHE_BYTES = 1 << 30
-PENALTY_BYTES = 5  # that a sequence with a penalty keeps for each token of the vocabulary: a flag and a count
+PENALTY_BYTES = 5  # a sequence with a penalty keeps a flag and a count for each token of the vocabulary
 ALIASES = {"half": "float16", "float": "float32"}
 
 
-def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) -> EngineConfig:
-    """Raises ConfigError where an option is at odds with the model or the machine."""
+def resolve_config(
+    config: EngineConfig, model: ModelConfig, quantized_bytes: int | None = None
+) -> ResolvedConfig:
+    """Fills in what `config` leaves open.
+
+    quantized_bytes: the size of the checkpoint's weights if they are quantized, else None. Raises ConfigError
+    where an option is at odds with the model or the machine, and for what the machine's memory can never
+    hold, before anything is made for it.
+    """
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,37 +57,49 @@ def resolve_config(config: EngineConfig, model: ModelConfig, quantized: bool) ->
             f"max_model_len {max_model_len} > {longest}, the most positions this model's config allows; "
             "lower it"
         )
-    resolved = replace(
-        config,
-        device=device,
-        dtype=_dtype(config, model, gpu, quantized),
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
-        max_num_batched_tokens=config.max_num_batched_tokens or (16384 if gpu else 1024),
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_CACHE_BYTES),
-        async_scheduling=gpu if config.async_scheduling is None else config.async_scheduling,
-    )
-    _check_memory(config, resolved, model)
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    filled_in = {
+        "device": device,
+        "dtype": _dtype(config, model, gpu, quantized_bytes is not None),
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs or (256 if gpu else 64),
+        "max_num_batched_tokens": config.max_num_batched_tokens or (16384 if gpu else 1024),
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes or (0 if gpu else CPU_CACHE_BYTES),
+        "num_gpu_blocks_override": config.num_gpu_blocks_override or 0,
+        "kv_disk_bytes": config.kv_disk_bytes or 0,
+        "async_scheduling": gpu if config.async_scheduling is None else config.async_scheduling,
+        "kv_events_config": config.kv_events_config or KVEventsConfig(),
+        "structured_outputs_config": config.structured_outputs_config or StructuredOutputsConfig(),
+    }
+    keep_quantized = quantized_bytes is not None and config.dtype == "auto" and not gpu
+    resolved = ResolvedConfig(**(options | filled_in), keep_quantized=keep_quantized)
+    _check_memory(config, resolved, model, quantized_bytes if keep_quantized else None)
     return resolved
 
 
-def _check_memory(given: EngineConfig, config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for a number that asks for more memory than can be had, before anything is made for
-    it.
-    `config`: `given` with its defaults filled in. The sizes are below what is really needed: this finds what
-    never fits."""
-    free = available_bytes() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+def _check_memory(
+    given: EngineConfig, config: ResolvedConfig, model: ModelConfig, quantized_bytes: int | None
+) -> None:
+    """Raises ConfigError for what asks for more memory than there is.
+
+    What an option asks for must be free now; weights and tables must be less than the whole memory. Sizes are
+    below what is really needed, so this finds only what never fits. `config` is `given` with its defaults
+    filled in; `quantized_bytes` is the size of weights that stay quantized.
+    """
+    gpu, ranks = config.device == "cuda", config.tensor_parallel_size
     itemsize = getattr(torch, config.dtype).itemsize
-    num_seqs, max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
-    blocks = -(-max_model_len // config.block_size)
-    kv_heads = model.kv_heads_per_rank(config.tensor_parallel_size)
-    block_bytes = model.num_layers * 2 * kv_heads * config.block_size * model.head_dim * itemsize
-    num_tokens = min(config.max_num_batched_tokens or 0, num_seqs * max_model_len)
-    state = torch.int32.itemsize * StateLayout(num_seqs, blocks).row_stride + PENALTY_BYTES * model.vocab_size
+    blocks = -(-config.max_model_len // config.block_size)  # of the longest sequence
+    block_bytes = (
+        model.num_layers * 2 * model.kv_heads_per_rank(ranks) * config.block_size * model.head_dim * itemsize
+    )
+    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+    row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks).row_stride
+    state = row + PENALTY_BYTES * model.vocab_size
+    free = torch.cuda.mem_get_info()[0] if gpu else available_bytes()
     needs = [
-        ("max_num_seqs", num_seqs, state, "for each sequence's state"),
+        ("max_num_seqs", config.max_num_seqs, state, "for each sequence's state"),
         ("max_num_batched_tokens", num_tokens, 4 * model.hidden_size * itemsize, "for each token of a step"),
-        ("num_gpu_blocks_override", given.num_gpu_blocks_override or 0, block_bytes, "for each KV block"),
+        ("num_gpu_blocks_override", config.num_gpu_blocks_override, block_bytes, "for each KV block"),
         ("kv_cache_memory_bytes", given.kv_cache_memory_bytes or 0, 1, ""),
     ]
     for name, count, size, what in needs:
@@ -90,22 +109,16 @@ def _check_memory(given: EngineConfig, config: EngineConfig, model: ModelConfig)
                 f"{name} {getattr(config, name)} needs {count * size} bytes{each}, and {free} are free "
                 f"here; lower it to {free // size} or, as the rest of the engine wants memory too, less"
             )
-
-
-def check_room(config: EngineConfig, model: ModelConfig, packed_bytes: int | None) -> None:
-    """Raises ConfigError for a model that the machine could never hold, before anything is made for it.
-    `config` is a resolved one; `packed_bytes`: of weights that stay as a GGUF file has them."""
-    size, gpu = config.tensor_parallel_size, config.device == "cuda"
-    width = getattr(torch, config.dtype).itemsize
-    weights = num_weights(model) * width // (size if gpu else 1) if packed_bytes is None else packed_bytes
-    length = config.max_model_len or 0
-    blocks = (config.max_num_seqs or 0) * -(-length // config.block_size)
-    tables = 4 * (length * model.head_dim + blocks)  # of rotations and of blocks
+    if quantized_bytes is not None:
+        weights = quantized_bytes
+    else:
+        weights = num_weights(model) * itemsize // (ranks if gpu else 1)  # on the CPU ranks share the memory
+    tables = torch.int32.itemsize * (config.max_model_len * model.head_dim + config.max_num_seqs * blocks)
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
     if weights + tables > total:
         raise ConfigError(
             f"{config.model}: {num_weights(model):,} weights of {weights} bytes, and tables "
-            f"of {tables} bytes for max_model_len {length} and max_num_seqs "
+            f"of {tables} bytes for max_model_len {config.max_model_len} and max_num_seqs "
             f"{config.max_num_seqs}, are more than the {total} bytes that "
             f"{'the GPU' if gpu else 'this machine'} has; take a smaller model, or lower "
             "max_model_len or max_num_seqs"

@@ -13,9 +13,9 @@ A product that ends in the residual adds itself to it (ADD), rounded as one of i
 on their way early.
 
 32 rows or fewer are the right operand (out^T = weight @ x^T), as the left one comes in 64 rows. Gate and up
-are two sums of one program, rounded as a product of its own would. Us beside cuBLAS's (and its SiLU * up):
-docs/decisions.md. T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle:
-reference.py.
+are two sums of one program, rounded as a product of its own would. Times beside cuBLAS's (and its SiLU * up):
+benchmarks/results/products.md. T rows · I inputs · O outputs (F of a gated product, whose weight has 2F
+rows). Oracle: reference.py.
 """
 
 from __future__ import annotations

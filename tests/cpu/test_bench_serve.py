@@ -13,7 +13,7 @@ from aiohttp import web
 
 from shoal.bench import serving
 from shoal.bench.serving import ServeBench
-from shoal.cli.main import main as cli
+from shoal.cli.main import build_parser
 from shoal.errors import ConfigError, UnavailableError
 
 
@@ -281,7 +281,7 @@ def test_the_command_takes_vllms_flags():
         "--request-rate inf --num-prompts 5 --ignore-eos --save-result --result-filename x "
         "--max-concurrency 4"
     )
-    arguments = cli.build_parser().parse_args(["bench", "serve", *flags.split()])
+    arguments = build_parser().parse_args(["bench", "serve", *flags.split()])
     assert (
         math.isinf(arguments.request_rate)
         and arguments.max_concurrency == 4

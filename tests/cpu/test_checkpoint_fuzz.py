@@ -17,7 +17,7 @@ import pytest
 
 from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
-from shoal.engine.resolve import check_room, resolve_config
+from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import runner
 from shoal.errors import MAX_MESSAGE, CheckpointError, ConfigError
 from shoal.gguf_tokenizer import MAX_TOKEN_LEN
@@ -359,7 +359,7 @@ def test_tables_that_no_machine_holds_are_refused_before_they_are_made(option, w
         CONFIG | {"max_position_embeddings": 2**28, "num_attention_heads": 1, "head_dim": 4096}, "config.json"
     )
     with pytest.raises(ConfigError, match=words):
-        check_room(resolve_config(EngineConfig(device="cpu", **option), model, False), model, None)
+        resolve_config(EngineConfig(device="cpu", **option), model)
 
 
 def test_what_a_stranger_wrote_reaches_a_log_printable_and_short():

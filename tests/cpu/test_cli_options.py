@@ -110,7 +110,7 @@ def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
 @pytest.mark.parametrize(
     "line, hint",
     [
-        (f"serve --max-num-seqs {MAX_NUM_SEQS + 1}", f"> {MAX_NUM_SEQS}"),
+        (f"serve --max-num-seqs {MAX_NUM_SEQS + 1}", f"from 1 to {MAX_NUM_SEQS}"),
         ("serve --port 80000", "from 0 to 65535"),
         ("serve /nonexistent", "/nonexistent does not exist"),
         ("serve --max_num_seqs 0", "max_num_seqs 0"),

@@ -114,8 +114,8 @@ def launched_variants(folder: Path, name: str) -> dict:
 
     from shoal import LLM, SamplingParams
     from shoal.attention.triton import TritonBackend
+    from shoal.engine.runner import runner as runner_module
     from shoal.engine.runner.graphs import StepGraphs
-    from shoal.engine.runner.runner import runner as runner_module
     from shoal.kernels import hopper_linear, hopper_row, triton_ops
     from tests import tiny
 
@@ -146,8 +146,8 @@ def launched_variants(folder: Path, name: str) -> dict:
     torch.cuda.graph_pool_handle = torch.cuda.synchronize = lambda: None
     runner_module.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
-    runner_module.select_backend = lambda config, device, dtype, **heads: TritonBackend(
-        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype
+    runner_module.select_backend = lambda config, device, dtype, scale, **heads: TritonBackend(
+        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype, scale
     )
     kind, changes, options = MODELS[name]
     model = getattr(transformers, kind)(
@@ -165,7 +165,7 @@ def launched_variants(folder: Path, name: str) -> dict:
         max_num_batched_tokens=320,
         skip_tokenizer_init=True,
     )
-    runner = llm.core.runner
+    runner = llm.core.ranks.runner
     take()
     cache, runner.kv = runner.kv, runner._new_cache(1)
     runner.compile_ahead()

@@ -76,7 +76,7 @@ def test_a_cache_that_small_does_preempt(build, expected):
 
 
 def test_a_rehearsal_runs_the_first_layer_each_kind_and_the_last(build):
-    model = build("qwen3-moe").core.runner.model
+    model = build("qwen3-moe").core.ranks.runner.model
     every = model.layers
     dense, sparse, other = every  # kinds in turn
     for layers, rehearsed in (
@@ -95,7 +95,7 @@ def test_a_rehearsal_runs_the_first_layer_each_kind_and_the_last(build):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name, build, monkeypatch):
     engine = build(name, max_num_batched_tokens=24, max_num_seqs=8)
-    model = engine.core.runner.model
+    model = engine.core.ranks.runner.model
     forward, counts = model.forward, set()
 
     def forward_twice(step, kv, select_S=None):
@@ -319,14 +319,14 @@ def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypa
     """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it
     never ran."""
     engine = build("qwen3", async_scheduling=True)
-    launch, steps = engine.core.runner.step, iter(range(100))
+    launch, steps = engine.core.ranks.runner.step, iter(range(100))
 
     def interrupted(packed, extras):
         if next(steps) == 3:
             raise KeyboardInterrupt
         return launch(packed, extras)
 
-    monkeypatch.setattr(engine.core.runner, "step", interrupted)
+    monkeypatch.setattr(engine.core.ranks.runner, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS[:4], greedy())
     monkeypatch.undo()
@@ -355,7 +355,7 @@ def test_no_memory_in_a_step_ends_its_requests_and_poisons_nothing(build, expect
     def fail(packed, extras):
         raise MemoryError("no memory for a step")
 
-    monkeypatch.setattr(engine.core.runner, "step", fail)
+    monkeypatch.setattr(engine.core.ranks.runner, "step", fail)
     with pytest.raises(MemoryError):
         engine.generate(PROMPTS, greedy())
     monkeypatch.undo()
@@ -481,3 +481,12 @@ def test_an_end_of_text_id_that_the_model_has_not_is_passed_over(root, build):
     (folder / "generation_config.json").unlink(missing_ok=True)
     with LLM(str(folder), dtype="float32", device="cpu", max_model_len=64) as engine:
         assert len(ids_of(engine.generate([[1, 2]], greedy(min_tokens=3, ignore_eos=False)))[0]) >= 3
+
+
+@pytest.mark.parametrize("name", ["no_such_command", "release_memory", "exit", "__init__", "kv_poll", "step"])
+def test_users_reach_only_public_commands_of_the_ranks(build, name):
+    engine = build("qwen3")
+    with pytest.raises(ConfigError, match=rf"{name} is no command.*state_digest"):
+        engine.collective_rpc(name)
+    [digest] = engine.collective_rpc("state_digest")
+    assert len(digest) == 64

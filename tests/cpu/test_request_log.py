@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from shoal.cli.main import serve
+from shoal.cli import serve
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.fake import FakeEngine

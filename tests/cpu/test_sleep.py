@@ -154,7 +154,7 @@ workloads.SHAPES["small"] = dict(hidden_size=512, intermediate_size=1024, num_hi
 llm = LLM(workloads.write_model(tempfile.mkdtemp(), "small"), load_format="dummy", dtype="float32", device="cpu", max_model_len=512,
           kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True)
 with torch.inference_mode():
-    llm.core.runner.kv.fill_(1.0)
+    llm.core.ranks.runner.kv.fill_(1.0)
 sizes = [resident()]
 for level in (1, 2):
     llm.sleep(level=level)
@@ -171,7 +171,7 @@ def test_addresses_stay(folder, build, changed):
     llm = build(folder)
 
     def addresses():
-        runner = llm.core.runner
+        runner = llm.core.ranks.runner
         return [p.data_ptr() for p in runner.model.parameters()] + [runner.kv.data_ptr()]
 
     before = addresses()
@@ -259,7 +259,7 @@ def test_level_1_after_level_2_does_not_bring_weights_back(folder, build, expect
 def test_level_2_loses_the_content_of_the_weights(folder, build):
     llm = build(folder)
     before = llm.check_weights()
-    num_bytes = {name: tensor.nbytes for name, tensor in weight_tensors(llm.core.runner.model)}
+    num_bytes = {name: tensor.nbytes for name, tensor in weight_tensors(llm.core.ranks.runner.model)}
     llm.sleep(level=2)
     llm.wake_up()
     lost = llm.check_weights()
@@ -436,7 +436,7 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expect
     """As undefined as a woken cache on a GPU is."""
     llm = build(folder)
     with torch.inference_mode():
-        llm.core.runner.kv.fill_(float("nan"))
+        llm.core.ranks.runner.kv.fill_(float("nan"))
     assert tokens(llm) == expected
 
 
@@ -514,7 +514,7 @@ def test_a_sleep_without_host_memory_changes_nothing(folder, build, expected, mo
     llm = build(folder)
     stream = llm.stream(PROMPTS[0], params())
     next(stream)
-    fail_once(monkeypatch, llm.core.runner.regions, "release", MemoryError("16 bytes needed, 3 free"))
+    fail_once(monkeypatch, llm.core.ranks.runner.regions, "release", MemoryError("16 bytes needed, 3 free"))
     with pytest.raises(UnavailableError, match="3 free"):
         llm.sleep(level=1)
     assert not llm.is_sleeping
@@ -532,7 +532,7 @@ def test_a_wake_that_fails_changes_nothing_and_can_be_tried_again(
     llm = build(folder)
     llm.sleep(level=level)
     asleep = llm.memory_usage()
-    fail_once(monkeypatch, llm.core.runner.regions, "take", MemoryError("the card is full"))
+    fail_once(monkeypatch, llm.core.ranks.runner.regions, "take", MemoryError("the card is full"))
     with pytest.raises(UnavailableError, match="full"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
@@ -547,7 +547,7 @@ def test_a_wake_whose_file_cannot_be_read_can_be_tried_again(folder, build, expe
     llm.sleep(level=1)
     asleep = llm.memory_usage()
     assert asleep["weights"]["host_bytes"] == asleep["weights"]["device_bytes"] == 0
-    fail_once(monkeypatch, llm.core.runner, "load_checkpoint", CheckpointError("cannot be read"))
+    fail_once(monkeypatch, llm.core.ranks.runner.model, "load_weight", CheckpointError("cannot be read"))
     with pytest.raises(CheckpointError, match="cannot be read"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
@@ -651,7 +651,9 @@ def test_damaged_checkpoints_are_refused_before_anything_changes(folder, build, 
 
 def test_an_update_that_breaks_off_is_not_generated_from(folder, build, expected, monkeypatch, changed):
     llm = build(folder)
-    fail_once(monkeypatch, llm.core.runner.model, "load_weight", CheckpointError("a bad sector"), after=7)
+    fail_once(
+        monkeypatch, llm.core.ranks.runner.model, "load_weight", CheckpointError("a bad sector"), after=7
+    )
     with pytest.raises(CheckpointError, match="bad sector"):
         llm.update_weights(changed)
     assert llm.weights_version == 0
@@ -682,7 +684,7 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
     llm = build(paths[0], **options)
     data = [
         m.packed.data.data_ptr()
-        for m in llm.core.runner.model.modules()
+        for m in llm.core.ranks.runner.model.modules()
         if getattr(m, "packed", None) is not None
     ]
     assert data, "nothing is packed"
@@ -695,7 +697,7 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
         assert tokens(llm) == wanted
     assert data == [
         m.packed.data.data_ptr()
-        for m in llm.core.runner.model.modules()
+        for m in llm.core.ranks.runner.model.modules()
         if getattr(m, "packed", None) is not None
     ]
     with pytest.raises(CheckpointError, match="packed from"):

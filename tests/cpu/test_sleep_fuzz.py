@@ -84,7 +84,7 @@ class Fuzz:
             self.once("take", self.llm.wake_up)
 
     def once(self, name, call):
-        regions = self.llm.core.runner.regions
+        regions = self.llm.core.ranks.runner.regions
         real = getattr(regions, name)
 
         def fails(*arguments):

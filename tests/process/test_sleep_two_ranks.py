@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from shoal import LLM, SamplingParams
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from tests import tiny
+from tests.ranks import pids_of_ranks
 
 HERE = Path(__file__).parent
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((7, 33, 80))]
@@ -127,7 +128,7 @@ def test_a_wake_that_fails_on_rank_1_is_undone_on_both(build, expected):
     llm = build(sleep_offload="file")
     llm.sleep(level=1)
     asleep = llm.memory_usage()
-    pid = llm.core.group._monitor.ranks[0].process.pid
+    [pid] = pids_of_ranks()
     # it can open no file
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     with pytest.raises(CheckpointError, match="rank 1"):
@@ -145,14 +146,15 @@ def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload)
     llm = build(sleep_offload=offload)
     llm.sleep(level=1)
     asleep = llm.memory_usage()
-    real = llm.core.runner.take_memory
+    regions = llm.core.ranks.runner.regions
+    take = regions.take
 
     def fails(tags):
-        llm.core.runner.take_memory = real
+        regions.take = take
         raise MemoryError("rank 0 finds its card full")
 
-    llm.core.runner.take_memory = fails
-    with pytest.raises(MemoryError, match="card full"):
+    regions.take = fails
+    with pytest.raises(UnavailableError, match="card full"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
     llm.wake_up()
@@ -161,19 +163,19 @@ def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload)
 
 def test_an_update_that_fails_on_one_rank_stops_both(build, changed):
     llm = build()
-    real = llm.core.runner.model.load_weight
+    real = llm.core.ranks.runner.model.load_weight
 
     def fails(name, tensor):
         if "norm" in name:
             raise CheckpointError("rank 0 cannot read it")
         real(name, tensor)
 
-    llm.core.runner.model.load_weight = fails
+    llm.core.ranks.runner.model.load_weight = fails
     with pytest.raises(CheckpointError, match="rank 0 cannot"):
         llm.update_weights(changed[0])
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)
-    llm.core.runner.model.load_weight = real
+    llm.core.ranks.runner.model.load_weight = real
     llm.update_weights(changed[0])
     assert tokens(llm) == changed[1]
 

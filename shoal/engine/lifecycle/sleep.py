@@ -14,9 +14,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.api import MemoryReport, SleepState, check_sleep, check_tags
+from shoal.engine.runner import commands
 from shoal.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -98,18 +99,15 @@ class Sleeper:
         core, state, start = self.core, self.state, time.perf_counter()
         coming = [tag for tag in chosen if tag in state.asleep]
         reread = WEIGHTS in coming and state.kept == "file"
-        reports = []
+        reports: list[dict[str, int]] = []
         if coming:
-            outcomes = core.each_rank("take_memory", coming)
-            errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            reports, errors = core.ranks.each(commands.TAKE_MEMORY, coming)
             if not errors and reread:
                 errors = core.weights.reread()
             if errors:
-                core.each_rank(
-                    "release_memory", coming, [WEIGHTS] if state.kept == "host" and WEIGHTS in coming else []
-                )
+                kept = [WEIGHTS] if state.kept == "host" and WEIGHTS in coming else []
+                core.ranks.each(commands.RELEASE_MEMORY, coming, kept)
                 raise errors[0]
-            reports = outcomes
         state.asleep -= set(coming)
         if WEIGHTS in coming:
             state.kept = ""
@@ -140,15 +138,14 @@ class Sleeper:
             # lower tiers keep what they have: it is of these weights
             self.core.scheduler.reset_prefix_cache()
 
-    def _release(self, tags: list[str], kept: str) -> list[Any]:
+    def _release(self, tags: list[str], kept: str) -> list[dict[str, int]]:
         """The ranks' reports. A rank that fails has changed nothing; the others are woken again."""
         core = self.core
-        outcomes = core.each_rank("release_memory", tags, [WEIGHTS] if kept == "host" else [])
-        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        reports, errors = core.ranks.each(commands.RELEASE_MEMORY, tags, [WEIGHTS] if kept == "host" else [])
         if not errors:
-            return outcomes
-        if len(errors) < len(outcomes):
-            core.each_rank("take_memory", [tag for tag in tags if tag not in self.state.asleep])
+            return reports
+        if reports:
+            core.ranks.each(commands.TAKE_MEMORY, [tag for tag in tags if tag not in self.state.asleep])
             self._settle("keep", KV_CACHE in tags)  # what the others' caches held is gone
             if WEIGHTS in tags and kept != "host":
                 core.weights.lose("a sleep broke off")

@@ -9,11 +9,13 @@ generate until a good one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.engine.runner import commands
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.check import verify_weights
 from shoal.weights.loader import is_derived
@@ -26,13 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Outcomes = tuple[list[None], list[Exception]]  # of Ranks.each
+
 
 class Weights:
     """An EngineCore's. `version` counts updates. Every call is made between steps; running requests go on
     under the new weights, their KV computed anew, and the prefix cache is reset."""
 
-    def __init__(self, core: EngineCore, files: CheckpointFiles, keep_quantized: bool) -> None:
-        self.core, self.packed_as = core, files if keep_quantized else None
+    def __init__(self, core: EngineCore, files: CheckpointFiles) -> None:
+        self.core, self.packed_as = core, files if core.config.keep_quantized else None
         self.version = 0
         self.lost: str | None = None  # why the weights are of no use
         self._awaited: set[str] = set()  # of lost weights, the tensors that have not come back yet
@@ -57,7 +61,8 @@ class Weights:
                 check_same_packing(self.packed_as, files)
             if config.check_weights:
                 verify_weights(files)
-        self._load(f"from {files.path}", None, "load_checkpoint", str(files.path), dummy)
+        path = str(files.path)
+        self._load(f"from {path}", None, lambda: self.core.ranks.each(commands.LOAD_CHECKPOINT, path, dummy))
         if not dummy:
             self._remember(files)
         logger.info("weights version %d: %s", self.version, files.path)
@@ -81,13 +86,10 @@ class Weights:
                 (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
                 for name, tensor in tensors.items()
             ]
-            assert self.core.runner is not None
+            ranks = self.core.ranks
+            load_own = partial(ranks.runner.load_tensors, tensors)
             self._load(
-                "from tensors",
-                names,
-                "load_broadcast",
-                described,
-                own=(self.core.runner.load_tensors, tensors),
+                "from tensors", names, lambda: ranks.each_with(load_own, commands.LOAD_BROADCAST, described)
             )
         else:
             try:
@@ -101,8 +103,9 @@ class Weights:
             names = self._check_tensors(
                 [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
             )
+            taken = [handle for handle in handles if handle["name"] in names]
             self._load(
-                "from shared tensors", names, "load_shared", [h for h in handles if h["name"] in names]
+                "from shared tensors", names, lambda: self.core.ranks.each(commands.LOAD_SHARED, taken)
             )
         return self.version
 
@@ -111,19 +114,18 @@ class Weights:
     ) -> None:
         """Joins a trainer's process group, this engine's rank r as rank_offset + r. Returns when all have
         come."""
-        runner = self.core.runner
-        assert runner is not None
+        runner = self.core.ranks.runner
         check_group(address, port, rank_offset + runner.tp.size - 1, world_size, backend, runner.device)
         if group_name in runner.weights_groups:
             raise ConfigError(
                 f"group_name {group_name!r} is in use; destroy that weights update group first, or choose "
                 "another name"
             )
-        outcomes = self.core.each_rank(
-            "join_weights_group", address, port, rank_offset, world_size, group_name, backend
+        _, errors = self.core.ranks.each(
+            commands.JOIN_WEIGHTS_GROUP, address, port, rank_offset, world_size, group_name, backend
         )
-        if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
-            self.core.each_rank("leave_weights_group", group_name)
+        if errors:
+            self.core.ranks.each(commands.LEAVE_WEIGHTS_GROUP, group_name)
             raise UnavailableError(
                 f"the trainer's process group {group_name!r} at {address}:{port} did not come together: "
                 f"{errors[0]}"
@@ -131,7 +133,7 @@ class Weights:
 
     def destroy_group(self, group_name: str) -> None:
         self._check_group(group_name)
-        self.core.each_rank("leave_weights_group", group_name)
+        self.core.ranks.each(commands.LEAVE_WEIGHTS_GROUP, group_name)
 
     def update_from_distributed(
         self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], group_name: str
@@ -143,13 +145,15 @@ class Weights:
             [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
         )
         self._load(
-            f"over the group {group_name!r}", taken, "receive_weights", listed, sorted(taken), group_name
+            f"over the group {group_name!r}",
+            taken,
+            lambda: self.core.ranks.each(commands.RECEIVE_WEIGHTS, listed, sorted(taken), group_name),
         )
         return self.version
 
     def check(self) -> dict[str, str]:
         self._check_awake()
-        sums = self.core.collective_rpc("checksums")
+        sums = self.core.ranks.call(commands.CHECKSUMS)
         return {f"rank{rank}.{name}": value for rank, own in enumerate(sums) for name, value in own.items()}
 
     # Of sleep
@@ -178,18 +182,14 @@ class Weights:
         if not self.unchanged():
             self.lose(f"{source.path} changed while the engine slept and relied on it")
             return []
-        return [
-            o
-            for o in self.core.each_rank("load_checkpoint", str(source.path), False)
-            if isinstance(o, Exception)
-        ]
+        _, errors = self.core.ranks.each(commands.LOAD_CHECKPOINT, str(source.path), False)
+        return errors
 
     # Inside
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        assert self.core.runner is not None
-        return self.core.runner.model.checkpoint_shapes()
+        return self.core.ranks.runner.model.checkpoint_shapes()
 
     def _is_dummy(self, files: CheckpointFiles) -> bool:
         """The engine's own model under load_format "dummy": made up again as at the start."""
@@ -208,7 +208,7 @@ class Weights:
             )
 
     def _check_group(self, group_name: str) -> None:
-        groups = self.core.runner.weights_groups if self.core.runner is not None else {}
+        groups = self.core.ranks.runner.weights_groups
         if group_name not in groups:
             raise ConfigError(
                 f"there is no weights update group {group_name!r} (there are {sorted(groups)}); "
@@ -234,25 +234,21 @@ class Weights:
             names.add(name)
         return names
 
-    def _load(
-        self, where: str, names: set[str] | None, method: str, *args: Any, own: tuple[Any, Any] | None = None
-    ) -> None:
-        """`names`: what is loaded; None for everything."""
+    def _load(self, where: str, names: set[str] | None, load: Callable[[], Outcomes]) -> None:
+        """`load` has the ranks load the tensors of these names (None: all of them)."""
         core = self.core
         core.drain()
         core.scheduler.preempt_all()
         core.scheduler.reset_prefix_cache()
         if core.tiers is not None:
             core.tiers.weights_changed()
-        outcomes = core.each_rank(method, *args, own=own)
-        if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+        _, errors = load()
+        if errors:
             self.lose(f"the update {where} broke off")
             error = errors[0]
-            raise (
-                error
-                if isinstance(error, CheckpointError)
-                else CheckpointError(f"the update {where} broke off: {error}")
-            ) from error
+            if isinstance(error, CheckpointError):
+                raise error
+            raise CheckpointError(f"the update {where} broke off: {error}") from error
         self._source = None
         self._awaited = self._awaited - names if names is not None else set()
         if not self._awaited:

@@ -239,20 +239,20 @@ def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     core = EngineCore(config, files)
     # what is there now stays: a full collection would look at all of it, for 0.1 s in the middle of some step
     gc.freeze()
-    vocab_size, config = core.model_config.vocab_size, core.config
+    vocab_size, resolved = core.model_config.vocab_size, core.config
     return core, ModelInfo(
-        model=config.model,
+        model=resolved.model,
         pid=os.getpid(),
-        max_model_len=config.max_model_len or 0,
+        max_model_len=resolved.max_model_len,
         vocab_size=vocab_size,
         hidden_size=core.model_config.hidden_size,
         eos_token_ids=tuple(i for i in files.eos_token_ids if i < vocab_size),
         generation_config=files.generation_config if config.generation_config == "auto" else {},
         num_blocks=core.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs or 0,
-        device=config.device,
-        dtype=config.dtype,
+        block_size=resolved.block_size,
+        max_num_seqs=resolved.max_num_seqs,
+        device=resolved.device,
+        dtype=resolved.dtype,
     )
 
 

@@ -21,13 +21,15 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 
 from shoal import errors
 from shoal.engine.ranks.channel import PREFIX, ChannelWriter, pack, unpack
 from shoal.errors import EngineDeadError, UnavailableError, UserError
+
+Result = TypeVar("Result")
 
 STDERR_TAIL = 2000  # characters of a dead rank's last words that its error quotes
 EXIT_TIMEOUT_S = 5.0
@@ -48,15 +50,15 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error as it travels: rebuilt where it is raised, so that a UserError of a rank is one for the caller
-    too."""
+class _RankFailure:
+    """What went wrong in a rank, as it arrives. `build` makes the exception where it is raised, so that a
+    rank's UserError is a UserError for the caller too."""
 
     kind: type[Exception]
     message: str
 
     @classmethod
-    def from_reply(cls, rank: int, kind: str, message: str) -> _Failure:
+    def from_reply(cls, rank: int, kind: str, message: str) -> _RankFailure:
         found = getattr(errors, kind, None)
         if isinstance(found, type) and issubclass(found, (UserError, UnavailableError)):
             return cls(found, f"rank {rank}: {message}")
@@ -66,30 +68,31 @@ class _Failure:
         return self.kind(self.message)
 
 
-class Pending:
-    """A command whose replies are awaited. If it is dropped, they are too."""
+class Pending(Generic[Result]):
+    """A command whose replies are awaited. If it is dropped, the replies are dropped too."""
 
-    def __init__(self, monitor: _Monitor, method: str, num_ranks: int) -> None:
-        self.monitor, self.method, self.num_ranks = monitor, method, num_ranks
-        self.replies: dict[int, Any] = {}  # rank -> result or _Failure
+    def __init__(self, monitor: _Monitor, command: str, num_ranks: int) -> None:
+        self.monitor, self.command, self.num_ranks = monitor, command, num_ranks
+        self.replies: dict[int, Any] = {}  # rank -> result or _RankFailure
 
     @property
     def complete(self) -> bool:
         """Whether results() would return, or raise, at once."""
         return len(self.replies) == self.num_ranks or self.monitor.failure is not None
 
-    def results(self, timeout_s: float | None = None) -> list[Any]:
-        """What ranks 1 and up returned, in rank order. If the method raised, so does this (for the lowest
-        rank): the same UserError, or a RuntimeError with the traceback. Raises EngineDeadError when a rank
+    def results(self, timeout_s: float | None = None) -> list[Result]:
+        """What ranks 1 and up returned, in rank order. If the command raised, this raises the lowest rank's
+        error: the same UserError, or a RuntimeError with the traceback. Raises EngineDeadError when a rank
         dies, and when one has not answered in time."""
-        replies = self.outcomes(timeout_s)
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        return replies
+        results = []
+        for outcome in self.outcomes(timeout_s):
+            if isinstance(outcome, Exception):
+                raise outcome
+            results.append(outcome)
+        return results
 
-    def outcomes(self, timeout_s: float | None = None) -> list[Any]:
-        """As results, but what a rank's method raised is a value among the others."""
+    def outcomes(self, timeout_s: float | None = None) -> list[Result | Exception]:
+        """As `results`, but an error of a rank is a value among the others."""
         monitor = self.monitor
         with monitor.news:
             monitor.news.wait_for(
@@ -98,15 +101,15 @@ class Pending:
         if len(self.replies) < self.num_ranks:
             monitor.check()
             silent = sorted({r.rank for r in monitor.ranks} - self.replies.keys())
-            raise EngineDeadError(f"ranks {silent} did not answer {self.method!r} within {timeout_s} s")
+            raise EngineDeadError(f"ranks {silent} did not answer {self.command!r} within {timeout_s} s")
         replies = [self.replies[rank] for rank in sorted(self.replies)]
-        return [reply.build() if isinstance(reply, _Failure) else reply for reply in replies]
+        return [reply.build() if isinstance(reply, _RankFailure) else reply for reply in replies]
 
 
 class WorkerGroup:
-    """Ranks 1 to world_size - 1, each serving the object that `target` ("package.module:factory") returns for
-    (rank=, world_size=, **init). To be used by one thread at a time: the ranks do everything in the order it
-    is asked for.
+    """Ranks 1 to world_size - 1. Each serves the table of commands (a name and the function it runs) that
+    `target` ("package.module:factory") returns for (rank=, world_size=, **init). To be used by one thread at
+    a time: the ranks run the commands in the order in which they are given.
 
     Returns at once; the ranks start meanwhile. An error in a factory is raised by whatever is called next: as
     the same UserError, or as EngineDeadError. The ranks are in a process group of their own, so Ctrl-C
@@ -125,30 +128,30 @@ class WorkerGroup:
             for rank in range(1, world_size):
                 self._monitor.ranks.append(_start_rank(rank, world_size, self._channel.reader_fds(rank - 1)))
             self._monitor.start()
-            self._send(None, target, (init,))
+            self._put(None, target, (init,))
         except BaseException:
             self.close()
             raise
 
-    def call(self, method: str, *args: Any) -> None:
-        """Has every rank call `method`; nothing comes back. If it raises in a rank, that rank dies of it."""
-        self._send(None, method, args)
+    def send(self, command: str, *args: Any) -> None:
+        """Has every rank run the command; nothing comes back. A rank in which it raises dies of it."""
+        self._put(None, command, args)
 
-    def submit(self, method: str, *args: Any) -> Pending:
-        """Has every rank call `method` and return or raise; collect that with `.results()`. Rank 0 can do its
-        own part in between."""
+    def submit(self, command: str, *args: Any) -> Pending[Any]:
+        """Has every rank run the command and answer. `.results()` collects the answers; rank 0 can do its own
+        part before."""
         self._last_id += 1
-        pending = Pending(self._monitor, method, self.world_size - 1)
+        pending: Pending[Any] = Pending(self._monitor, command, self.world_size - 1)
         self._monitor.pending[self._last_id] = pending
-        self._send(self._last_id, method, args)
+        self._put(self._last_id, command, args)
         return pending
 
-    def _send(self, call_id: int | None, method: str, args: tuple[Any, ...]) -> None:
+    def _put(self, call_id: int | None, command: str, args: tuple[Any, ...]) -> None:
         self.check()
         try:
-            pieces = pack((call_id, method, args))
+            pieces = pack((call_id, command, args))
         except (TypeError, ValueError, OverflowError) as error:
-            raise _name_culprit(method, args, error) from error
+            raise _name_culprit(command, args, error) from error
         self._channel.put(pieces)
 
     def check(self, wait_s: float = 0.0) -> None:
@@ -209,13 +212,13 @@ def _start_rank(rank: int, world_size: int, channel_fds: tuple[int, ...]) -> _Ra
     return _Rank(rank, process, link, output)
 
 
-def _name_culprit(method: str, args: tuple[Any, ...], error: Exception) -> TypeError:
+def _name_culprit(command: str, args: tuple[Any, ...], error: Exception) -> TypeError:
     for i, arg in enumerate(args):
         try:
             pack(arg)
         except (TypeError, ValueError, OverflowError) as reason:
-            return TypeError(f"argument {i} of {method!r} cannot be sent to the other ranks: {reason}")
-    return TypeError(f"the arguments of {method!r} cannot be sent to the other ranks: {error}")
+            return TypeError(f"argument {i} of {command!r} cannot be sent to the other ranks: {reason}")
+    return TypeError(f"the arguments of {command!r} cannot be sent to the other ranks: {error}")
 
 
 class _Monitor:
@@ -224,8 +227,8 @@ class _Monitor:
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
-        self.pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-        self.failure: _Failure | None = None
+        self.pending: weakref.WeakValueDictionary[int, Pending[Any]] = weakref.WeakValueDictionary()
+        self.failure: _RankFailure | None = None
         self.failed_fd = os.eventfd(0)  # readable from the first failure on
         self.news = threading.Condition()
         self.callbacks: list[Callable[[], None]] = []
@@ -270,7 +273,7 @@ class _Monitor:
             body = np.frombuffer(rank.inbox, np.uint8, body_size, PREFIX.size + head_size).copy()
             call_id, ok, reply = unpack(bytes(rank.inbox[PREFIX.size : end - body_size]), body)
             del rank.inbox[:end]
-            self._deliver(rank, call_id, reply if ok else _Failure.from_reply(rank.rank, *reply))
+            self._deliver(rank, call_id, reply if ok else _RankFailure.from_reply(rank.rank, *reply))
         if not data:
             self._bury(rank)
         return bool(data)
@@ -292,19 +295,20 @@ class _Monitor:
                 code: int | None = rank.process.wait(REAP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 code = None
-            how = (
-                "is ending"
-                if code is None
-                else f"was killed by {_signal_name(-code)}"
-                if code < 0
-                else f"exited with code {code}"
-            )
+            if code is None:
+                how = "is ending"
+            elif code < 0:
+                how = f"was killed by {_signal_name(-code)}"
+            else:
+                how = f"exited with code {code}"
             words = f"; the end of its output:\n{rank.tail.rstrip()}" if rank.tail else "; it printed nothing"
-            self._fail(_Failure(EngineDeadError, f"rank {rank.rank} (pid {rank.process.pid}) {how}{words}"))
+            self._fail(
+                _RankFailure(EngineDeadError, f"rank {rank.rank} (pid {rank.process.pid}) {how}{words}")
+            )
         for other in self.ranks:  # they could only wait for the dead one
             other.process.kill()
 
-    def _fail(self, failure: _Failure) -> None:
+    def _fail(self, failure: _RankFailure) -> None:
         """The first failure is the one that counts."""
         with self.news:
             if self.failure is not None:
@@ -336,7 +340,7 @@ class _Monitor:
                 return False
 
     def end_ranks(self, timeout_s: float) -> None:
-        self._fail(_Failure(EngineDeadError, "the worker group is closed; build a new engine"))
+        self._fail(_RankFailure(EngineDeadError, "the worker group is closed; build a new engine"))
         deadline = time.monotonic() + timeout_s
         for rank in self.ranks:
             rank.link.shutdown(socket.SHUT_WR)  # a thread of the rank waits for just this

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ class DeviceMemory:
     """This engine's share of a GPU: `total * gpu_memory_utilization`. What other processes use does not count
     against it (as in vLLM), but a share larger than what is free at the start is refused with ConfigError."""
 
-    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+    def __init__(self, device: torch.device, config: ResolvedConfig) -> None:
         self.device, self.config = device, config
         if device.type != "cuda":
             return
@@ -36,7 +36,7 @@ class DeviceMemory:
     def room(self, graph_bytes: int) -> int:
         """Bytes left for the KV cache: the share less torch's peak, what others took since the start (NCCL,
         kernels), and the graphs."""
-        if self.config.kv_cache_memory_bytes is not None:
+        if self.config.kv_cache_memory_bytes:
             return self.config.kv_cache_memory_bytes
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - self.torch_at_start

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.config import EngineConfig
-from shoal.engine.offload.transfers import unpack_meta
+from shoal.config import ResolvedConfig
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockSpec
+from shoal.kv.block_file import BlockMeta, BlockSpec
 from shoal.kv.copy import gather_blocks, scatter_blocks
 from shoal.kv.disk import DiskTier
 from shoal.kv.store import StoreTier
@@ -42,7 +41,7 @@ class KvCommands:
         def reset_state(self) -> None: ...
         def _rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> torch.Tensor: ...
 
-    config: EngineConfig
+    config: ResolvedConfig
     tp: TensorParallel
     device: torch.device
     dtype: torch.dtype
@@ -88,7 +87,7 @@ class KvCommands:
             self.tp.size,
         )
         if config.kv_disk_path is not None:
-            share = (config.kv_disk_bytes or 0) // self.tp.size
+            share = config.kv_disk_bytes // self.tp.size
             self.kv_tiers["disk"] = DiskTier(
                 config.kv_disk_path,
                 share,
@@ -188,13 +187,21 @@ class KvCommands:
     def kv_write(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
         into = self.kv_tiers[tier]
         self._files(
-            ticket, [into.write(unpack_meta(meta), self._bytes_of(slot)) for meta, slot in zip(metas, slots)]
+            ticket,
+            [
+                into.write(BlockMeta.from_plain(meta), self._bytes_of(slot))
+                for meta, slot in zip(metas, slots)
+            ],
         )
 
     def kv_read(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
         source = self.kv_tiers[tier]
         self._files(
-            ticket, [source.read(unpack_meta(meta), self._bytes_of(slot)) for meta, slot in zip(metas, slots)]
+            ticket,
+            [
+                source.read(BlockMeta.from_plain(meta), self._bytes_of(slot))
+                for meta, slot in zip(metas, slots)
+            ],
         )
 
     def _files(self, ticket: int, futures: list[Future[bool]]) -> None:

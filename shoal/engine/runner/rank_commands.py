@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.engine.runner.rank_memory import CpuRegions, GpuRegions
 from shoal.engine.runner.sampling import LogitShaper
 from shoal.errors import ShoalError, UnavailableError
@@ -21,7 +21,7 @@ from shoal.weights.update import checksums
 
 
 class RankCommands:
-    config: EngineConfig
+    config: ResolvedConfig
     tp: TensorParallel
     device: torch.device
     model: Decoder

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.attention.select import select_backend
-from shoal.config import EngineConfig
+from shoal.config import ResolvedConfig
 from shoal.engine.profile import NOTHING, Profiler, StepClock, span
 from shoal.engine.runner.batch import (
     ALIGNMENT,
@@ -55,7 +54,7 @@ from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_weights
-from shoal.weights.source import CheckpointFiles, resolve
+from shoal.weights.source import CheckpointFiles
 from shoal.weights.transfer import WeightsGroup
 from shoal.weights.update import weight_tensors
 
@@ -88,15 +87,13 @@ class StepResult:
 class ModelRunner(RankCommands, KvCommands):
     """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail."""
 
-    def __init__(
-        self, config: EngineConfig, files: CheckpointFiles, tp: TensorParallel, keep_quantized: bool
-    ) -> None:
+    def __init__(self, config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> None:
         self.config, self.tp = config, tp
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.max_num_seqs, self.max_model_len = config.max_num_seqs or 0, config.max_model_len or 0
-        self.max_num_tokens = config.max_num_batched_tokens or 0
+        self.max_num_seqs, self.max_model_len = config.max_num_seqs, config.max_model_len
+        self.max_num_tokens = config.max_num_batched_tokens
         self.memory = DeviceMemory(self.device, config)
         self.regions = (
             GpuRegions() if config.enable_sleep_mode and self.device.type == "cuda" else CpuRegions()
@@ -117,7 +114,9 @@ class ModelRunner(RankCommands, KvCommands):
                 scale=model.attention_scale,
             )
             with self.regions.holding("weights"):
-                self.model = Decoder(model, tp, self.ops, self.backend, self.max_model_len, keep_quantized)
+                self.model = Decoder(
+                    model, tp, self.ops, self.backend, self.max_model_len, config.keep_quantized
+                )
             # no checkpoint brings buffers back: they stay where they are while weights sleep
             for module in self.model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -224,7 +223,7 @@ class ModelRunner(RankCommands, KvCommands):
         rank's share then holds."""
         config = self.config
         if self.device.type == "cpu":
-            return (config.kv_cache_memory_bytes or 0) // self.block_bytes
+            return config.kv_cache_memory_bytes // self.block_bytes
         self._largest_step()
         graph_bytes = 0
         if not config.enforce_eager:
@@ -629,28 +628,3 @@ class ModelRunner(RankCommands, KvCommands):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-
-
-def serve_rank(
-    rank: int, world_size: int, config: dict[str, Any], port: int, keep_quantized: bool
-) -> ModelRunner:
-    """What a rank other than 0 runs (engine/ranks/workers.py): the same runner, commanded through shared
-    memory."""
-    engine_config = EngineConfig(**config)
-    prepare_process(engine_config, rank)
-    tp = TensorParallel.connect(rank, world_size, engine_config.device, port)
-    return ModelRunner(
-        engine_config,
-        resolve(engine_config.model, engine_config.revision, engine_config.download_dir),
-        tp,
-        keep_quantized,
-    )
-
-
-def prepare_process(config: EngineConfig, rank: int) -> None:
-    """Device and threads of one rank's process."""
-    if config.device == "cuda":
-        torch.cuda.set_device(rank)
-        torch.cuda.init()
-    elif config.tensor_parallel_size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))

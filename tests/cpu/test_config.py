@@ -1,0 +1,128 @@
+"""Options: which values are possible, and what is decided once model and machine are known."""
+
+import dataclasses
+import math
+
+import pytest
+
+from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, ServerConfig, StructuredOutputsConfig
+from shoal.engine.resolve import resolve_config
+from shoal.errors import ConfigError
+from shoal.model_config import ModelConfig
+
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+
+
+def resolve(**options):
+    return resolve_config(EngineConfig(device="cpu", **options), ModelConfig.from_hf(QWEN, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "bad", "limit"),
+    [
+        (EngineConfig, "max_model_len", 0, "from 1 to 2^63 - 1"),
+        (EngineConfig, "max_model_len", 2**63, "from 1 to 2^63 - 1"),
+        (EngineConfig, "max_num_seqs", 65537, "from 1 to 65536"),
+        (EngineConfig, "max_num_batched_tokens", True, "from 1"),
+        (EngineConfig, "kv_disk_bytes", "5", "from 1"),
+        (EngineConfig, "tensor_parallel_size", None, "from 1"),
+        (EngineConfig, "max_logprobs", -2, "from -1"),
+        (EngineConfig, "kv_host_bytes", 1.5, "from 0"),
+        (EngineConfig, "block_size", 24, "power of two"),
+        (EngineConfig, "gpu_memory_utilization", 0, "(0, 1]"),
+        (EngineConfig, "gpu_memory_utilization", 1.01, "(0, 1]"),
+        (EngineConfig, "gpu_memory_utilization", math.nan, "(0, 1]"),
+        (EngineConfig, "kv_flush_timeout", -1, "[0, inf)"),
+        (EngineConfig, "kv_flush_timeout", math.inf, "[0, inf)"),
+        (EngineConfig, "kv_flush_timeout", 10**400, "[0, inf)"),
+        (EngineConfig, "dtype", "int8", "auto, float32, float16"),
+        (EngineConfig, "device", "tpu", "auto, cpu, cuda"),
+        (EngineConfig, "kv_load_policy", None, "cost, always"),
+        (ServerConfig, "port", 65536, "from 0 to 65535"),
+        (ServerConfig, "admin_port", -1, "from 0 to 65535"),
+        (ServerConfig, "max_body_bytes", 1023, "from 1024"),
+        (ServerConfig, "request_timeout", 0, "(0, inf)"),
+        (ServerConfig, "read_timeout", None, "(0, inf)"),
+        (ServerConfig, "shutdown_timeout", -0.1, "[0, inf)"),
+        (ServerConfig, "log_format", "xml", "text, json"),
+    ],
+)
+def test_a_value_outside_its_limits_is_named_with_them(config, name, bad, limit):
+    with pytest.raises(ConfigError) as error:
+        config(**{name: bad})
+    message = str(error.value)
+    assert message.startswith(f"{name} ") and limit in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (EngineConfig, dict(gpu_memory_utilization=1, kv_flush_timeout=0, max_logprobs=-1, block_size=256)),
+        (EngineConfig, dict(max_model_len=None, kv_offload_bandwidth=None, max_num_seqs=65536)),
+        (ServerConfig, dict(port=0, admin_port=None, request_timeout=None, shutdown_timeout=0)),
+    ],
+)
+def test_values_at_their_limits_are_possible(config, options):
+    built = config(**options)
+    assert {name: getattr(built, name) for name in options} == options
+
+
+def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
+    resolved = resolve()
+    assert type(resolved) is ResolvedConfig
+    decided = {f.name: getattr(resolved, f.name) for f in dataclasses.fields(ResolvedConfig) if f.kw_only}
+    assert decided.pop("dtype") in ("float32", "bfloat16")
+    assert decided == {
+        "device": "cpu",
+        "max_model_len": 512,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 1024,
+        "kv_cache_memory_bytes": 1 << 30,
+        "num_gpu_blocks_override": 0,
+        "kv_disk_bytes": 0,
+        "async_scheduling": False,
+        "kv_events_config": KVEventsConfig(),
+        "structured_outputs_config": StructuredOutputsConfig(),
+        "keep_quantized": False,
+    }
+
+
+def test_what_is_given_is_kept():
+    given = dict(
+        dtype="half",
+        max_model_len=100,
+        max_num_seqs=3,
+        kv_disk_path="/x",
+        kv_disk_bytes=7,
+        async_scheduling=True,
+    )
+    resolved = resolve(**given)
+    assert {name: getattr(resolved, name) for name in given} == given | {"dtype": "float16"}
+
+
+def test_a_resolved_config_reaches_another_rank_as_it_is():
+    resolved = resolve(kv_events_config={"enable_kv_cache_events": True}, cudagraph_capture_sizes=[1, 2])
+    assert ResolvedConfig(**dataclasses.asdict(resolved)) == resolved
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantized_bytes", "kept"),
+    [("auto", 1000, True), ("float32", 1000, False), ("auto", None, False)],
+)
+def test_quantized_weights_stay_so_on_the_cpu_unless_a_dtype_is_named(dtype, quantized_bytes, kept):
+    config = EngineConfig(device="cpu", dtype=dtype)
+    resolved = resolve_config(config, ModelConfig.from_hf(QWEN, "config.json"), quantized_bytes)
+    assert resolved.keep_quantized is kept
