@@ -62,6 +62,17 @@ MODELS: dict[str, tuple[str, dict]] = {
             mlp_only_layers=[],
         ),
     ),
+    "granite": (
+        "GraniteConfig",
+        dict(
+            embedding_multiplier=3.0,
+            attention_multiplier=0.21,  # 1 / sqrt(head_dim) is 0.35
+            residual_multiplier=0.4,
+            logits_scaling=2.5,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
 }
 
 

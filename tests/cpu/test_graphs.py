@@ -31,6 +31,7 @@ MODELS = {
         dict(num_hidden_layers=2, head_dim=80, num_attention_heads=7, num_key_value_heads=1),
         dict(dtype="float16", block_size=64),
     ),
+    "multipliers": ("GraniteConfig", dict(num_hidden_layers=2, residual_multiplier=0.2), {}),
     "windows": ("MistralConfig", dict(num_hidden_layers=2, sliding_window=100), {}),
     "every other layer of experts": (
         "Qwen3MoeConfig",

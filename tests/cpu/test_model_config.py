@@ -14,7 +14,9 @@ from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig, RopeConfig
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
+from shoal.models.registry import ARCHITECTURES
 from shoal.models.rope import rope_frequencies
+from tests import tiny
 
 SIZES = dict(
     vocab_size=320,
@@ -299,14 +301,34 @@ PUBLISHED = {
         use_sliding_window=False,
         vocab_size=151936,
     ),
+    "granite-3.1-8b-instruct": dict(
+        architectures=["GraniteForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.1,
+        attention_multiplier=0.0078125,
+        bos_token_id=0,
+        embedding_multiplier=12.0,
+        eos_token_id=0,
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=12800,
+        logits_scaling=16.0,
+        max_position_embeddings=131072,
+        mlp_bias=False,
+        model_type="granite",
+        num_attention_heads=32,
+        num_hidden_layers=40,
+        num_key_value_heads=8,
+        residual_multiplier=0.22,
+        rms_norm_eps=1e-05,
+        rope_scaling=None,
+        rope_theta=10000000.0,
+        tie_word_embeddings=True,
+        torch_dtype="bfloat16",
+        vocab_size=49155,
+    ),
 }
-CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-}
+CLASSES = {a.name: a.hf_class.removesuffix("ForCausalLM") for a in ARCHITECTURES}
 
 
 def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> None:
@@ -334,6 +356,9 @@ def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> 
     assert config.qkv_bias == (attention_bias or oracle.model_type == "qwen2")
     assert config.o_bias == attention_bias and config.mlp_bias == getattr(oracle, "mlp_bias", False)
     assert config.qk_norm == (oracle.model_type in ("qwen3", "qwen3_moe"))
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        assert getattr(config, name) == getattr(oracle, name, 1.0), name
+    assert config.attention_scale == getattr(oracle, "attention_multiplier", head_dim**-0.5)
     assert config.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
     assert config.dtype == (str(oracle.dtype).removeprefix("torch.") if oracle.dtype is not None else None)
     if oracle.model_type == "qwen3_moe":
@@ -372,6 +397,13 @@ def test_a_config_saved_by_transformers_reads_as_its_class_has_it(name, tmp_path
     )
     oracle.save_pretrained(tmp_path)
     assert_equal(config_from_json(json.loads((tmp_path / "config.json").read_text()), name), oracle)
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_a_tiny_models_config_reads_as_its_class_has_it(name, root):
+    folder = tiny.write_model(root, name)
+    config = json.loads((folder / "config.json").read_text())
+    assert_equal(config_from_json(config, name), transformers.AutoConfig.from_pretrained(folder))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
