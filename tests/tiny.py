@@ -73,6 +73,8 @@ MODELS: dict[str, tuple[str, dict]] = {
             mlp_bias=True,
         ),
     ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2-one-kv-head": ("Olmo2Config", dict(num_key_value_heads=1, tie_word_embeddings=True)),
 }
 
 

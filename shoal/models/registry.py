@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.models import granite, llama, mistral, qwen2, qwen3, qwen3_moe
+from shoal.models import granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe
 from shoal.models.architecture import Architecture
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -12,6 +12,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3.ARCHITECTURE,
     qwen3_moe.ARCHITECTURE,
     granite.ARCHITECTURE,
+    olmo2.ARCHITECTURE,
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}

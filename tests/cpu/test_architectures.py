@@ -25,7 +25,7 @@ from tests.cpu.test_weights_gguf import write_gguf
 COUNT = 12
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 15, 16, 40, 90))]
 # whose layers or multipliers are not those of the Llama line, which tests/cpu/test_llm.py tries in many ways
-UNLIKE_LLAMA = ["granite"]
+UNLIKE_LLAMA = ["granite", "olmo2"]
 
 
 def greedy(**options):

@@ -32,6 +32,7 @@ MODELS = {
         dict(dtype="float16", block_size=64),
     ),
     "multipliers": ("GraniteConfig", dict(num_hidden_layers=2, residual_multiplier=0.2), {}),
+    "norms behind": ("Olmo2Config", dict(num_hidden_layers=2), {}),
     "windows": ("MistralConfig", dict(num_hidden_layers=2, sliding_window=100), {}),
     "every other layer of experts": (
         "Qwen3MoeConfig",
