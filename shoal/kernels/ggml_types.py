@@ -20,6 +20,8 @@ TYPES = {
     30: GgmlType("BF16", 1, 2),
     2: GgmlType("Q4_0", 32, 18),
     3: GgmlType("Q4_1", 32, 20),
+    6: GgmlType("Q5_0", 32, 22),
+    7: GgmlType("Q5_1", 32, 24),
     8: GgmlType("Q8_0", 32, 34),
     12: GgmlType("Q4_K", 256, 144),
     13: GgmlType("Q5_K", 256, 176),

@@ -89,6 +89,21 @@ def _q4_1(groups: torch.Tensor) -> torch.Tensor:
     return _half(groups, 0) * _bits(groups[:, 4:], 4, 16).float() + _half(groups, 2)
 
 
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """The upper bits of Q5_0 and Q5_1, [n, 32], in their place: 4 bytes hold one for each weight, in order."""
+    return _bits(packed, 1, 1) << 4
+
+
+def _q5_0(groups: torch.Tensor) -> torch.Tensor:
+    values = _bits(groups[:, 6:], 4, 16) | _fifth_bits(groups[:, 2:6])
+    return _half(groups, 0) * (values.float() - 16)
+
+
+def _q5_1(groups: torch.Tensor) -> torch.Tensor:
+    values = _bits(groups[:, 8:], 4, 16) | _fifth_bits(groups[:, 4:8])
+    return _half(groups, 0) * values.float() + _half(groups, 2)
+
+
 def _q8_0(groups: torch.Tensor) -> torch.Tensor:
     return groups[:, 2:].contiguous().view(torch.int8).float() * _half(groups, 0)
 
@@ -125,6 +140,8 @@ def _q6_k(groups: torch.Tensor) -> torch.Tensor:
 UNPACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,

@@ -145,7 +145,7 @@ def read(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor | QuantizedTen
     return config, dict(gguf_tensors(header, config))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_come_under_their_names_with_q_and_k_unpermuted(name, kind, tmp_path):
     expected = write_gguf(tmp_path / "m.gguf", name, kind)

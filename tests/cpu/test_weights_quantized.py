@@ -15,7 +15,16 @@ from shoal.kernels.quantized_tensor import UNPACK, QuantizedTensor
 
 KINDS = list(GROUPS)
 # at which bytes of a group its float16s begin
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 
 
 def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
