@@ -90,7 +90,7 @@ def _q4_1(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """The upper bits of Q5_0 and Q5_1, [n, 32], in their place: 4 bytes hold one for each weight, in order."""
+    """The upper bits of Q5_0 and Q5_1, [n, 32], in their place. 4 bytes hold one bit a weight, in order."""
     return _bits(packed, 1, 1) << 4
 
 
