@@ -34,12 +34,12 @@ test-slow: .venv/ready-test .venv-clients/ready
 	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow
 
 check: .venv/ready-test
-	$(BIN)/ruff format --check shoal tests benchmarks examples
-	$(BIN)/ruff check shoal tests benchmarks examples
+	$(BIN)/ruff format --check shoal tests benchmarks examples docs/site.py docs/images/draw.py
+	$(BIN)/ruff check shoal tests benchmarks examples docs/site.py docs/images/draw.py
 	$(BIN)/mypy
 
 format: .venv/ready-test
-	$(BIN)/ruff format shoal tests benchmarks examples
+	$(BIN)/ruff format shoal tests benchmarks examples docs/site.py docs/images/draw.py
 
 # The pages as a site in build/site; a broken link fails. Once .venv-docs is there, it needs no network. To read it:
 # python3 -m http.server -d build/site

@@ -24,8 +24,11 @@ from tests.cpu.test_weights_gguf import write_gguf
 
 COUNT = 12
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 15, 16, 40, 90))]
-# whose layers or multipliers are not those of the Llama line, which tests/cpu/test_llm.py tries in many ways
-UNLIKE_LLAMA = ["granite", "olmo2"]
+UNLIKE_LLAMA_GGUF = [
+    architecture.gguf.architecture
+    for architecture in ARCHITECTURES
+    if architecture.gguf and architecture.hf_class.replace("ForCausalLM", "Config") not in tiny.LLAMA_LINE
+]
 
 
 def greedy(**options):
@@ -96,7 +99,7 @@ def test_log_probabilities_are_the_oracles(name, root, build):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", UNLIKE_LLAMA)
+@pytest.mark.parametrize("name", tiny.UNLIKE_LLAMA)
 def test_tokens_do_not_depend_on_how_the_engine_runs(name, options, root, build):
     expected = [tiny.greedy(tiny.write_model(root, name), prompt, COUNT) for prompt in PROMPTS]
     engine = build(name, **options)
@@ -105,7 +108,7 @@ def test_tokens_do_not_depend_on_how_the_engine_runs(name, options, root, build)
 
 
 @pytest.mark.parametrize(("kind", "close"), [("F32", 1e-3), ("Q8_0", 2e-2)])
-@pytest.mark.parametrize("name", ["llama", *UNLIKE_LLAMA])
+@pytest.mark.parametrize("name", ["llama", *UNLIKE_LLAMA_GGUF])
 def test_a_gguf_file_computes_what_transformers_computes_with_its_weights(name, kind, close, tmp_path):
     """Q8_0 stays packed, where an architecture has no fused layers."""
     weights = write_gguf(tmp_path / "m.gguf", name, kind)

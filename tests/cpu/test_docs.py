@@ -1,5 +1,5 @@
-"""The pages hold together: every relative link leads to a file and to a heading that exist, and every path of this
-repository that a page or a source names is there."""
+"""The pages hold together: every relative link leads to a file and to a heading that exist, and every path of
+this repository that a page or a source names is there."""
 
 import re
 from pathlib import Path
