@@ -127,10 +127,10 @@ def _rope(fields: ConfigFields, max_position: int) -> RopeConfig:
         scaled = RopeConfig(
             theta,
             kind,
-            rope.number("factor"),
-            original,
-            rope.number("low_freq_factor"),
-            rope.number("high_freq_factor"),
+            factor=rope.number("factor"),
+            original_max_position_embeddings=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
         )
         if scaled.high_freq_factor <= scaled.low_freq_factor:
             raise CheckpointError(

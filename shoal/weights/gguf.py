@@ -47,7 +47,7 @@ def gguf_tensors(
     data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
     names = _names(header)
     for info in header.tensors.values():
-        if info.name == ROPE_FACTORS:  # part of the config
+        if info.name == ROPE_FACTORS:  # it is part of the config
             continue
         name = _hugging_face_name(info.name, names, header)
         if "{}" in name:
@@ -108,7 +108,7 @@ def _hugging_face_name(name: str, names: GGUFNames, header: GGUFHeader) -> str:
 
 
 def _experts(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Iterator[TensorInfo]:
-    """The matrices of a stack [E, out, in]."""
+    """The matrices of a stack of experts, [E, out, in], one by one."""
     if len(info.shape) != 3:
         raise CheckpointError(
             f"{header.path}: the tensor {info.name} has shape {list(info.shape)} instead of [experts, out, "
@@ -140,12 +140,14 @@ def _restore_rows(
     info: TensorInfo,
     header: GGUFHeader,
 ) -> torch.Tensor | QuantizedTensor:
-    """The converter interleaves the two halves of each head's rows: 0, N/2, 1, N/2 + 1, ... A row moves
-    whole, so packed rows do too."""
+    """Puts back the rows of q or k. llama.cpp's converter interleaves the two halves of each head's rows: 0,
+    N/2, 1, N/2 + 1, ... A row moves as a whole, so that packed rows can be moved too."""
     if info.shape[0] != num_heads * head_dim:
         raise CheckpointError(
             f"{header.path}: the tensor {info.name} has shape {list(info.shape)}, but {num_heads} heads of "
             f"{head_dim} ask for {num_heads * head_dim} rows"
         )
     order = np.arange(info.shape[0]).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
-    return tensor.take_rows(order) if isinstance(tensor, QuantizedTensor) else tensor[torch.from_numpy(order)]
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.take_rows(order)
+    return tensor[torch.from_numpy(order)]
