@@ -45,9 +45,9 @@ def check_parallel(config: ModelConfig, size: int) -> None:
 class Decoder(nn.Module):
     """Takes the token ids of a step and returns final hidden states; `logits` maps those to the vocabulary.
 
-    It is built under the device and the default dtype of the engine. `max_position` sizes the rope table.
-    With `keep_quantized` (on a CPU) weights that arrive quantized stay packed. Raises ConfigError if the
-    model can't be divided over the ranks.
+    It is built under the device and the default dtype of the engine. `max_position` sizes the rope table; 0
+    is for a model that tells its shapes and never runs. With `keep_quantized` (on a CPU) weights that arrive
+    quantized stay packed. Raises ConfigError if the model can't be divided over the ranks.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Decoder(nn.Module):
             self.lm_head = Vocabulary(
                 config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized
             )
-        self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
+        if max_position:
+            self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
         self._awaited: dict[str, CheckpointTensor] = {}  # what a load still waits for, by name
 
     def forward(

@@ -1,8 +1,9 @@
 """The tensors that a checkpoint of a config holds, and how many weights they are, before anything is made for
 them.
 
-Both come from the modules themselves, which are built without memory (on torch's meta device). A config that
-lies costs little: one layer is built of each kind, and shapes come one by one.
+Both come from the modules themselves, which are built without memory (on torch's meta device). Nothing is
+computed there, as the first computation on that device imports hundreds of modules. A config that lies costs
+little: one layer is built of each kind, and shapes come one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def num_weights(config: ModelConfig) -> int:
 
 def _without_layers(config: ModelConfig) -> Decoder:
     with torch.device("meta"):
-        return Decoder(replace(config, num_layers=0), TensorParallel.single(), NEVER_RUN, NEVER_RUN, 1)
+        return Decoder(replace(config, num_layers=0), TensorParallel.single(), NEVER_RUN, NEVER_RUN, 0)
 
 
 def _layer(config: ModelConfig, layer: int) -> nn.Module:

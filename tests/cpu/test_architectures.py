@@ -77,6 +77,18 @@ def test_shapes_read_off_the_modules_are_those_that_transformers_writes(name, ro
     assert num_weights(files.config) == sum(rows * columns for rows, columns in matrices)
 
 
+def test_shapes_are_read_off_the_modules_without_loading_more_of_torch(root):
+    """A computation on the meta device would import hundreds of modules at every start."""
+    code = (
+        "import sys; from shoal.models.shapes import checkpoint_shapes, num_weights\n"
+        "from shoal.weights.source import resolve\n"
+        f"config = resolve({str(tiny.write_model(root, 'olmo2'))!r}).config\n"
+        "before = len(sys.modules); num_weights(config); dict(checkpoint_shapes(config))\n"
+        "sys.exit(len(sys.modules) - before > 10)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_log_probabilities_are_the_oracles(name, root, build):
     folder = tiny.write_model(root, name)
