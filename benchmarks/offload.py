@@ -64,7 +64,7 @@ def build(model: str, **options: Any) -> Any:
 
 def without_tiers(core: Any) -> Any:
     """Until `with_tiers` brings back what this returns."""
-    tiers, core.tiers, core.scheduler.tiers = core.tiers, None, None
+    tiers, core.tiers, core.loop.tiers, core.scheduler.tiers = core.tiers, None, None, None
     core.scheduler.pool.listeners.remove(tiers.offloader)
     core.scheduler.reset_prefix_cache()
     return tiers
@@ -72,7 +72,7 @@ def without_tiers(core: Any) -> Any:
 
 def with_tiers(core: Any, tiers: Any) -> None:
     core.scheduler.reset_prefix_cache()
-    core.tiers, core.scheduler.tiers = tiers, tiers.offloader
+    core.tiers, core.loop.tiers, core.scheduler.tiers = tiers, tiers, tiers.offloader
     core.scheduler.pool.listeners.append(tiers.offloader)
 
 

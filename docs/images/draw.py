@@ -17,8 +17,8 @@ STYLE = """
     .head { fill: #24476f; }
     .dot { fill: #24476f; }
     text { font-family: system-ui, "DejaVu Sans", sans-serif; font-size: 12px; fill: #1f2328; }
-    .name { font-weight: 600; font-size: 13px; }
-    .small { font-size: 11px; fill: #57606a; }
+    .name { font-weight: 600; font-size: 12.5px; }
+    .small { font-size: 10.5px; fill: #57606a; }
     .warm { font-size: 11px; fill: #c2410c; }
     .number { fill: #ffffff; font-size: 10px; font-weight: 600; }
     .halo { stroke: #ffffff; stroke-width: 5px; stroke-linejoin: round; paint-order: stroke; }
@@ -85,7 +85,7 @@ class Note:
     words: str
 
 
-LANE, TOP, ROW, MARGIN = 150, 70, 36, 22
+LANE, TOP, ROW, MARGIN = 124, 70, 35, 14
 
 
 def walk(
@@ -98,7 +98,7 @@ def walk(
     parts = []
     for center, (name, file) in zip(centers, lanes, strict=True):
         parts.append(f'<path class="line" d="M{center:g},{TOP - 8} V{height - 16}"/>')
-        parts.append(box(center - LANE / 2 + 6, 14, LANE - 12, 44, name, file))
+        parts.append(box(center - LANE / 2 + 4, 14, LANE - 8, 44, name, file))
     if process is not None:
         x = MARGIN + LANE * process
         parts.append(f'<path class="process" d="M{x},10 V{height - 10}"/>')
@@ -177,10 +177,10 @@ def offline() -> str:
     lanes = [
         ("LLM", "engine/llm.py"),
         ("EngineCore", "engine/core.py"),
-        ("Scheduler", "engine/scheduling/"),
+        ("Scheduler", "scheduling/"),
         ("BlockPool", "kv/blocks.py"),
-        ("BatchBuilder", "engine/runner/batch.py"),
-        ("ModelRunner", "engine/runner/runner.py"),
+        ("BatchBuilder", "runner/batch.py"),
+        ("ModelRunner", "runner/runner.py"),
         ("model, kernels", "models/ ... kernels/"),
     ]
     steps: list[Step | Note] = [
@@ -208,10 +208,10 @@ def over_http() -> str:
     lanes = [
         ("client", "any OpenAI client"),
         ("App", "server/app.py"),
-        ("an endpoint", "server/chat.py, say"),
+        ("an endpoint", "server/chat.py ..."),
         ("Generation", "server/generation.py"),
-        ("AsyncLLM", "engine/process/"),
-        ("core_main", "engine/process/"),
+        ("AsyncLLM", "process/"),
+        ("core_main", "process/"),
         ("EngineCore", "engine/core.py"),
     ]
     steps: list[Step | Note] = [
@@ -240,10 +240,10 @@ def sleep() -> str:
     lanes = [
         ("operator", "or a trainer"),
         ("admin port", "server/admin.py"),
-        ("Sleeper", "engine/lifecycle/sleep.py"),
-        ("step loop", "engine/"),
-        ("Scheduler, tiers", "engine/"),
-        ("every rank", "engine/runner/"),
+        ("Sleeper", "lifecycle/sleep.py"),
+        ("step loop", "engine/core.py"),
+        ("Scheduler", "and the tiers"),
+        ("every rank", "runner/"),
         ("Regions", "memory/regions.py"),
     ]
     steps: list[Step | Note] = [
@@ -268,30 +268,30 @@ def sleep() -> str:
 
 def blocks() -> str:
     lanes = [
-        ("Scheduler", "engine/scheduling/"),
-        ("Offloader", "engine/offload/"),
-        ("Fetcher", "engine/offload/fetch.py"),
+        ("Scheduler", "scheduling/"),
+        ("Offloader", "offload/"),
+        ("Writer, Fetcher", "offload/"),
         ("RankTransfers", "offload/transfers.py"),
-        ("every rank", "engine/runner/"),
-        ("host slab", "slots; kv/host.py"),
-        ("disk, store", "kv/disk.py, store.py"),
+        ("every rank", "runner/"),
+        ("host slab", "kv/host.py"),
+        ("disk, store", "kv/disk.py ..."),
     ]
     steps: list[Step | Note] = [
         Note("down"),
-        Step(0, 1, "a full block is findable, later nobody uses it"),
+        Step(0, 1, "a full block is findable; later nobody uses it"),
         Step(1, 1, "after a step: which are coldest, and nowhere below?"),
-        Step(1, 3, "copy_out(blocks, slots): a ticket"),
+        Step(1, 3, "copy_out(blocks, host blocks): a ticket"),
         Step(3, 4, "to each rank"),
         Step(4, 5, "copied on a stream of its own, beside the steps"),
-        Step(3, 1, "the ticket has ended on every rank: the slot has the block"),
-        Step(1, 3, "write(tier, blocks, slots), ahead of eviction from the slab"),
-        Step(4, 6, "by threads: slot to file or object, with a checksum"),
+        Step(3, 1, "the ticket has ended on every rank: the host tier has the block"),
+        Step(2, 3, "write(tier, contents, host blocks), ahead of eviction from the slab"),
+        Step(4, 6, "by threads: to a file or object, with a checksum"),
         Note("up"),
         Step(0, 1, "a new prompt: how many of these keys are worth a fetch?"),
         Step(0, 1, "begin(Fetch): the sequence has row and blocks, and waits as FETCHING"),
-        Step(1, 2, "a job: some blocks in slots, some to be read"),
-        Step(2, 6, "read into slots, a few at a time; a bad checksum ends the run"),
-        Step(2, 4, "copy_in(slots, blocks), while the next are read"),
+        Step(1, 2, "a job: some blocks lie in the slab, some are to be read"),
+        Step(2, 6, "read into host blocks, a few at a time; a bad checksum ends the run"),
+        Step(2, 4, "copy_in(host blocks, blocks), while the next are read"),
         Step(5, 4, "copied to the device"),
         Step(2, 0, "fetched(fetch, how many came): the rest is computed"),
     ]

@@ -262,7 +262,7 @@ def decode_kernel(
         blocks = _load_blocks(table_ptr, keys + BLOCK_N, end, BLOCK_SIZE)
         mask = there[:, None] & dim_mask
         k = tl.load(kv_ptr + offsets, mask=mask, other=0.0)
-        # masked: 0 * what an unused slot holds may be NaN
+        # It is masked, because an unused slot may hold NaN, and 0 * NaN is NaN.
         v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)
         acc, total, highest = _softmax_step(acc, total, highest, q, k, v, there[None, :], scale_log2, True)
     task = seq * num_kv_heads + kv_head

@@ -63,3 +63,32 @@ def test_every_page_is_in_the_sites_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
     assert not {page for page in pages if f" {page}\n" not in nav}
+
+
+HOW_TOS = [p for p in sorted((ROOT / "docs/howto").glob("*.md")) if p.name != "README.md"]
+TEST = re.compile(r"(?<![\w/])((?:tests/)?(?:[\w/]+/)?test_\w+\.py)(?:::(test_\w+))?")
+
+
+@pytest.mark.parametrize("page", HOW_TOS, ids=name)
+def test_a_how_to_has_the_form_that_all_have_and_touches_five_files_at_most(page):
+    sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    titles = [section.partition("\n")[0].strip() for section in sections[1:]]
+    expected = ["Files to touch", "Steps", "What fails if you forget a step", "Check it"]
+    assert [title for title in titles if title in expected] == expected
+    files = sections[1 + titles.index("Files to touch")]
+    assert 1 <= len(re.findall(r"^\| `", files, re.MULTILINE)) <= 5
+
+
+@pytest.mark.parametrize("page", HOW_TOS, ids=name)
+def test_every_test_that_a_how_to_names_is_there(page):
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    named = TEST.findall(page.read_text())
+    assert named, "the page names no test that notices a forgotten step"
+    for file, test in named:
+        source = tests.get(file.rpartition("/")[2])
+        assert source is not None and (not test or f"def {test}(" in source), f"{file}::{test}"
+
+
+def test_every_how_to_is_in_the_index():
+    index = (ROOT / "docs/howto/README.md").read_text()
+    assert not [page.name for page in HOW_TOS if f"]({page.name})" not in index]

@@ -179,7 +179,7 @@ def launched_variants(folder: Path, name: str) -> dict:
         runner._prepare_steps()
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
     runner.graphs = runner.mixed_graphs = None  # eager steps, but none of fewer tokens than are ever captured
-    llm.core.builder.mixed_shapes = ()
+    llm.core.loop.builder.mixed_shapes = ()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     llm.generate([[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))], params, use_tqdm=False)
     # a step that ends three prompts

@@ -66,7 +66,7 @@ def test_tokens_do_not_depend_on_how_the_engine_runs(options, build, expected):
     engine = build("qwen3", **options)
     for _ in range(2):  # the second time from the prefix cache
         assert ids_of(engine.generate(PROMPTS, greedy())) == expected
-        engine.core.scheduler.check()
+        engine.core.check()
 
 
 def test_a_cache_that_small_does_preempt(build, expected):
@@ -330,7 +330,7 @@ def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypa
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS[:4], greedy())
     monkeypatch.undo()
-    engine.core.scheduler.check()
+    engine.core.check()
     assert engine.stats().num_running == 0 and ids_of(engine.generate(PROMPTS, greedy())) == expected
 
 
@@ -460,7 +460,7 @@ def test_input_of_the_wrong_kind_is_a_value_error_and_leaves_nothing_behind(call
     engine = build("llama", scheduling_policy="priority")
     with pytest.raises(ValueError):
         call(engine)
-    engine.core.scheduler.check()
+    engine.core.check()
     assert engine.stats().num_waiting == 0 and len(ids_of(engine.generate([[1, 2]], greedy()))[0]) == COUNT
 
 

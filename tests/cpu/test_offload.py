@@ -80,7 +80,7 @@ def test_a_cache_too_small_for_all_prompts_finds_them_in_host_memory(options, bu
     tokens, cached = one_by_one(llm, prompts())
     assert tokens == expected and cached == [96] * 9
     assert together(llm, prompts()) == expected
-    llm.core.tiers.offloader.check()
+    llm.core.check()
     stats = llm.stats()
     assert stats.kv_dropped_blocks == 0 and stats.external_prefix_cache_hits >= 9 * 96 - 224
     assert stats.kv_tiers["host"].stored_blocks >= 54 and stats.kv_tiers["host"].fetched_blocks >= 40
@@ -193,7 +193,7 @@ def test_a_disk_that_vanishes_leaves_an_engine_that_works(build, expected, disk,
     while (tmp_path / "kv").exists():  # the engine may write meanwhile
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)
     assert one_by_one(llm, prompts())[0] == expected
-    llm.core.tiers.offloader.check()
+    llm.core.check()
 
 
 @pytest.mark.parametrize("tiers", ["host", "disk"])
@@ -240,7 +240,7 @@ def test_host_memory_outlives_the_sleep_of_the_cache(level, build, root, expecte
         llm.update_weights(str(tiny.write_model(root, "qwen3")))
     tokens, cached = one_by_one(llm, prompts()[:6])
     assert tokens == expected[:6] and cached == [96 if level == 1 else 0] * 6
-    llm.core.tiers.offloader.check()
+    llm.core.check()
 
 
 def test_a_reset_forgets_every_tier_of_its_own(build, expected, disk, tmp_path):
@@ -295,8 +295,7 @@ def test_a_request_may_leave_while_its_prefix_is_on_its_way(build, expected, dis
     start(llm, prompts()[0], "slow")
     llm.core.step()
     llm.core.abort("slow")
-    llm.core.scheduler.check()
-    llm.core.tiers.offloader.check()
+    llm.core.check()
     assert llm.stats().num_free_blocks < 14
     slow.gate.set()
     while llm.core.tick():
@@ -355,7 +354,7 @@ def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
         one_by_one(llm, prompts())
     assert one_by_one(llm, prompts())[0] == expected
     assert one_by_one(llm, prompts()) == (expected, [96] * 9)
-    llm.core.tiers.offloader.check()
+    llm.core.check()
 
 
 class Recorded:

@@ -358,13 +358,13 @@ def test_kept_requests_go_on_after_waking_as_if_nothing_had_been(
         for _ in range(i + 1):
             next(stream)
     llm.sleep(level=level, tags=tags, mode="keep")
-    assert llm.is_sleeping and (not llm.core.has_work or llm.core.late)
-    llm.core.scheduler.check()
+    assert llm.is_sleeping
+    llm.core.check()
     llm.wake_up()
     for stream, tokens_ in zip(streams, expected):
         *_, last = stream
         assert list(last.outputs[0].token_ids) == tokens_ and last.outputs[0].finish_reason == "length"
-    llm.core.scheduler.check()
+    llm.core.check()
 
 
 def test_kept_requests_with_penalties_and_seeds_draw_the_same(folder, build):
@@ -445,13 +445,12 @@ def test_an_interrupt_while_the_last_step_is_waited_for_leaves_a_whole_engine(
 ):
     llm = build(folder, async_scheduling=True)
     stream = begin(llm)
-    assert llm.core.in_flight
-    fail_once(monkeypatch, llm.core, "_complete", KeyboardInterrupt())
+    fail_once(monkeypatch, llm.core.ranks, "wait", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.sleep(level=1, mode="keep")
     *_, last = stream
     assert last.outputs[0].finish_reason == "abort"
-    llm.core.scheduler.check()
+    llm.core.check()
     llm.sleep(level=1)
     llm.wake_up()
     assert tokens(llm) == expected

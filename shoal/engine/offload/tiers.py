@@ -208,6 +208,10 @@ class KvTiers:
             self.ranks.call(commands.KV_CLOSE_TIERS)
             logger.warning("KV blocks are no longer kept on disk or in a store: %s", error)
 
+    def quiesce(self) -> None:
+        """Ends what uses the cache on the device, which is about to be given back."""
+        self.offloader.quiesce()
+
     def weights_changed(self) -> None:
         """What other weights computed is not found any more. There may be many changes before the next step,
         which opens what then fits."""
@@ -252,6 +256,10 @@ class KvTiers:
                 time.perf_counter() - start,
                 f"; {left} were not written within kv_flush_timeout" if left else "",
             )
+
+    def check(self) -> None:
+        """Proves the books."""
+        self.offloader.check()
 
     def fill_in(self, stats: Stats) -> Stats:
         stats.kv_tiers, stats.kv_dropped_blocks = self._tier_stats(), self.offloader.num_dropped

@@ -187,15 +187,14 @@ class CoreLoop:
 
     def do_flush_kv(self) -> None:
         """What an engine does at its end, ahead of it."""
-        if self.core.tiers is not None:
-            self.core.tiers.flush()
+        self.core.flush_kv()
 
     def do_stats(self) -> Any:
         return self.core.stats()
 
     def do_check(self) -> None:
-        """Proves the scheduler's books, for tests."""
-        self.core.scheduler.check()
+        """Proves the books of scheduler and tiers, for tests."""
+        self.core.check()
 
 
 def main() -> NoReturn:
