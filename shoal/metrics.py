@@ -171,6 +171,19 @@ class ModelMetrics:
         )
         cache.add_metric((*self.labels, *self.cache_config.values()), 1.0)
         yield cache
+        for name, text, value in (
+            (
+                "decode_step_seconds_estimate",
+                "Seconds a step with the decodes of now takes, as measured; 0: no target_itl_ms.",
+                stats.decode_step_s,
+            ),
+            (
+                "prompt_token_seconds_estimate",
+                "Seconds a prompt token adds to such a step, as measured; 0: no target_itl_ms.",
+                stats.prompt_token_s,
+            ),
+        ):
+            yield self._one(GaugeMetricFamily("shoal:" + name, text, labels=LABELS), value)
         state = GaugeMetricFamily(
             "vllm:engine_sleep_state",
             "Whether the engine is awake, or asleep at level 1 or 2.",

@@ -29,6 +29,7 @@ from shoal.engine.runner import commands
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.kv.event_publisher import KvEvents
@@ -77,8 +78,10 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
-            policy=config.scheduling_policy,
+            scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            target_itl_s=config.target_itl_ms / 1e3 if config.target_itl_ms else None,
+            step_sizes=sorted({shape.tokens for shape in self.ranks.runner.mixed_shapes}),
             events=self.events,
         )
         grammars = Grammars(
@@ -93,6 +96,8 @@ class EngineCore:
             self.tiers = KvTiers(config, self.ranks, self.scheduler, self.events)
         self.refused: str | None = None  # why no request is taken
         self._standstill = Standstill()
+        # What steps cost is learned only where there is a target for the gap between tokens.
+        self.step_costs = StepCosts() if config.target_itl_ms else None
         self.loop = StepLoop(
             config,
             self.ranks,
@@ -102,6 +107,7 @@ class EngineCore:
             self.tiers,
             self.events,
             self._standstill,
+            self.step_costs,
         )
         self.weights = Weights(
             config, files, self.ranks, self.loop, self.scheduler, self.tiers, self._standstill
@@ -264,7 +270,7 @@ class EngineCore:
         return self.weights.check()
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """As Control says (api.py)."""
+        """As Control says (control.py)."""
         ranks = self.ranks.call(commands.MEMORY_USAGE)
         return {
             tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]
@@ -293,7 +299,10 @@ class EngineCore:
         return self.events
 
     def stats(self) -> Stats:
-        stats = self.scheduler.stats()
+        stats, costs = self.scheduler.stats(), self.step_costs
+        if costs is not None and costs.num_learned:
+            stats.decode_step_s = costs.step_s + self.scheduler.num_decoding * costs.seq_s
+            stats.prompt_token_s = costs.token_s
         return stats if self.tiers is None else self.tiers.fill_in(stats)
 
     def check(self) -> None:

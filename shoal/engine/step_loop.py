@@ -25,6 +25,7 @@ from shoal.engine.runner.sampling import LogprobLists
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import EngineDeadError, ShoalError
 from shoal.kv.event_publisher import KvEvents
 
@@ -56,10 +57,14 @@ class StepLoop:
         tiers: KvTiers | None,
         events: KvEvents | None,
         standstill: Standstill,
+        costs: StepCosts | None,
     ) -> None:
+        """`costs`: learns from each step what steps cost, if the engine wants to know."""
         self.ranks, self.scheduler, self.tiers = ranks, scheduler, tiers
         self._grammars, self._admission, self._events = grammars, admission, events
         self._standstill = standstill
+        self._costs = costs
+        self._completed_at = 0.0  # when a step was completed last, seconds of the monotonic clock
         self._block_size = config.block_size
         self._depth = 1 if config.async_scheduling else 0  # steps in flight while the next one is scheduled
         self._in_flight: deque[InFlight] = deque()
@@ -94,7 +99,7 @@ class StepLoop:
             if tiers is not None:
                 tiers.before_schedule()
             with span("schedule"):
-                plan = self.scheduler.schedule() if runs else None
+                plan = self.scheduler.schedule(self._costs) if runs else None
             if tiers is not None:
                 tiers.before_step(launches=plan is not None)
             if plan is not None:
@@ -129,10 +134,7 @@ class StepLoop:
     # Launching
 
     def _launch(self, plan: StepPlan) -> InFlight:
-        decode_only = plan.num_decodes == len(plan.scheduled)
-        graphs = self.ranks.runner.graphs
-        padded = graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None
-        packed, extras = self.builder.build(plan, padded)
+        packed, extras = self.builder.build(plan, self.ranks.runner.padded_decodes(plan.num_decodes))
         for entry in plan.scheduled[plan.num_decodes :]:
             if entry.seq.started_at is None:
                 entry.seq.started_at = time.monotonic()
@@ -149,6 +151,8 @@ class StepLoop:
 
     def _complete(self, step: InFlight) -> list[Output]:
         tokens, result = self.ranks.wait(step.result), step.result
+        if self._costs is not None:
+            self._learn(self._costs, step)
         if self.tiers is not None:
             self.tiers.completed(step.plan, step.launched_at)
         logprobs = result.logprobs.to_lists() if result.logprobs is not None else None
@@ -194,6 +198,15 @@ class StepLoop:
             )
         return outputs
 
+    def _learn(self, costs: StepCosts, step: InFlight) -> None:
+        """The step has ended just now. It began when it was launched, or when the step before it ended."""
+        now = time.monotonic()
+        seconds = now - max(step.launched_at, self._completed_at)
+        self._completed_at = now
+        plan = step.plan
+        chunks = [(entry.start, entry.num_tokens) for entry in plan.scheduled[plan.num_decodes :]]
+        costs.learn(len(plan.scheduled), chunks, seconds)
+
     # Failures
 
     @contextmanager
@@ -231,7 +244,7 @@ class StepLoop:
         self._in_flight.clear()
         self._late.clear()
         self.builder = self._new_builder()
-        self.ranks.runner.reset_state()
+        self.ranks.runner.state.reset()
         self.ranks.error = None
 
 

@@ -188,8 +188,9 @@ def decode_kernel(
     splits of as many or of a quarter of theirs; the programs at the grid's end, which usually have nothing to
     do, take what is behind their first split. LENGTHS: a power of two, S at least, for all sizes the same.
 
-    SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in
-    `parts_ptr[seq]` parts, while this one works on the other keys; they are weighed together with the splits.
+    SHARED: the kernel before must be prefix_kernel. It leaves the results for the first prefix_lens_ptr[seq]
+    keys in `parts_ptr[seq]` parts, while this one works on the other keys; they are weighed together with the
+    splits. So queries are read before the wait: prefix_kernel let this one start when they were there.
     """
     start_next(PDL)
     kv_head = tl.program_id(0)

@@ -144,18 +144,21 @@ def test_a_request_that_is_finished_from_outside_says_where_it_stopped(build):
 
 
 def test_prompt_log_probabilities_come_whole_with_the_first_token_of_a_prompt_in_pieces(build, folder):
-    core = build(max_num_batched_tokens=16)
+    """One step holds the end of the first prompt and the beginning of the second."""
+    core = build(max_num_batched_tokens=20)
     collected = Collected(core)
-    core.add(request("a", PROMPTS[2], prompt_logprobs=0, logprobs=0, max_tokens=1))
+    prompts = {"a": PROMPTS[1], "b": PROMPTS[2]}
+    for name, prompt in prompts.items():
+        core.add(request(name, prompt, prompt_logprobs=0, logprobs=0, max_tokens=1))
     collected.finish()
-    found = collected.last["a"].prompt_logprobs
-    assert found[0] is None and len(found) == len(PROMPTS[2])
-    oracle = tiny.logprobs(folder, PROMPTS[2])
-    for i, entry in enumerate(found[1:]):
-        token = PROMPTS[2][i + 1]
-        assert entry[token].logprob == pytest.approx(oracle[i, token].item(), abs=1e-3)
-    [drawn] = collected.tokens["a"]
-    assert collected.last["a"].logprobs[0][drawn].rank == 1
+    for name, prompt in prompts.items():
+        found, oracle = collected.last[name].prompt_logprobs, tiny.logprobs(folder, prompt)
+        assert found[0] is None and len(found) == len(prompt)
+        for i, entry in enumerate(found[1:]):
+            token = prompt[i + 1]
+            assert entry[token].logprob == pytest.approx(oracle[i, token].item(), abs=1e-3)
+        [drawn] = collected.tokens[name]
+        assert collected.last[name].logprobs[0][drawn].rank == 1
 
 
 # Requests

@@ -148,7 +148,7 @@ def test_exit_writes_nothing_when_it_may_take_no_time(build, disk, tmp_path):
 
 def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeypatch):
     llm = build(**SMALL, **disk, kv_host_bytes=12 * 12288)
-    monkeypatch.setattr(llm.core.ranks.runner.kv_tiers["disk"]._breaker, "allows", lambda: False)
+    monkeypatch.setattr(llm.core.ranks.runner.kv.tiers["disk"]._breaker, "allows", lambda: False)
     one_by_one(llm, prompts()[:3])
     offloader, now = llm.core.tiers.offloader, [0.0]
 
@@ -163,7 +163,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeyp
 
 def test_a_disk_that_takes_nothing_is_not_offered_the_same_blocks_at_every_look(build, disk, monkeypatch):
     llm = build(**SMALL, **disk, **HOST)
-    monkeypatch.setattr(llm.core.ranks.runner.kv_tiers["disk"]._breaker, "allows", lambda: False)
+    monkeypatch.setattr(llm.core.ranks.runner.kv.tiers["disk"]._breaker, "allows", lambda: False)
     monkeypatch.setattr("shoal.engine.offload.offloader.WRITE_REST_S", 1e9)
     one_by_one(llm, prompts())
     assert 0 < llm.stats().kv_tiers["disk"].failed_blocks <= 54
@@ -264,7 +264,7 @@ def slow_second_engine(build, disk):
     one_by_one(first, prompts())
     first.exit()
     llm = build(**SMALL, **disk)
-    return llm, SlowReads(llm.core.ranks.runner.kv_tiers["disk"])
+    return llm, SlowReads(llm.core.ranks.runner.kv.tiers["disk"])
 
 
 def start(llm, prompt, request_id, **options):
@@ -321,7 +321,7 @@ def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(
     one_by_one(first, prompts())
     first.exit()
     llm = build(**SMALL, **disk)
-    offloader, tier = llm.core.tiers.offloader, llm.core.ranks.runner.kv_tiers["disk"]
+    offloader, tier = llm.core.tiers.offloader, llm.core.ranks.runner.kv.tiers["disk"]
     lookup = offloader.lookup
 
     def evicted(keys, start):
@@ -580,7 +580,7 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
     def never():
         raise TimeoutError
 
-    monkeypatch.setattr(llm.core.ranks.runner, "kv_abandon", never)
+    monkeypatch.setattr(llm.core.ranks.runner.kv, "abandon", never)
     monkeypatch.setattr(llm.core.tiers.offloader, "offload", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
@@ -709,7 +709,7 @@ def test_host_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(option,
     def nothing(*_):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("shoal.engine.runner.kv_commands.HostSlab", nothing)
+    monkeypatch.setattr("shoal.engine.runner.rank_kv.HostSlab", nothing)
     with pytest.raises(ConfigError, match=f"{option}.*no memory"):
         build(**SMALL, **(HOST if option == "kv_host_bytes" else disk))
 

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
 from shoal.api import SleepState
+from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from shoal.models.decoder import Decoder
 from shoal.weights.transfer import SharedTensors, open_tensor
 from shoal.weights.update import weight_tensors
 from tests import tiny
@@ -154,7 +156,7 @@ workloads.SHAPES["small"] = dict(hidden_size=512, intermediate_size=1024, num_hi
 llm = LLM(workloads.write_model(tempfile.mkdtemp(), "small"), load_format="dummy", dtype="float32", device="cpu", max_model_len=512,
           kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True)
 with torch.inference_mode():
-    llm.core.ranks.runner.kv.fill_(1.0)
+    llm.core.ranks.runner.cache.blocks.fill_(1.0)
 sizes = [resident()]
 for level in (1, 2):
     llm.sleep(level=level)
@@ -172,7 +174,7 @@ def test_addresses_stay(folder, build, changed):
 
     def addresses():
         runner = llm.core.ranks.runner
-        return [p.data_ptr() for p in runner.model.parameters()] + [runner.kv.data_ptr()]
+        return [p.data_ptr() for p in runner.model.parameters()] + [runner.cache.blocks.data_ptr()]
 
     before = addresses()
     llm.sleep(level=2)
@@ -436,7 +438,7 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expect
     """As undefined as a woken cache on a GPU is."""
     llm = build(folder)
     with torch.inference_mode():
-        llm.core.ranks.runner.kv.fill_(float("nan"))
+        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
     assert tokens(llm) == expected
 
 
@@ -513,7 +515,7 @@ def test_a_sleep_without_host_memory_changes_nothing(folder, build, expected, mo
     llm = build(folder)
     stream = llm.stream(PROMPTS[0], params())
     next(stream)
-    fail_once(monkeypatch, llm.core.ranks.runner.regions, "release", MemoryError("16 bytes needed, 3 free"))
+    fail_once(monkeypatch, CpuRegions, "release", MemoryError("16 bytes needed, 3 free"))
     with pytest.raises(UnavailableError, match="3 free"):
         llm.sleep(level=1)
     assert not llm.is_sleeping
@@ -531,7 +533,7 @@ def test_a_wake_that_fails_changes_nothing_and_can_be_tried_again(
     llm = build(folder)
     llm.sleep(level=level)
     asleep = llm.memory_usage()
-    fail_once(monkeypatch, llm.core.ranks.runner.regions, "take", MemoryError("the card is full"))
+    fail_once(monkeypatch, CpuRegions, "take", MemoryError("the card is full"))
     with pytest.raises(UnavailableError, match="full"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
@@ -546,7 +548,7 @@ def test_a_wake_whose_file_cannot_be_read_can_be_tried_again(folder, build, expe
     llm.sleep(level=1)
     asleep = llm.memory_usage()
     assert asleep["weights"]["host_bytes"] == asleep["weights"]["device_bytes"] == 0
-    fail_once(monkeypatch, llm.core.ranks.runner.model, "load_weight", CheckpointError("cannot be read"))
+    fail_once(monkeypatch, Decoder, "load_weight", CheckpointError("cannot be read"))
     with pytest.raises(CheckpointError, match="cannot be read"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
@@ -650,9 +652,7 @@ def test_damaged_checkpoints_are_refused_before_anything_changes(folder, build, 
 
 def test_an_update_that_breaks_off_is_not_generated_from(folder, build, expected, monkeypatch, changed):
     llm = build(folder)
-    fail_once(
-        monkeypatch, llm.core.ranks.runner.model, "load_weight", CheckpointError("a bad sector"), after=7
-    )
+    fail_once(monkeypatch, Decoder, "load_weight", CheckpointError("a bad sector"), after=7)
     with pytest.raises(CheckpointError, match="bad sector"):
         llm.update_weights(changed)
     assert llm.weights_version == 0

@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from shoal import LLM, SamplingParams
+from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, UnavailableError
 from tests import tiny
 
@@ -84,15 +85,11 @@ class Fuzz:
             self.once("take", self.llm.wake_up)
 
     def once(self, name, call):
-        regions = self.llm.core.ranks.runner.regions
-        real = getattr(regions, name)
-
         def fails(*arguments):
-            setattr(regions, name, real)
             raise MemoryError("no room")
 
-        setattr(regions, name, fails)
-        with pytest.raises(UnavailableError, match="no room"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(UnavailableError, match="no room"):
+            patch.setattr(CpuRegions, name, fails)
             call()
 
     def pause(self):

@@ -126,10 +126,9 @@ def test_shared_prefixes_change_no_token(options, build, monkeypatch):
 
 def count_replays(engine, monkeypatch):
     """The number of mixed steps that are replayed, as it grows."""
-    replayed, replay = [], engine.core.ranks.runner._replay_mixed
-    monkeypatch.setattr(
-        engine.core.ranks.runner, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args)
-    )
+    steps = engine.core.ranks.runner.steps
+    replayed, replay = [], steps._replay_mixed
+    monkeypatch.setattr(steps, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args))
     return replayed
 
 

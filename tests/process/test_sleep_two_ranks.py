@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
+from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from shoal.models.decoder import Decoder
 from tests import tiny
 from tests.ranks import pids_of_ranks
 
@@ -142,40 +144,36 @@ def test_a_wake_that_fails_on_rank_1_is_undone_on_both(build, expected):
 
 
 @pytest.mark.parametrize("offload", ["host", "file"])
-def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload):
+def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload, monkeypatch):
     llm = build(sleep_offload=offload)
     llm.sleep(level=1)
     asleep = llm.memory_usage()
-    regions = llm.core.ranks.runner.regions
-    take = regions.take
 
-    def fails(tags):
-        regions.take = take
+    def fails(self, tags):
         raise MemoryError("rank 0 finds its card full")
 
-    regions.take = fails
-    with pytest.raises(UnavailableError, match="card full"):
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError, match="card full"):
+        patch.setattr(CpuRegions, "take", fails)
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
     llm.wake_up()
     assert tokens(llm) == expected
 
 
-def test_an_update_that_fails_on_one_rank_stops_both(build, changed):
+def test_an_update_that_fails_on_one_rank_stops_both(build, changed, monkeypatch):
     llm = build()
-    real = llm.core.ranks.runner.model.load_weight
+    load = Decoder.load_weight
 
-    def fails(name, tensor):
+    def fails(self, name, tensor):
         if "norm" in name:
             raise CheckpointError("rank 0 cannot read it")
-        real(name, tensor)
+        load(self, name, tensor)
 
-    llm.core.ranks.runner.model.load_weight = fails
-    with pytest.raises(CheckpointError, match="rank 0 cannot"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="rank 0 cannot"):
+        patch.setattr(Decoder, "load_weight", fails)
         llm.update_weights(changed[0])
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)
-    llm.core.ranks.runner.model.load_weight = real
     llm.update_weights(changed[0])
     assert tokens(llm) == changed[1]
 

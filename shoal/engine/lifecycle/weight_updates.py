@@ -102,7 +102,7 @@ class Weights:
                 for name, tensor in tensors.items()
             ]
             ranks = self._ranks
-            load_own = partial(ranks.runner.load_tensors, tensors)
+            load_own = partial(ranks.runner.weights.load_tensors, tensors)
             self._load(
                 "from tensors", names, lambda: ranks.each_with(load_own, commands.LOAD_BROADCAST, described)
             )
@@ -129,7 +129,7 @@ class Weights:
         members have come. Raises ConfigError for impossible values, UnavailableError if they do not come."""
         runner = self._ranks.runner
         check_group(address, port, rank_offset + runner.tp.size - 1, world_size, backend, runner.device)
-        if group_name in runner.weights_groups:
+        if group_name in runner.weights.groups:
             raise ConfigError(
                 f"group_name {group_name!r} is in use; destroy that weights update group first, or choose "
                 "another name"
@@ -226,7 +226,7 @@ class Weights:
             )
 
     def _check_group(self, group_name: str) -> None:
-        groups = self._ranks.runner.weights_groups
+        groups = self._ranks.runner.weights.groups
         if group_name not in groups:
             raise ConfigError(
                 f"there is no weights update group {group_name!r} (there are {sorted(groups)}); "

@@ -60,7 +60,7 @@ class KvTiers:
             )
         ranks.call(commands.KV_OPEN, num_slots)
         self.num_slots = num_slots
-        self.persistent = runner.kv_tiers  # of rank 0, as they are opened and closed
+        self.persistent = runner.kv.tiers  # of rank 0, as they are opened and closed
         self.stale = False  # they are closed, as the weights have changed
         self.asking: list[tuple[Sequence, Future[int]]] = []
         self.completed_at = 0.0  # when a step last was, seconds

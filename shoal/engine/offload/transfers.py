@@ -1,5 +1,5 @@
 """What the tiers ask of whoever moves blocks, and the rank-0 end of it. What each rank does:
-engine/runner/kv_commands.py.
+engine/runner/rank_kv.py.
 
 device block  --copy out-->  slot of the host slab  --write-->  file on disk, object in a store
 device block  <--copy in---  slot                   <--read---
@@ -102,13 +102,13 @@ class RankTransfers:
 
     def abandon(self) -> None:
         """Waits for what is under way, of which nobody is told; slots are announced anew. For one rank."""
-        self._ranks.runner.kv_abandon()
+        self._ranks.runner.kv.abandon()
         self._told.clear()
         self._usable += self._announced
         self._announced.clear()
 
     def poll(self) -> list[Done]:
-        reports = [self._ranks.runner.kv_poll()]
+        reports = [self._ranks.runner.kv.poll()]
         if self._replies is not None and self._replies.complete:
             reports += self._replies.results()
             self._replies = None

@@ -1,9 +1,9 @@
 """WorkerGroup: how rank 0, the user's process, starts, commands, watches and ends the other ranks.
 
 A rank is a fresh Python process (engine/ranks/worker_main.py) that inherits file descriptors and nothing
-else. Commands go to all ranks through the ring of engine/ranks/channel.py. Replies, and each side's notice of
-the other's death (end of file), go through a socket pair per rank. Everything shared is anonymous, so nothing
-can collide or be left behind: when rank 0 dies, even by SIGKILL, its ranks end themselves.
+else. Commands go to all ranks through the ring of engine/ranks/channel.py. Replies come back through a socket
+pair per rank, whose end of file also tells each side of the other's death. Everything shared is anonymous, so
+nothing can collide or be left behind: when rank 0 dies, even by SIGKILL, its ranks end themselves.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shoal.errors import EngineDeadError, UnavailableError, UserError
 
 Result = TypeVar("Result")
 
-STDERR_TAIL = 2000  # characters of a dead rank's last words that its error quotes
-EXIT_TIMEOUT_S = 5.0
-# a rank whose socket closed is dead or about to be; its exit code comes when the kernel has freed its memory
+STDERR_TAIL = 2000  # so many characters of a dead rank's last words are quoted in the error
+EXIT_TIMEOUT_S = 5.0  # a rank that has not ended itself by then is killed
+# A rank whose socket closed is dead or about to be. Its exit code comes when the kernel has freed its memory.
 REAP_TIMEOUT_S = 0.8
-LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 16  # bytes; a longer line of output is passed on in pieces
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _RankFailure:
 
 
 class Pending(Generic[Result]):
-    """A command whose replies are awaited. If it is dropped, the replies are dropped too."""
+    """A command whose replies are awaited. If the object is dropped, so are the replies."""
 
     def __init__(self, monitor: _Monitor, command: str, num_ranks: int) -> None:
         self.monitor, self.command, self.num_ranks = monitor, command, num_ranks
@@ -111,10 +111,10 @@ class WorkerGroup:
     `target` ("package.module:factory") returns for (rank=, world_size=, **init). To be used by one thread at
     a time: the ranks run the commands in the order in which they are given.
 
-    Returns at once; the ranks start meanwhile. An error in a factory is raised by whatever is called next: as
-    the same UserError, or as EngineDeadError. The ranks are in a process group of their own, so Ctrl-C
-    reaches rank 0 alone, which decides. They end with close(), with the last reference to the group, at exit,
-    and when this process dies.
+    The constructor returns at once; the ranks start meanwhile. An error in a factory is raised by the next
+    call: as the same UserError, or as EngineDeadError. The ranks are in a process group of their own, so
+    Ctrl-C reaches rank 0 alone, which decides. They end with close(), with the last reference to the group,
+    at exit, and when this process dies.
     """
 
     def __init__(self, world_size: int, target: str, init: dict[str, Any]) -> None:
@@ -155,9 +155,9 @@ class WorkerGroup:
         self._channel.put(pieces)
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raises if a rank has died: EngineDeadError, or the UserError that kept it from starting. After an
-        error of our own that a dying rank may have caused (a collective that broke), `wait_s` gives that news
-        time to arrive."""
+        """Raises if a rank has died: EngineDeadError, or the UserError that kept it from starting. A dying
+        rank can cause an error of our own first (a collective that breaks); `wait_s` gives the news of its
+        death that long to arrive."""
         if wait_s:
             with self._monitor.news:
                 self._monitor.news.wait_for(lambda: self.failed, wait_s)
@@ -165,17 +165,17 @@ class WorkerGroup:
 
     @property
     def failed(self) -> bool:
-        """For loops that wait for something else; then `check()` raises."""
+        """Whether `check()` would raise. For loops that wait for something else."""
         return self._monitor.failure is not None
 
     def when_failed(self, callback: Callable[[], None]) -> None:
-        """`callback` is called once, from the watching thread, when a rank has died or the group is
+        """Has `callback` called once, from the watching thread, when a rank has died or the group is
         closed."""
         self._monitor.callbacks.append(callback)
 
     def close(self) -> None:
-        """Ends all ranks, whatever they are doing, within EXIT_TIMEOUT_S, and frees what was shared. Safe to
-        call twice."""
+        """Ends all ranks, whatever they are doing, within EXIT_TIMEOUT_S, and frees the shared memory. Safe
+        to call twice."""
         self._finalizer()
 
 
@@ -186,8 +186,7 @@ def _start_rank(rank: int, world_size: int, channel_fds: tuple[int, ...]) -> _Ra
     output = os.fdopen(output_fd, "rb", buffering=0)
     os.set_blocking(output_fd, False)
     fds = (*channel_fds, their_link.fileno())
-    # -P with our own sys.path: what rank 0 can import, and nothing else. -u: print() in a rank is seen at
-    # once.
+    # -P and our own sys.path let a rank import what rank 0 can, and nothing else. -u shows its prints soon.
     command = [
         sys.executable,
         "-P",
@@ -222,8 +221,8 @@ def _name_culprit(command: str, args: tuple[Any, ...], error: Exception) -> Type
 
 
 class _Monitor:
-    """The ranks' processes and the thread that listens to them: takes in replies, passes on their output,
-    notices deaths."""
+    """The ranks' processes and the thread that listens to them. The thread takes in replies, passes output
+    on, and notices deaths."""
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
@@ -242,7 +241,7 @@ class _Monitor:
             raise self.failure.build()
 
     def _run(self) -> None:
-        """Until every rank has closed its socket, which is when it ends."""
+        """Listens until every rank has closed its socket, as it does when it ends."""
         with selectors.DefaultSelector() as selector:
             for rank in self.ranks:
                 selector.register(rank.link, selectors.EVENT_READ, partial(self._take_replies, rank))
@@ -257,7 +256,7 @@ class _Monitor:
                         num_alive -= 1
 
     def _take_replies(self, rank: _Rank) -> bool:
-        """False at the end: the rank is dead, and that has been recorded."""
+        """Returns False at the end of file: the rank is dead, and that has been recorded."""
         try:
             data = rank.link.recv(1 << 20)
         except BlockingIOError:
@@ -309,7 +308,7 @@ class _Monitor:
             other.process.kill()
 
     def _fail(self, failure: _RankFailure) -> None:
-        """The first failure is the one that counts."""
+        """Records a failure. Only the first one counts."""
         with self.news:
             if self.failure is not None:
                 return
@@ -320,7 +319,7 @@ class _Monitor:
             callback()
 
     def _pass_on(self, rank: _Rank) -> bool:
-        """Copies a rank's output to our stderr, line by line. False at its end."""
+        """Copies a rank's output to our stderr, line by line. Returns False at its end."""
         while True:
             data = rank.output.read(1 << 16)
             if data is None:
@@ -366,7 +365,7 @@ def _signal_name(number: int) -> str:
 
 
 def _end(monitor: _Monitor, channel: ChannelWriter, owner_pid: int) -> None:
-    if os.getpid() != owner_pid:  # a fork of rank 0 that exits: the ranks aren't its own
+    if os.getpid() != owner_pid:  # a fork of rank 0 exits, and the ranks are not its own
         return
     monitor.end_ranks(EXIT_TIMEOUT_S)
     channel.close()
