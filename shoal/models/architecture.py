@@ -39,13 +39,6 @@ def keep(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     return config
 
 
-def decoder_layer() -> type[nn.Module]:
-    """The layer class of the Llama line."""
-    from shoal.models.layer import DecoderLayer
-
-    return DecoderLayer
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One architecture. The checkpoint's names and shapes are not listed here: they are those of its
@@ -60,5 +53,5 @@ class Architecture:
     # a key that newer configs use -> the key that is read here
     renamed: Mapping[str, str] = field(default_factory=dict)
     gguf: GGUFNames | None = None  # None: no GGUF file of it is read
-    # Returns the class of its decoder layers. A function, as the class needs torch.
-    layer_class: Callable[[], type[nn.Module]] = decoder_layer
+    # Returns the class of its decoder layers. It is a function, as the class needs torch. None: DecoderLayer.
+    layer_class: Callable[[], type[nn.Module]] | None = None

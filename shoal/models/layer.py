@@ -25,7 +25,8 @@ def build_layer(
 ) -> nn.Module:
     """Layer number `layer`, of the class that its architecture names. Such a class has the constructor and
     the forward of DecoderLayer, and its Attention and MLP or MoE as `self_attn` and `mlp`."""
-    layer_class = BY_NAME[config.architecture].layer_class()
+    own_class = BY_NAME[config.architecture].layer_class
+    layer_class = DecoderLayer if own_class is None else own_class()
     return layer_class(config, layer, tp, ops, backend, keep_quantized)
 
 
