@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,6 +124,8 @@ def resolve(model: str, revision: str | None = None, download_dir: str | None = 
         raise CheckpointError(f"the model path {model!r:.200} cannot be looked at: {error!s:.200}") from None
     if model == DEFAULT_MODEL:
         return _gguf_file(default_model.fetch_default_model())
+    if difflib.get_close_matches(model.lower(), [DEFAULT_MODEL], cutoff=0.8):
+        raise CheckpointError(f"no model is called {model!r:.200}; did you mean {DEFAULT_MODEL!r}?")
     if not HUB_ID.fullmatch(model) or model.startswith((".", "~")) or path.suffix == ".gguf":
         raise CheckpointError(
             f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
