@@ -76,6 +76,7 @@ class ModelRunner:
                 num_heads=model.num_heads // tp.size,
                 num_kv_heads=num_kv_heads,
                 head_dim=model.head_dim,
+                scale=model.attention_scale,
             )
             with self._regions.holding("weights"):
                 self.model = Decoder(model, tp, ops, backend, self.max_model_len, config.keep_quantized)
