@@ -154,7 +154,7 @@ class Book:
 
 
 def _text(value: str | None) -> str | None:
-    """As UTF-8 can say it: what users send may hold halves of surrogate pairs."""
+    """Replaces what UTF-8 cannot encode: a text that users send may hold halves of surrogate pairs."""
     return value and value.encode("utf-8", "replace").decode()
 
 

@@ -617,7 +617,7 @@ def _details(model: ServedModel) -> OllamaDetails:
 
 
 def _size(count: int) -> str:
-    """As Ollama writes it: 134.52M, 8.2B."""
+    """A number of parameters in Ollama's notation: 134.52M, 8.2B."""
     for unit, name, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 2)):
         if count >= unit:
             return f"{count / unit:.{digits}f}{name}"
@@ -625,7 +625,7 @@ def _size(count: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    """As RFC 3339 has it, in UTC."""
+    """A time in the notation of RFC 3339, in UTC."""
     time = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return time.isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
 

@@ -162,7 +162,7 @@ def test_rows_behind_the_last_decode_change_nothing(folder, rank):
 @torch.inference_mode()
 def test_a_rehearsal_leaves_an_empty_batch_and_an_untouched_cache(folder, rank):
     rank.runner.cache.blocks.fill_(7.0)
-    assert rank.runner.measure_token() > 0
+    assert rank.runner.seconds_per_prompt_token() > 0
     rank.runner.steps.rehearse_eager(rank.config.max_num_seqs, rank.config.max_num_batched_tokens)
     rank.runner.state.reset()
     assert (rank.runner.cache.blocks == 7.0).all()
@@ -223,8 +223,14 @@ def test_captured_mixed_steps_change_no_token(folder, start, monkeypatch):
             self.output = self.steps.captured_mixed(self.shape)
 
     def select(config, device, dtype, **heads):
-        sizes = config.block_size, config.max_num_seqs, config.max_model_len
-        return TritonBackend(*heads.values(), *sizes, device, dtype)
+        return TritonBackend(
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            device=device,
+            dtype=dtype,
+            **heads,
+        )
 
     monkeypatch.setattr(runner_module, "select_backend", select)
     rank = start(max_num_batched_tokens=20, max_num_seqs=4)
@@ -241,7 +247,7 @@ def test_captured_mixed_steps_change_no_token(folder, start, monkeypatch):
 
 @torch.inference_mode()
 def test_blocks_leave_for_the_hosts_slab_and_come_back(rank):
-    rank.runner.open_kv(num_slots=4)
+    rank.runner.open_kv(num_host_blocks=4)
     blocks = rank.runner.cache.blocks
     blocks.copy_(torch.arange(BLOCKS, dtype=torch.float32).view(-1, 1, 1, 1, 1, 1).expand(blocks.shape))
     kv = rank.runner.kv

@@ -235,7 +235,7 @@ class KvTiers:
         self.offloader.quiesce()
 
     def reset(self) -> None:
-        """As `LLM.reset_prefix_cache`: every tier forgets what is this engine's alone."""
+        """Every tier forgets what is this engine's alone. `LLM.reset_prefix_cache` calls this."""
         self.offloader.forget_host()
         for name in self.persistent:
             self.transfers.forget(name)
