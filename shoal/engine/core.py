@@ -276,10 +276,12 @@ class EngineCore:
         return stats if self.tiers is None else self.tiers.fill_in(stats)
 
     def check(self) -> None:
-        """Proves the books of scheduler and tiers by assertions. For tests and idle moments."""
+        """Proves the books of scheduler, tiers and events by assertions. For tests and idle moments."""
         self.scheduler.check()
         if self.tiers is not None:
             self.tiers.check()
+        if self.events is not None and self.error is None:
+            self.events.check(self.scheduler.pool.cached_keys())
 
     def flush_kv(self) -> None:
         """Writes KV blocks to disk or store, as far as kv_flush_timeout allows."""

@@ -245,6 +245,12 @@ class KvEvents:
         if self._thread.is_alive():  # else nobody would take them away
             self._queue.put((time.time(), changes))
 
+    def check(self, keys: Sequence[bytes]) -> None:
+        """Proves that listeners are told of these blocks, and of no others, as being on the device."""
+        self.flush()
+        told = self._ask(lambda: {block.key for block in self._book.tiers.get(GPU, {}).values()})
+        assert told == set(keys), f"{len(told)} blocks are told of, {len(keys)} are cached"
+
     def close(self) -> None:
         """Publishes what is left. Safe to call twice."""
         self.flush()
