@@ -1,7 +1,8 @@
-"""QuantizedTensor: a GGUF matrix as its file holds it, rows of packed groups; and what those groups mean.
+"""QuantizedTensor is a GGUF matrix as its file holds it, in rows of packed groups. This file also knows what
+those groups mean.
 
-The formulas are ggml's, as tensor code that runs on any device, in the order of operations of the `gguf`
-package (equal to the bit).
+The formulas are ggml's, as tensor code that runs on any device. The order of operations is that of the `gguf`
+package, so results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import torch
 
 from shoal.errors import CheckpointError
 
-# Weights unpacked at a time: on the CPU what stays in its caches (4 times as fast as whole tensors),
-# elsewhere what fills the device.
+# As many weights are unpacked at a time: on the CPU as many as stay in its caches, elsewhere as many as fill
+# the device.
 CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """[out, in] weights; `data` is uint8 [out, bytes a row], usually a view of the memory-mapped file."""
+    """A matrix of weights of shape [out, in]. `data` is uint8 [out, bytes of a row], and usually a view of
+    the memory-mapped file."""
 
     kind: str
     shape: tuple[int, int]
@@ -29,13 +31,13 @@ class QuantizedTensor:
 
     @property
     def group_size(self) -> int:
-        """Weights of a row that share a scale; columns are cut at multiples of it."""
+        """How many weights of a row share a scale. Columns can be cut at multiples of it."""
         return GROUPS[self.kind][0]
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """The packed rows travel to `device` and are unpacked there."""
+        """Returns the weights as a plain matrix. The packed rows are sent to `device` and unpacked there."""
         group_bytes = GROUPS[self.kind][1]
         out = torch.empty(self.shape, dtype=dtype, device=device)
         packed, (rows, columns) = torch.from_numpy(self.data), self.shape
@@ -49,30 +51,29 @@ class QuantizedTensor:
         return replace(self, shape=(stop - start, self.shape[1]), data=self.data[start:stop])
 
     def columns(self, start: int, stop: int) -> QuantizedTensor:
-        """Raises CheckpointError if the cut goes through a group."""
+        """Returns the columns [start, stop). Raises CheckpointError if a cut goes through a group."""
         group_size, group_bytes = GROUPS[self.kind]
         if start % group_size or stop % group_size:
             raise CheckpointError(
                 f"columns {start} to {stop} of a {self.kind} tensor of shape {list(self.shape)} cut through "
-                "its groups "
-                f"of {group_size}; choose a smaller tensor_parallel_size"
+                f"its groups of {group_size}; choose a smaller tensor_parallel_size"
             )
         data = self.data[:, start // group_size * group_bytes : stop // group_size * group_bytes]
         return replace(self, shape=(self.shape[0], stop - start), data=data)
 
     def take_rows(self, index: np.ndarray) -> QuantizedTensor:
-        """A copy with these rows in this order."""
+        """Returns a copy with these rows, in this order."""
         return replace(self, shape=(len(index), self.shape[1]), data=self.data[index])
 
 
 def _half(groups: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte `start` of each group, as float32 [n, 1]."""
+    """Returns the float16 at byte `start` of each group, as float32 [n, 1]."""
     return groups[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _bits(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
-    """[n, k] bytes to [n, ...] fields of `width` bits: of each `run` bytes first all lowest fields, then the
-    next higher ones."""
+    """Unpacks [n, k] bytes into [n, ...] fields of `width` bits. Each `run` bytes give first their lowest
+    fields, then the next higher ones."""
     runs = packed.reshape(len(packed), -1, run)
     return torch.stack([(runs >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)], dim=2).flatten(
         1
@@ -92,8 +93,8 @@ def _q8_0(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _k_scales(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima [n, 8, 1] of Q4_K and Q5_K: 6 bits each in 12 bytes; the last four have their upper 2
-    bits in the first eight."""
+    """Returns the scales and minima of Q4_K and Q5_K, [n, 8, 1]. They have 6 bits each, in 12 bytes. The
+    upper 2 bits of the last four lie in the first eight bytes."""
     low, middle, high = groups[:, 4:8], groups[:, 8:12], groups[:, 12:16]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=1)
@@ -117,7 +118,7 @@ def _q6_k(groups: torch.Tensor) -> torch.Tensor:
     return (scales.unsqueeze(2) * (values.view(-1, 16, 16).float() - 32)).flatten(1)
 
 
-# kind -> (weights, bytes) of a group
+# How many weights and how many bytes a group of each kind has.
 GROUPS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),

@@ -12,8 +12,8 @@ __all__ = ["Regions", "pause", "region", "resume", "usage"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the names of `__all__` when they are first used, because they need torch and other files of this
-    package do not."""
+    """Imports the names of `__all__` when they are first used, because they need torch and other files of
+    this package do not."""
     if name in __all__:
         from shoal.memory import regions
 

@@ -36,8 +36,8 @@ class TorchPools:
 
     def open(self, library: str, slot: int) -> Any:
         """Returns a pool that takes its segments from the region in `slot` of our C library, whose path is
-        `library`. Raises ConfigError if PyTorch is set to expandable_segments, because it then gets its memory
-        past every pool."""
+        `library`. Raises ConfigError if PyTorch is set to expandable_segments, because it then gets its
+        memory past every pool."""
         for name in (
             "PYTORCH_ALLOC_CONF",
             "PYTORCH_CUDA_ALLOC_CONF",

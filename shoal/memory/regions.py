@@ -131,14 +131,14 @@ class Regions:
                 region.entered -= 1
 
     def graph_pool(self, tag: str) -> tuple[int, int]:
-        """Returns the pool's id for torch.cuda.graph(graph, pool=...). What the graph allocates then lies in the
-        region, too."""
+        """Returns the pool's id for torch.cuda.graph(graph, pool=...). What the graph allocates then lies in
+        the region, too."""
         with self._lock:
             return self._pools.pool_id(self._find(tag, self._pools.current_device()).pool)
 
     def pause(self, tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
-        """Gives back the memory of the regions of these tags, or of all regions. Either all of them are paused
-        or none is.
+        """Gives back the memory of the regions of these tags, or of all regions. Either all of them are
+        paused or none is.
 
         `keep` names the tags whose content goes to host memory; without it each region's own `offload`
         decides. A region that is paused already stays paused. If `keep` does not name it, its kept content is
@@ -178,8 +178,8 @@ class Regions:
 
     def resume(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Takes memory again for the paused regions of these tags, or for all. Kept content is there again;
-        other content is undefined. Raises torch.OutOfMemoryError, and any error of `reread`. After an error all
-        regions are paused as before, nothing is lost, and the call can be repeated."""
+        other content is undefined. Raises torch.OutOfMemoryError, and any error of `reread`. After an error
+        all regions are paused as before, nothing is lost, and the call can be repeated."""
         start = time.perf_counter()
         with self._lock:
             coming = [region for region in self._choose(tags) if region.paused]
@@ -215,8 +215,8 @@ class Regions:
 
     def in_use(self) -> dict[str, int]:
         """Returns how many bytes of the devices' memory are taken: "in_use_bytes" by any process,
-        "region_bytes" by this set, and "process_bytes" by the other memory that PyTorch holds in this process.
-        The rest belongs to contexts and to other processes."""
+        "region_bytes" by this set, and "process_bytes" by the other memory that PyTorch holds in this
+        process. The rest belongs to contexts and to other processes."""
         with self._lock:
             in_use = process = 0
             for device in {region.device for region in self._regions.values()}:

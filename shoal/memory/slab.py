@@ -1,5 +1,5 @@
-"""A large host buffer of equal rows. It becomes usable piece by piece, because threads touch and pin it in the
-background while the engine runs."""
+"""A large host buffer of equal rows. It becomes usable piece by piece, because threads touch and pin it in
+the background while the engine runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PORTABLE_AND_MAPPED = 3  # flags of cudaHostRegister: pinned for every device, a
 
 
 def forget_last_error() -> None:
-    """Clears the error of a failed call of the CUDA runtime. It stays this thread's last error until then, and
-    the next launch, whatever it is, would raise it."""
+    """Clears the error of a failed call of the CUDA runtime. It stays this thread's last error until then,
+    and the next launch, whatever it is, would raise it."""
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device="cuda").add_(1)
 
