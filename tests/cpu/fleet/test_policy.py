@@ -13,7 +13,10 @@ from shoal.fleet.policy import POLICIES, Ask, Candidate, RouterWeights, check_po
 A, B, C = (WorkerRank(name) for name in "abc")
 
 
-def cost(load, overlap=Overlap(), num_tokens=64, block_size=16, **weights):
+NOTHING = Overlap()
+
+
+def cost(load, overlap=NOTHING, num_tokens=64, block_size=16, **weights):
     weights = RouterWeights(**{"recent_prefill_weight": 0.0} | weights)
     return kv_cost(Ask(num_tokens), Candidate(A, block_size, overlap, load), weights, 16, 0)
 
