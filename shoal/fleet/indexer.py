@@ -177,6 +177,16 @@ class KvIndexer:
                 return
         self._store(worker, tier, names, hashes, before, seed)
 
+    def store_chain(
+        self, rank: WorkerRank, chain: Sequence[int], tier: int = DEVICE, seed: int = WIRE_SEED
+    ) -> None:
+        """Stores a prefix by its chain hashes, which are the names of its blocks too."""
+        worker, before = self._worker(rank, None), None
+        for name in chain:
+            before = self._place(worker, tier, name, name, before, seed)
+        if self._num_blocks > self.max_blocks:
+            self._forget_oldest()
+
     def remove(self, rank: WorkerRank, tier: int, name: int) -> None:
         """Removes a block from one tier by the worker's name for it; an unknown name changes nothing."""
         worker = self._workers.get(rank)
