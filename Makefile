@@ -20,7 +20,7 @@ TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/d
 JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 2)
 PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-slow check format test-gpu bench bench-gpu clean
+.PHONY: demo test test-slow check format docs test-gpu bench bench-gpu clean
 
 demo: .venv/ready
 	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
@@ -34,12 +34,17 @@ test-slow: .venv/ready-test .venv-clients/ready
 	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow
 
 check: .venv/ready-test
-	$(BIN)/ruff format --check shoal tests benchmarks examples
-	$(BIN)/ruff check shoal tests benchmarks examples
+	$(BIN)/ruff format --check shoal tests benchmarks examples docs/site.py docs/images/draw.py
+	$(BIN)/ruff check shoal tests benchmarks examples docs/site.py docs/images/draw.py
 	$(BIN)/mypy
 
 format: .venv/ready-test
-	$(BIN)/ruff format shoal tests benchmarks examples
+	$(BIN)/ruff format shoal tests benchmarks examples docs/site.py docs/images/draw.py
+
+# The pages as a site in build/site; a broken link fails. Once .venv-docs is there, it needs no network. To read it:
+# python3 -m http.server -d build/site
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 # On a machine with a GPU, with the torch that is installed there.
 test-gpu:
@@ -70,6 +75,12 @@ bench-gpu:
 	.venv-clients/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
+# The extra `docs` alone, without the rest of Shoal.
+.venv-docs/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
 clean:
-	rm -rf .venv .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shoal/memory/_vmm*.so
+	rm -rf .venv .venv-clients .venv-docs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shoal/memory/_vmm*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +

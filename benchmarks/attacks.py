@@ -23,6 +23,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import socket
 import statistics
 import struct
@@ -549,6 +550,9 @@ def main() -> None:
     )
     parser.add_argument("--only", help=f"some of them: {','.join(ATTACKS)}")
     parser.add_argument("--tokens", type=int, default=150, help="of each honest answer (default: 150)")
+    parser.add_argument(
+        "--serve", default="", help='more of the server\'s flags, such as "--target-itl-ms 0"'
+    )
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(ATTACKS)
@@ -560,7 +564,7 @@ def main() -> None:
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        server = Serve(Path(folder), MODEL)
+        server = Serve(Path(folder), MODEL, *shlex.split(arguments.serve))
         try:
             server.ready()
             for name in names:

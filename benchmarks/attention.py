@@ -35,7 +35,7 @@ from shoal.kernels.attention import (
 )
 from shoal.kernels.prefix_attention import prefix_attention, prefix_tiles
 from shoal.kernels.state import MAX_GROUPS, GroupField
-from shoal.kernels.step_input import SharedPrefixes, StepInput
+from shoal.kernels.step_input import HostView, SharedPrefixes, StepInput
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -147,20 +147,18 @@ class Step:
         rows_S, starts_S, kv_lens_S = (
             torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (rows, starts, kv_lens)
         )
-        self.step = StepInput(
-            unused,
-            unused,
-            unused,
-            rows_S,
-            starts_S,
-            kv_lens_S,
-            table.to(DEVICE)[:, 16:],
+        self.step = StepInput.mixed(
+            token_ids_T=unused,
+            positions_T=unused,
+            rows_T=unused,
+            rows_S=rows_S,
+            query_starts_S=starts_S,
+            kv_lens_S=kv_lens_S,
+            block_tables_RM=table.to(DEVICE)[:, 16:],
             num_decodes=len(sequences) if decoding else 0,
-            max_query_len=max(n for n, _ in sequences),
             max_kv_len=max_kv_len,
             fresh_prefills=fresh,
-            host_query_starts=tuple(starts),
-            host_kv_lens=tuple(kv_lens),
+            host=HostView(tuple(starts), tuple(kv_lens)),
         )
         self.backend = TritonBackend(
             num_heads, num_kv_heads, head_dim, block_size, len(sequences), max_kv_len, DEVICE, BF16

@@ -57,14 +57,14 @@ def build(model: str, **options: Any) -> Any:
     llm = LLM(model, load_format="dummy", max_model_len=16384, max_num_seqs=256, **options)
     print(
         f"start-up {time.perf_counter() - start:.1f} s, {llm.core.num_blocks} blocks of "
-        f"{llm.core.runner.block_bytes / 2**20:.2f} MiB"
+        f"{llm.core.ranks.runner.block_bytes / 2**20:.2f} MiB"
     )
     return llm
 
 
 def without_tiers(core: Any) -> Any:
     """Until `with_tiers` brings back what this returns."""
-    tiers, core.tiers, core.scheduler.tiers = core.tiers, None, None
+    tiers, core.tiers, core.loop.tiers, core.scheduler.tiers = core.tiers, None, None, None
     core.scheduler.pool.listeners.remove(tiers.offloader)
     core.scheduler.reset_prefix_cache()
     return tiers
@@ -72,7 +72,7 @@ def without_tiers(core: Any) -> Any:
 
 def with_tiers(core: Any, tiers: Any) -> None:
     core.scheduler.reset_prefix_cache()
-    core.tiers, core.scheduler.tiers = tiers, tiers.offloader
+    core.tiers, core.loop.tiers, core.scheduler.tiers = tiers, tiers, tiers.offloader
     core.scheduler.pool.listeners.append(tiers.offloader)
 
 

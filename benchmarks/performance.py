@@ -106,7 +106,7 @@ def main() -> None:
 Drawn by `make bench-gpu`. bf16, random weights, temperature 0.6, `ignore_eos`, token ids, an empty prefix
 cache before each run; the better of two runs after a warm-up counts. Workloads and peers' figures:
 `benchmarks/workloads.py`, `benchmarks/gpu.py`; the floor: `shoal/bench/floor.py`; the GPU's idle time is
-what lies between steps, in a run of its own. More: `benchmarks/results/README.md`.
+what lies between steps, in a run of its own. [More](../benchmarks/results/README.md).
 
 {table(rows)}
 

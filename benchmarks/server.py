@@ -77,6 +77,7 @@ def load_model():
 def our_app():
     from shoal.config import ServerConfig
     from shoal.server.app import create_app
+    from shoal.server.catalog import Catalog
     from shoal.server.model import ServedModel
 
     tokenizer, engine = load_model()
@@ -89,7 +90,7 @@ def our_app():
         eos_token_ids=tokenizer.eos_token_ids,
         max_num_seqs=1024,
     )
-    return create_app([model], ServerConfig())
+    return create_app(Catalog([model]), ServerConfig())
 
 
 class GranianApp:

@@ -1,4 +1,4 @@
-"""What crosses every seam: requests, sampling parameters, outputs, and the two engine protocols.
+"""What crosses every seam: requests, sampling parameters, outputs, and the protocol of an engine.
 
 Torch-free. Field names and meanings are vLLM's where vLLM has them.
 """
@@ -313,6 +313,9 @@ class Stats:
     kv_dropped_blocks: int = 0  # evicted from the device, and kept nowhere else
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)  # "host", "disk", "store", those there are
     step_tokens: int = 0  # computed in all steps
+    # What the engine has measured, where it has a target for the gap between tokens; 0: nothing yet.
+    decode_step_s: float = 0.0  # of a step with the decodes that run now
+    prompt_token_s: float = 0.0  # of each prompt token in a step
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     @property
@@ -398,51 +401,12 @@ def check_tags(tags: Sequence[str] | None) -> list[str]:
 def check_sleep(level: int, tags: Sequence[str] | None, mode: str) -> list[str]:
     """The tags. Raises ConfigError for unknown levels, tags and modes."""
     if level not in (0, 1, 2) or isinstance(level, bool):
-        raise ConfigError(f"sleep level {level!r} is not 0 (pause), 1 (keep the weights) or 2 (drop them)")
+        raise ConfigError(
+            f"level {level!r} is not 0 (pause), 1 (keep the weights) or 2 (drop them); choose one"
+        )
     if mode not in SLEEP_MODES:
-        raise ConfigError(f"mode {mode!r} is not one of {', '.join(SLEEP_MODES)}")
+        raise ConfigError(f"mode {mode!r} is not one of {', '.join(SLEEP_MODES)}; choose one")
     return check_tags(tags)
-
-
-class Control(Protocol):
-    """What whoever operates a worker asks of it. Tags are names of memory regions: "weights", "kv_cache"."""
-
-    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        """Level 0 pauses scheduling only, 1 keeps the weights in host memory and drops the KV cache, 2 drops
-        both. `mode` says what happens to running requests: "wait" for their end, "abort" them, "keep" them
-        for after the wake-up. Raises ConfigError for unknown levels, tags and modes, and for levels 1 and 2
-        without sleep mode."""
-        ...
-
-    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport: ...
-
-    async def sleep_state(self) -> SleepState: ...
-
-    async def reset_prefix_cache(self) -> bool: ...
-
-    async def update_weights(self, source: str) -> int:
-        """Loads the weights of the checkpoint `source` (as EngineConfig.model) in place. Returns the new
-        version, counted from 1."""
-        ...
-
-    async def check_weights(self) -> dict[str, str]:
-        """A checksum of each tensor, by rank and name."""
-        ...
-
-    async def start_profile(self, folder: str) -> None:
-        """Traces every rank into files in `folder`, until stop_profile. Raises ConfigError."""
-        ...
-
-    async def stop_profile(self) -> list[str]:
-        """Writes the traces (for ui.perfetto.dev) and returns their paths. Raises ConfigError if none is
-        being made."""
-        ...
-
-    async def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the
-        host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
-        {"in_use_bytes", "region_bytes", "process_bytes"}, as in MemoryReport. Summed over ranks."""
-        ...
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""Chat templates: messages to prompt text, through Jinja in a sandbox, with the names and rules that
-`transformers` gives templates.
+"""Chat templates turn messages into prompt text, through Jinja in a sandbox, with the names and rules that
+`transformers` gives to templates.
 
-A template comes with a checkpoint, so it is not trusted: it sees plain JSON values only. Tokens are left to
-tokenizer.py.
+A template comes with a checkpoint, so it is not trusted: it sees plain JSON values only. tokenizer.py turns
+the text into tokens.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from shoal import tool_prompt
 from shoal.errors import RequestError
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-# Marks where a continued message ends. The space at its end tells whether the template trims messages.
+# This text marks where a continued message ends. Its last character, a space, shows whether the template
+# trims messages.
 CONTINUE = "<|continue here|> "
 PROBE = "Does this appear?"
 PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
-MOST_REPEATED = 10_000_000  # characters or items that a template's `*` may make
-MOST_BITS = 100_000  # of a number that its `**` may make
-# What a template's own code may raise.
+MOST_REPEATED = 10_000_000  # a template's `*` may make so many characters or items
+MOST_BITS = 100_000  # a template's `**` may make a number of so many bits
+# A template's own code may raise these.
 FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
 
 class ChatTemplate:
-    """One compiled template."""
+    """One compiled template. Raises RequestError if the source is not valid Jinja."""
 
     def __init__(self, source: str) -> None:
         environment = _Environment(
@@ -68,10 +69,11 @@ class ChatTemplate:
         tool_call_parser: str = "hermes",
         **variables: Any,
     ) -> str:
-        """Raises RequestError for malformed messages, and with the template's own words if it refuses them.
+        """Returns the prompt's text. Raises RequestError for malformed messages, and with the template's own
+        words if it refuses them.
 
-        tool_call_parser: in whose format tools and calls are written if the template doesn't
-        (tool_prompt.py).
+        If the template does not write tools or calls itself, they are written in the format of
+        `tool_call_parser` (tool_prompt.py).
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -102,7 +104,7 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _takes_system(self, variables: dict[str, Any]) -> bool:
-        """Whether the template writes a system message, as it shows with one."""
+        """Whether the template writes a system message. It is tried with one."""
         messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "Hello"}]
         try:
             return PROBE in self._template.render(
@@ -112,14 +114,15 @@ class ChatTemplate:
             return False
 
     def _prepare(self, i: int, message: Any) -> dict[str, Any]:
-        """A plain copy, its content as this template expects it: text, or text parts if it loops over
-        them."""
+        """Returns a plain copy of messages[i]. Its content is as this template expects it: a list of text
+        parts if the template loops over them, otherwise text."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(
                 f"messages[{i}] {message!r:.80} is no object with a role; a message is "
                 f"{{'role': 'user', 'content': 'text'}}"
             )
-        # As with OpenAI's API, what is None is absent; a message of nothing but tool calls has empty content.
+        # As in OpenAI's API, a field that is None counts as absent. A message with tool calls alone has empty
+        # content.
         plain = _plain(message, f"messages[{i}]")
         message = {key: value for key, value in plain.items() if value is not None}
         if message["role"] == "developer" and not self._knows_developer:  # OpenAI's newer name
@@ -146,7 +149,8 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which one operator cannot take all memory or all time either."""
+    """Jinja's sandbox with bounds on `*` and `**`, so that one operator cannot take all memory or all
+    time."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -172,7 +176,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what a model wrote, for training. Here it is only its body."""
+    """The tag {% generation %} marks what a model wrote, for training. Here only its body counts."""
 
     tags = {"generation"}
 
@@ -190,7 +194,8 @@ def _checked(messages: Any) -> Sequence[Any]:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """A copy of JSON values: an object with methods of its own would be a way out of the sandbox."""
+    """Returns a copy that holds JSON values alone. An object with methods of its own would be a way out of
+    the sandbox. `what` names the value in errors."""
     try:
         return _copied(value)
     except (TypeError, RecursionError) as error:
@@ -205,14 +210,14 @@ def _copied(value: Any) -> Any:
         return {key if type(key) is str else _key(key): _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_copied(item) for item in value]
-    for plain in (str, bool, int, float):  # a class of its own may bring methods of its own
+    for plain in (str, bool, int, float):  # a subclass may have methods of its own
         if isinstance(value, plain):
             return plain(value)
     raise TypeError(f"a {kind.__name__} is no value of JSON")
 
 
 def _key(key: Any) -> str:
-    """As JSON writes keys that are no texts."""
+    """Returns a key as text. Keys that are no text become what JSON writes for them."""
     if isinstance(key, str):
         return str(key)
     if key is None or isinstance(key, (bool, int, float)):
@@ -236,10 +241,11 @@ def _part_text(i: int, part: Any) -> str:
 
 
 def _parse_arguments(call: dict[str, Any]) -> None:
-    """OpenAI's API carries a tool call's arguments as JSON text; templates expect the value.
+    """Parses a tool call's arguments in place. OpenAI's API carries them as JSON text, and templates expect
+    the value.
 
-    Models make mistakes, and agents send them back with an error for the model to see: what is no JSON stays
-    text.
+    Arguments that are no JSON stay text. Models make such mistakes, and agents send them back with an error
+    for the model to see.
     """
     function = call.get("function", {})
     if isinstance(function.get("arguments"), str):
@@ -265,7 +271,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether the template has a loop over a message's content, directly or through a variable set from
+    """Whether the template loops over a message's content, directly or through a variable that is set from
     it."""
     names = {"content"}
 
@@ -293,7 +299,7 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 
 
 def _names(tree: nodes.Template, name: str) -> bool:
-    """Whether the template asks for this attribute, or for something by this text."""
+    """Whether the template reads an attribute of this name, or has this text as a constant."""
     return any(node.attr == name for node in tree.find_all(nodes.Getattr)) or any(
         node.value == name for node in tree.find_all(nodes.Const)
     )
@@ -306,7 +312,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """The filter `tojson`. Jinja's own filter escapes HTML, and no model was trained on that."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,10 +1,10 @@
-"""A JSON schema with its objects closed: they have the keys that it names and no others, unless it says so
-itself.
+"""Closes the objects of a JSON schema: they get the keys that the schema names and no others, unless the
+schema says so itself.
 
-Schemas as pydantic and most people write them leave objects open by saying nothing, and a small model then
-invents keys until its tokens are used up. This is `unevaluatedProperties: false` for every object that names
-its keys, said in keywords that llguidance knows: what `allOf`, `$ref` and the branches of an `anyOf` name
-together is allowed together.
+pydantic and most people write schemas that leave objects open by saying nothing. A small model then invents
+keys until its tokens are used up. Closing means `unevaluatedProperties: false` for every object that names
+its keys, in keywords that llguidance knows: keys that `allOf`, `$ref` and the branches of an `anyOf` name
+together are allowed together.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from shoal.errors import RequestError
 
-MAX_STEPS = 200_000  # parts looked at and keys repeated: what compositions of compositions may cost
+MAX_STEPS = 200_000  # parts looked at and keys repeated; compositions of compositions may cost no more
 
-# Keywords with schemas of other places in the document: by name, or one or a list.
+# These keywords hold schemas of other places in the document: OF_KEYS by name, OF_ITEMS one or a list.
 OF_KEYS = ("properties", "patternProperties")
 OF_ITEMS = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")
 DEFINITIONS = ("$defs", "definitions")
-IDENTITY = ("$schema", "$id")  # of the document: said once, at its root
+IDENTITY = ("$schema", "$id")  # of the document; they stand once, at its root
 ANNOTATIONS = frozenset(
     {
         *DEFINITIONS,
@@ -41,37 +41,40 @@ ANNOTATIONS = frozenset(
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy, its definitions under names of their own. With references that are no pointers into it, the
-    schema as it is.
+    """Returns a closed copy whose definitions have new names. A schema with references that are no pointers
+    into itself is returned as it is.
 
-    The nesting must be bounded. Raises RequestError if compositions make it too large.
+    The caller bounds the nesting. Raises RequestError if compositions make the copy too large.
     """
     try:
         return _Closing(schema).run()
     except LookupError:
-        return schema  # whoever compiles it knows more of references, or says which one leads nowhere
+        return schema  # The compiler knows more kinds of references, or says which one leads nowhere.
 
 
 @dataclass(slots=True)
 class _Keys:
-    """What the parts of a composition say of an object's keys."""
+    """What the parts of a composition say about an object's keys."""
 
-    names: dict[str, None] = field(default_factory=dict)  # in their order
+    names: dict[str, None] = field(default_factory=dict)  # a set that keeps its order
     patterns: dict[str, None] = field(default_factory=dict)
-    are_named: bool = False  # some part has a list of its keys
+    are_named: bool = False  # some part lists its keys
     are_told: bool = False  # some part says what becomes of other keys
-    groups: list[list[Any]] = field(default_factory=list)  # branches of each anyOf and oneOf
+    groups: list[list[Any]] = field(default_factory=list)  # the branches of each anyOf and oneOf
 
 
 class _Closing:
+    """One schema on its way to being closed."""
+
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._steps = 0
-        self._new_names: dict[tuple[str, bool], str] = {}  # of definitions: (pointer, whether closed)
-        self._todo: list[tuple[str, bool]] = []
+        # (pointer, whether it is closed) -> the new name of that definition
+        self._new_names: dict[tuple[str, bool], str] = {}
+        self._todo: list[tuple[str, bool]] = []  # definitions that have a name and no schema yet
 
     def run(self) -> dict[str, Any]:
-        """Raises LookupError for a reference that can't be followed."""
+        """Returns the closed schema. Raises LookupError for a reference that cannot be followed."""
         result = self._place(self._root, _Keys())
         definitions: dict[str, Any] = {}
         while self._todo:
@@ -83,8 +86,8 @@ class _Closing:
         return {**result, "$defs": definitions} if definitions else result
 
     def _place(self, schema: Any, outer: _Keys) -> Any:
-        """What is to be said of one place in the document. outer: the keys that what stands around `schema`
-        names for the same place."""
+        """Returns the closed schema of one place in the document. `outer` has the keys that the schemas
+        around `schema` name for the same place."""
         if schema is True and outer.are_named:
             schema = {}
         if not isinstance(schema, dict):
@@ -101,7 +104,7 @@ class _Closing:
             rest = {name: value for name, value in schema.items() if name not in (groups[0], *IDENTITY)}
             return {**self._part(rest), groups[0]: branches}
         if keys.groups:
-            # A branch cannot know which of another group it meets: each may have the keys of all.
+            # A branch cannot know which branch of another group it meets, so each may have the keys of all.
             branches = [branch for group in keys.groups for branch in group]
             keys = self._keys(branches, keys, into_groups=True)
             if keys.are_told:
@@ -119,7 +122,8 @@ class _Closing:
         return {**result, "allOf": [*result.get("allOf", []), bound]} if of_others else {**result, **bound}
 
     def _part(self, schema: Any) -> Any:
-        """A part of a composition, itself left open: only the places within it are closed."""
+        """Returns one part of a composition. The part itself stays open, and the places within it are
+        closed."""
         if not isinstance(schema, dict):
             return schema
         self._check_id(schema)
@@ -136,13 +140,14 @@ class _Closing:
             elif name in ("allOf", "anyOf", "oneOf") and isinstance(value, list):
                 result[name] = [self._part(v) for v in value]
             elif name == "unevaluatedProperties" and isinstance(value, bool):
-                continue  # said in other words, or nothing
+                continue  # True says nothing, and False is said in other keywords.
             elif name not in (*DEFINITIONS, *IDENTITY):
                 result[name] = value
         return result
 
     def _keys(self, parts: list[Any], known: _Keys, into_groups: bool = False) -> _Keys:
-        """What `parts` and what they refer to say, beside what is `known`."""
+        """Returns the keys that `parts`, and the schemas that they refer to, name in addition to those of
+        `known`."""
         found = _Keys(dict(known.names), dict(known.patterns), known.are_named)
         todo, seen = list(reversed(parts)), set()
         while todo:
@@ -157,7 +162,7 @@ class _Closing:
                     found.are_named = True
                     into.update(dict.fromkeys(named))
                     self._count(len(named))
-            if isinstance(required := part.get("required"), list):  # what must be there may be there
+            if isinstance(required := part.get("required"), list):  # A required key is an allowed key.
                 found.names.update(dict.fromkeys(key for key in required if isinstance(key, str)))
             for name in ("anyOf", "oneOf"):
                 if isinstance(group := part.get(name), list):
@@ -186,8 +191,8 @@ class _Closing:
         return {**kept, "$ref": f"#/$defs/{self._new_names[pointer, is_closed]}"}
 
     def _check_id(self, schema: dict[str, Any]) -> None:
-        """References within a schema that has an identity of its own start from there: they can't be
-        followed."""
+        """Raises LookupError for a schema with an identity of its own. References within it start from there,
+        so they cannot be followed."""
         if "$id" in schema and schema is not self._root:
             raise LookupError
 

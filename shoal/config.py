@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
 MAX_NUM_SEQS = 1 << 16  # each has a row of state and of the sampler on the device, used or not
+SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
@@ -287,6 +288,13 @@ class EngineConfig:
     scheduling_policy: str = option(
         "fcfs", '"fcfs" | "priority": the lowest number first', choices=("fcfs", "priority")
     )
+    target_itl_ms: float | None = option(
+        None,
+        "milliseconds between two tokens of an answer: beside answers under way, a step takes no more prompt "
+        f"tokens than that allows; 0: no target; default: {SERVER_TARGET_ITL_MS:g} for `shoal serve`, "
+        "elsewhere none",
+        low=0,
+    )
     long_prefill_token_threshold: int = option(
         0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget", low=0
     )
@@ -417,6 +425,7 @@ class ResolvedConfig(EngineConfig):
     num_gpu_blocks_override: int  # 0: as many as fit
     kv_disk_bytes: int  # 0 without a disk tier
     async_scheduling: bool
+    target_itl_ms: float  # 0: no target
     kv_events_config: KVEventsConfig
     structured_outputs_config: StructuredOutputsConfig
     keep_quantized: bool  # the weights stay as a GGUF file has them

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, assert_never, cast
 
 from shoal.api import (
     MEMORY_TAGS,
@@ -19,8 +20,22 @@ from shoal.api import (
     SleepState,
     Stats,
     TokenLogprobs,
-    check_sleep,
     check_tags,
+)
+from shoal.control import (
+    AnyCommand,
+    CheckWeights,
+    Command,
+    Control,
+    MemoryUsage,
+    ReadSleepState,
+    ResetPrefixCache,
+    Result,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    WakeUp,
 )
 from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
 
@@ -28,7 +43,7 @@ MAX_LOGPROBS = 20
 
 
 @dataclass(eq=False)
-class FakeEngine:
+class FakeEngine(Control):
     """Answers every request with `reply`, again and again, until its tokens are used up, or once, followed by
     an end-of-text id, if `ends`.
 
@@ -121,10 +136,43 @@ class FakeEngine:
 
     # Control
 
-    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        chosen = check_sleep(level, tags, mode)
+    async def control(self, command: Command[Result]) -> Result:
         self._check_alive()
-        if mode == "wait":
+        return cast(Result, await self._run(cast(AnyCommand, command)))
+
+    async def _run(self, command: AnyCommand) -> Any:
+        match command:
+            case Sleep():
+                return await self._sleep(command)
+            case WakeUp(tags):
+                return self._wake_up(tags)
+            case ReadSleepState():
+                return self.state
+            case ResetPrefixCache():
+                return not self._running
+            case UpdateWeights(source):
+                if not source.strip("/."):
+                    raise ConfigError(f"the model path {source!r} does not exist; give that of a checkpoint")
+                self.weights_version += 1
+                return self.weights_version
+            case CheckWeights():
+                return {"rank0.embed": f"{self.weights_version:016x}"}
+            case MemoryUsage():
+                return self._memory_usage()
+            case StartProfile(folder):
+                self._profiling = folder
+                return None
+            case StopProfile():
+                if self._profiling is None:
+                    raise ConfigError("no trace is being made; begin one with start_profile")
+                folder, self._profiling = self._profiling, None
+                return [f"{folder}/fake.trace.json.gz"]
+            case _:
+                assert_never(command)
+
+    async def _sleep(self, command: Sleep) -> MemoryReport:
+        level, chosen = command.level, check_tags(command.tags)
+        if command.mode == "wait":
             while self._running:
                 await self._changed.wait()
         state = self.state
@@ -135,14 +183,12 @@ class FakeEngine:
             state.kept = "host"
         state.level = max(level, state.level or 0)
         state.asleep |= going
-        if mode == "abort":
+        if command.mode == "abort":
             self._stop_all()
         return MemoryReport(freed_bytes=len(going) << 30)
 
-    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
-        chosen = check_tags(tags)
-        self._check_alive()
-        woken = self.state.asleep & set(chosen)
+    def _wake_up(self, tags: list[str] | None) -> MemoryReport:
+        woken = self.state.asleep & set(check_tags(tags))
         self.state.asleep -= woken
         if "weights" in woken:
             self.state.kept = ""
@@ -151,23 +197,7 @@ class FakeEngine:
         self._announce()
         return MemoryReport(taken_bytes=len(woken) << 30)
 
-    async def sleep_state(self) -> SleepState:
-        self._check_alive()
-        return self.state
-
-    async def reset_prefix_cache(self) -> bool:
-        return not self._running
-
-    async def update_weights(self, source: str) -> int:
-        if not source.strip("/."):
-            raise ConfigError(f"the model path {source!r} does not exist")
-        self.weights_version += 1
-        return self.weights_version
-
-    async def check_weights(self) -> dict[str, str]:
-        return {"rank0.embed": f"{self.weights_version:016x}"}
-
-    async def memory_usage(self) -> dict[str, dict[str, int]]:
+    def _memory_usage(self) -> dict[str, dict[str, int]]:
         kept = {"weights"} if self.state.kept == "host" else set()
         return {
             tag: {
@@ -178,15 +208,6 @@ class FakeEngine:
             }
             for tag in MEMORY_TAGS
         }
-
-    async def start_profile(self, folder: str) -> None:
-        self._profiling = folder
-
-    async def stop_profile(self) -> list[str]:
-        if self._profiling is None:
-            raise ConfigError("no trace is being made; begin one with start_profile")
-        folder, self._profiling = self._profiling, None
-        return [f"{folder}/fake.trace.json.gz"]
 
     # Inside
 

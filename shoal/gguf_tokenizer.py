@@ -1,9 +1,9 @@
-"""A `tokenizers` backend from GGUF metadata, as the format defines it: byte-level BPE ("gpt2") and
+"""Builds a `tokenizers` backend from GGUF metadata, as the format defines it: byte-level BPE ("gpt2") or
 SentencePiece ("llama").
 
-The metadata holds vocabulary and merges, but of the pre-tokenizer only a name. PRE_TOKENIZERS says what the
-published tokenizer.json files of these names do. Reading the file is left to weights/gguf.py, what is done
-with the backend to tokenizer.py.
+The metadata holds the vocabulary and the merges, but only the name of the pre-tokenizer. PRE_TOKENIZERS says
+what the published tokenizer.json files of these names do. weights/gguf.py reads the file, and tokenizer.py
+uses the backend.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from shoal.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Every cut of every token of a SentencePiece vocabulary is looked at, so these bound it. Published ones have
-# 2 million characters, and 64 in a token.
+# Every cut of every token of a SentencePiece vocabulary is looked at, so its size needs a bound. Published
+# vocabularies have up to 2 million characters, and 64 in a token.
 MAX_CHARACTERS, MAX_TOKEN_LEN = 16 << 20, 512
 WAY_OUT = "convert the model again, or give another tokenizer with the option `tokenizer`"
 
 
 class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
+    """The values of `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
-    USER_DEFINED = 4  # matched whole in text, but shown: <think>
-    UNUSED = 5  # pads the vocabulary to the size of the embedding
-    BYTE = 6  # <0x0A>
+    USER_DEFINED = 4  # It is matched as a whole, and shown in decoded text, as <think> is.
+    UNUSED = 5  # It pads the vocabulary to the size of the embedding.
+    BYTE = 6  # one byte, spelled as <0x0A>
 
 
 ADDED_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED})
@@ -45,12 +45,13 @@ ADDED_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DE
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Each pattern splits what the ones before left whole."""
+    """How a text is split before BPE. Each pattern splits the pieces that the patterns before it have
+    left."""
 
     patterns: tuple[str, ...]
     nfc: bool = False
-    ignore_merges: bool = False  # a piece that is a token is that token, whatever its merges
-    add_bos: bool = False  # unless the file says otherwise
+    ignore_merges: bool = False  # A piece that is itself a token is not split, whatever the merges say.
+    add_bos: bool = False  # The file may say otherwise.
 
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -96,7 +97,7 @@ PRE_TOKENIZERS = {
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
 }
 
-# A chat model ends a turn with one of these and a document with another; a file names only one of them as its
+# A chat model ends a turn with one of these and a document with another. A file names only one of them as its
 # end of text.
 END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"})
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
@@ -104,8 +105,8 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def build_backend(metadata: Mapping[str, Any]) -> Backend:
-    """Raises CheckpointError for a tokenizer or pre-tokenizer that it does not know, or metadata that is
-    missing or at odds."""
+    """Returns the backend. Raises CheckpointError if the kind of tokenizer or pre-tokenizer is unknown, or if
+    metadata is missing or contradicts itself."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _list(metadata, "tokens", str)
     types: list[int] = [TokenType.NORMAL] * len(tokens)
@@ -148,7 +149,7 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """{"bos_token": text, ...}, as far as the file names them."""
+    """Returns {"bos_token": text, ...} with the roles that the file names."""
     tokens = _list(metadata, "tokens", str)
     default_ids = _DEFAULT_IDS["llama"] if metadata.get("tokenizer.ggml.model") == "llama" else {}
     ids = {role: _id(metadata, key, default_ids.get(key)) for role, key in _ROLES.items()}
@@ -156,7 +157,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
-    """Every id that ends an answer: those that the file names, then special tokens of known spelling."""
+    """Returns every id that ends an answer: those that the file names, then special tokens of END_TOKENS."""
     named = [_id(metadata, key) for key in ("eos", "eot", "eom")]
     known = [
         i
@@ -167,7 +168,8 @@ def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
 
 
 def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
-    """Its values are all of one of these types."""
+    """Returns the list tokenizer.ggml.<name>. Raises CheckpointError unless all its values have one of these
+    types."""
     values = metadata.get(f"tokenizer.ggml.{name}")
     if values is None:
         raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{name}; {WAY_OUT}")
@@ -186,7 +188,8 @@ def _id(metadata: Mapping[str, Any], name: str, default: int | None = None) -> i
 
 
 def _set_ends(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """What encode adds before and after a text. A token that the vocabulary lacks is not added."""
+    """Sets which tokens `encode` adds before and after a text. A token that the vocabulary lacks is not
+    added."""
     ends = {t: i for t in (bos, eos) if t is not None and (i := backend.token_to_id(t)) is not None}
     single = [*([bos] if bos in ends else []), "$A", *([eos] if eos in ends else [])]
     backend.post_processor = TemplateProcessing(single=single, special_tokens=list(ends.items()))
@@ -236,8 +239,8 @@ def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: Pre
 def _sentencepiece(
     tokens: list[str], types: list[int], scores: list[float], add_space_prefix: bool
 ) -> Backend:
-    """SentencePiece joins the neighbours whose joint piece has the best score: BPE, each split of a piece
-    being a merge, best first."""
+    """Builds a SentencePiece tokenizer as BPE. SentencePiece joins the two neighbours whose joint piece has
+    the best score, so each way to split a piece in two is a merge, and the best score comes first."""
     if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens), default=0) > MAX_TOKEN_LEN:
         raise CheckpointError(
             f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to "

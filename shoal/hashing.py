@@ -1,14 +1,17 @@
-"""Names of blocks: the engine's keys, and the hashes that cross the wire.
+"""Names of KV blocks: the engine's keys, and the hashes that cross the wire.
 
-Keys are 128-bit content hashes, chained, so that one key names a full block and everything before it: key[i]
-= H(key[i - 1], tokens of block i as little-endian uint32); the parent of block 0 is a root that names adapter
-and salt. They are the same in every process and on every machine: a cache on disk may outlive the engine that
-wrote it.
+A key is a 128-bit hash of content. Keys are chained, so that one key names a full block and everything before
+it:
 
-The wire's hashes are 64 bits. An event names a block by the end of its key, which its receiver takes as
-opaque. A router hashes the tokens of events and prompts itself, as NVIDIA Dynamo does: xxh3 of each block,
-and a chain of those. Tokens can be made to collide there (the seed is public), which costs a wrong guess
-about a cache and never a wrong block: no engine looks a block up by less than its key.
+    key[i] = H(key[i - 1], tokens of block i as little-endian uint32)
+
+The parent of block 0 is a root, which names adapter and salt. Keys are the same in every process and on every
+machine, because a cache on disk may outlive the engine that wrote it.
+
+A hash on the wire has 64 bits. An event names a block by the end of its key, and the receiver takes that name
+as opaque. A router hashes the tokens of events and prompts itself, as NVIDIA Dynamo does: xxh3 of each block,
+and a chain of these. The seed is public, so tokens can be made to collide there. That costs a wrong guess
+about a cache and never a wrong block, because no engine looks a block up by less than its key.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from hashlib import blake2b
 
 from xxhash import xxh3_64_intdigest
 
-# bytes: users choose their prompts, so 64 bits would let one of them search for collisions with another's
+# In bytes. Users choose their prompts, so with 64 bits one of them could search for collisions with
+# another's.
 KEY_SIZE = 16
 WIRE_SEED = 1337
 UINT64_MAX = 2**64 - 1
@@ -29,7 +33,8 @@ _PAIR = struct.Struct("<QQ").pack
 
 
 def root_key(adapter: str | None = None, cache_salt: str | None = None) -> bytes:
-    """The parent of a first block. Requests can share blocks only if they agree in adapter and salt."""
+    """Returns the parent of a first block. Requests can share blocks only if they have the same adapter and
+    salt."""
     hasher = blake2b(digest_size=KEY_SIZE, person=b"shoal-root")
     for part in (adapter, cache_salt):
         if part is None:
@@ -55,7 +60,7 @@ def extend_keys(keys: list[bytes], root: bytes, token_ids: list[int], block_size
 
 
 def common_length(a: list[int], b: list[int]) -> int:
-    """With how many equal ids two lists begin."""
+    """Returns the number of equal ids with which two lists begin."""
     start, length, end = 0, 16, min(len(a), len(b))
     while start < end and a[start : min(start + length, end)] == b[start : min(start + length, end)]:
         start, length = start + length, 2 * length
@@ -70,13 +75,13 @@ def common_length(a: list[int], b: list[int]) -> int:
 
 
 def block_name(key: bytes) -> int:
-    """What events call the block of this key: its last 64 bits, as vLLM cuts its own hashes down to
+    """Returns the name of a block in events: the last 64 bits of its key, as vLLM cuts its hashes to
     integers."""
     return int.from_bytes(key[-8:], "big")
 
 
 def wire_seed(adapter: str | None = None, cache_salt: str | None = None) -> int:
-    """The seed of a request's block hashes. None and the empty text are the same here."""
+    """Returns the seed of a request's block hashes. None and the empty text give the same seed."""
     seed = WIRE_SEED
     for part, own_seed in ((adapter, 0), (cache_salt, 1)):
         if part:
@@ -85,14 +90,14 @@ def wire_seed(adapter: str | None = None, cache_salt: str | None = None) -> int:
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, seed: int = WIRE_SEED) -> list[int]:
-    """Of each full block alone: xxh3-64 over its tokens as little-endian uint32."""
+    """Returns one hash for each full block, by itself: xxh3-64 over its tokens as little-endian uint32."""
     data, size = _bytes_of(token_ids[: len(token_ids) // block_size * block_size]), block_size * 4
     return [xxh3_64_intdigest(data[start : start + size], seed) for start in range(0, len(data), size)]
 
 
 def sequence_hashes(hashes: Iterable[int]) -> list[int]:
-    """Of each block and all before it: the first is the block's own hash, then xxh3-64 over (parent, block
-    hash)."""
+    """Returns one hash for each block and all before it: for the first block its own hash, and then xxh3-64
+    over (the hash before, the block's own hash)."""
     chain: list[int] = []
     for own in hashes:
         chain.append(chain_hash(chain[-1], own) if chain else own)

@@ -1,5 +1,5 @@
-"""The JSON files of a checkpoint. They come from strangers: what is no object, too large or too deep is a
-CheckpointError that names it."""
+"""Reads the JSON files of a checkpoint. They come from strangers, so a file that holds no object, or is too
+large or too deep, raises a CheckpointError that names it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 
-# The largest published ones, the indexes of models with tens of thousands of experts, have some 16 MiB. A
-# parsed file takes up to some 30 times its bytes, so this bounds the memory of one at 1 GiB.
+# The largest published files have some 16 MiB: indexes of models with tens of thousands of experts. A parsed
+# file takes up to 30 times its bytes, so this limit bounds the memory of one file at 1 GiB.
 MAX_JSON_BYTES = 32 << 20
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """{} where there is no such file."""
+    """Returns the object in a file, and {} if there is no such file. Raises CheckpointError."""
     if not path.exists():
         return {}
     return parse_object(read_bounded(path, MAX_JSON_BYTES), str(path))
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Raises CheckpointError if it is no file (a pipe would never end), cannot be read, or has more bytes."""
+    """Returns the content of a file of at most `most` bytes. Raises CheckpointError if the path is no file (a
+    pipe would never end), cannot be read, or has more bytes."""
     try:
         if not path.is_file():
             raise CheckpointError(f"{path} is no file")
@@ -38,7 +39,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def parse_object(content: bytes, where: str) -> dict[str, Any]:
-    """`where` names it in errors."""
+    """Returns the object that `content` holds as JSON. Raises CheckpointError, which calls it `where`."""
     try:
         value = json.loads(content)
     except ValueError as error:

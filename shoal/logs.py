@@ -1,6 +1,6 @@
-"""How the log reads: lines of text for people, or a JSON object a line for machines.
+"""The form of the log: lines of text for people, or one JSON object a line for machines.
 
-The server and its engine's process use it alike, as they write to the same place.
+The server and its engine's process use the same form, because they write to the same place.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 STYLES = ("text", "json")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # all but tab and line feed
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # not tab and line feed
 
 
 class Event:
-    """A message with fields: the text is what people read, and JSON has the fields beside it."""
+    """A message with fields. People read the text; the JSON form has the fields as well."""
 
     def __init__(self, text: str, fields: Mapping[str, Any]) -> None:
         self.text, self.fields = text, fields
@@ -27,8 +27,8 @@ class Event:
 
 
 class TextFormatter(logging.Formatter):
-    """A line begins with its time, and nothing else does: what follows a line feed in a message is indented,
-    so that no text that a client sent looks like a line of its own."""
+    """Lines of text. Each record begins with its time. Further lines of a message are indented, so that no
+    text from a client looks like a record of its own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -38,7 +38,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Keys: time (UTC), level, logger, message, those of an Event, and exception where there is one."""
+    """One JSON object a line. Its keys are time (UTC), level, logger and message, those of an Event, and
+    exception if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -56,18 +57,18 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(level: int, style: str) -> None:
-    """Sends what is logged from `level` on to standard error. style: one of STYLES."""
+    """Sends messages of `level` and above to standard error, in one of the STYLES."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def current_style() -> str:
-    """The style of this process's log, for a child that writes to the same place."""
+    """Returns the style of this process's log, for a child that writes to the same place."""
     formatters = [handler.formatter for handler in logging.getLogger().handlers]
     return "json" if any(isinstance(formatter, JsonFormatter) for formatter in formatters) else "text"
 
 
 def _escaped(text: str) -> str:
-    """Without control characters, which could steer a terminal."""
+    """Returns the text with control characters escaped, because they could steer a terminal."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

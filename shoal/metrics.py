@@ -1,7 +1,8 @@
-"""What Prometheus sees: vLLM's metric names, labels and buckets, as far as they mean something here.
+"""The metrics that Prometheus reads. They have vLLM's names, labels and buckets, as far as these mean
+something here.
 
-Tokens are counted by plain additions, as this is done for every chunk of every stream; prometheus_client only
-writes them out at a scrape.
+Tokens are counted by plain additions, because this is done for every chunk of every stream. prometheus_client
+only writes the sums at a scrape.
 """
 
 from __future__ import annotations
@@ -19,105 +20,35 @@ from prometheus_client.process_collector import ProcessCollector
 
 from shoal.api import STEP_TOKENS, FinishReason, Request, Stats
 
-FIRST_TOKEN_SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
-    2560.0,
+
+def _bounds(text: str) -> tuple[float, ...]:
+    """Upper bounds of a histogram's buckets, in seconds, from their text."""
+    return tuple(map(float, text.split()))
+
+
+FIRST_TOKEN_SECONDS = _bounds(
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 "
+    "640.0 2560.0"
 )
-TOKEN_SECONDS = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
+TOKEN_SECONDS = _bounds(
+    "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
 )
-REQUEST_SECONDS = (
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-    960.0,
-    1920.0,
-    7680.0,
+REQUEST_SECONDS = _bounds(
+    "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"
 )
 ANSWERS = (1, 2, 5, 10, 20)
 LABELS = ("model_name", "engine")
-# Those of prometheus-fastapi-instrumentator, which vLLM's server uses.
+# The methods and buckets of prometheus-fastapi-instrumentator, which vLLM's server uses.
 HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 HTTP_SECONDS = (0.1, 0.5, 1.0)
-HTTP_SECONDS_FINE = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    3.0,
-    3.5,
-    4.0,
-    4.5,
-    5.0,
-    7.5,
-    10.0,
-    30.0,
-    60.0,
+HTTP_SECONDS_FINE = _bounds(
+    "0.01 0.025 0.05 0.075 0.1 0.25 0.5 0.75 1.0 1.5 2.0 2.5 3.0 3.5 4.0 4.5 5.0 7.5 10.0 30.0 60.0"
 )
 
 
 class Histogram:
+    """Counts of observed values by bucket, and their sum. `buckets` are upper bounds."""
+
     def __init__(
         self,
         name: str,
@@ -151,7 +82,7 @@ class ModelMetrics:
     """The metrics of one model. `begin` gives each sequence its RequestTimes."""
 
     def __init__(self, model_name: str, max_model_len: int, cache_config: Mapping[str, str]) -> None:
-        """cache_config: what vllm:cache_config_info says, by label."""
+        """`cache_config` has the labels of vllm:cache_config_info and their values."""
         self.labels, self.cache_config = (model_name, "0"), dict(cache_config)
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -211,12 +142,13 @@ class ModelMetrics:
         return RequestTimes(self, request)
 
     def end(self, answers: Sequence[RequestTimes]) -> None:
-        """All answers to one prompt have ended."""
+        """To be called when all answers to one prompt have ended."""
         if all(one.reason in (FinishReason.STOP, FinishReason.LENGTH) for one in answers):
             self.longest.observe(max(one.count for one in answers))
 
     def collect(self, stats: Stats, sleeping_level: int | None, refused: int) -> Iterable[Metric]:
-        """sleeping_level: None while the engine is awake. refused: requests that found the queue full."""
+        """Yields the metrics of a scrape. `sleeping_level` is None while the engine is awake. `refused`
+        counts requests that found the queue full."""
         for name, text, value in (
             ("num_requests_running", "Requests that are being computed.", stats.num_running),
             ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
@@ -239,6 +171,19 @@ class ModelMetrics:
         )
         cache.add_metric((*self.labels, *self.cache_config.values()), 1.0)
         yield cache
+        for name, text, value in (
+            (
+                "decode_step_seconds_estimate",
+                "Seconds a step with the decodes of now takes, as measured; 0: no target_itl_ms.",
+                stats.decode_step_s,
+            ),
+            (
+                "prompt_token_seconds_estimate",
+                "Seconds a prompt token adds to such a step, as measured; 0: no target_itl_ms.",
+                stats.prompt_token_s,
+            ),
+        ):
+            yield self._one(GaugeMetricFamily("shoal:" + name, text, labels=LABELS), value)
         state = GaugeMetricFamily(
             "vllm:engine_sleep_state",
             "Whether the engine is awake, or asleep at level 1 or 2.",
@@ -290,7 +235,7 @@ class ModelMetrics:
         yield steps.family(self.labels)
 
     def _tiers(self, stats: Stats) -> Iterable[Metric]:
-        """The metrics of KV blocks below the device."""
+        """Yields the metrics of KV blocks below the device."""
         dropped = CounterMetricFamily(
             "shoal:kv_dropped_blocks", "KV blocks that left the device and are kept nowhere.", labels=LABELS
         )
@@ -350,7 +295,7 @@ class ModelMetrics:
 
 
 class RequestTimes:
-    """One sequence's way through the clock."""
+    """The times of one sequence: arrival, first token, last token."""
 
     __slots__ = ("arrival", "count", "ended", "first", "last", "metrics", "queued", "reason", "request")
 
@@ -363,8 +308,8 @@ class RequestTimes:
         self.reason: FinishReason | None = None  # None: it runs, or the engine refused it
 
     def tokens(self, count: int, num_cached: int, queued: float) -> None:
-        """`count` tokens came now, maybe none. queued: seconds the request waited, told with its first
-        token."""
+        """Notes that `count` tokens, maybe none, came now. `queued`: the seconds that the request waited for
+        its first step; only the first call reads it."""
         now, metrics = time.perf_counter(), self.metrics
         if not self.first:
             self.first, self.queued = now, queued
@@ -378,11 +323,11 @@ class RequestTimes:
         metrics.generation_tokens += count
 
     def forget(self) -> None:
-        """The engine refused it: it counts nowhere."""
+        """The engine refused the request, so it counts nowhere."""
         self.ended = True
 
     def finish(self, reason: FinishReason) -> None:
-        """The first call counts."""
+        """Notes the end of the sequence. Only the first call counts."""
         if self.ended:
             return
         self.ended = True
@@ -405,10 +350,11 @@ class RequestTimes:
 
 
 class HttpMetrics:
-    """The metrics of one port, with the names and labels of prometheus-fastapi-instrumentator, which vLLM's
-    server uses.
+    """The metrics of one port. They have the names and labels of prometheus-fastapi-instrumentator, which
+    vLLM's server uses.
 
-    Labels are few, whatever clients send: a handler is a route's path or "none", a status "2xx" and the like.
+    There are few labels, whatever clients send: a handler is a route's path or "none", and a status is "2xx"
+    or the like.
     """
 
     def __init__(self) -> None:
@@ -452,8 +398,8 @@ class HttpMetrics:
 
 
 class Snapshot:
-    """A collector of metrics that were made before: engines are asked asynchronously, prometheus_client
-    collects at once."""
+    """A collector of metrics that exist already. prometheus_client collects in one go, and engines are asked
+    asynchronously, so their metrics are made before."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self.families = families
@@ -466,9 +412,10 @@ class Snapshot:
 
 
 def exposition(families: Iterable[Metric]) -> bytes:
-    """Prometheus' text format, with what the process itself has to say (memory, file descriptors, Python)."""
+    """Returns the metrics in Prometheus' text format, together with those of the process (memory, file
+    descriptors, Python)."""
     merged: dict[str, Metric] = {}
-    for family in families:  # several models: one family each, with all their samples
+    for family in families:  # With several models, each family comes once and has the samples of all.
         if family.name in merged:
             merged[family.name].samples += family.samples
         else:
@@ -482,7 +429,7 @@ def exposition(families: Iterable[Metric]) -> bytes:
 
 
 def _one_two_five(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    """Returns 1, 2, 5, 10, 20, 50, ... up to `most`."""
     found, power = [], 1
     while power <= most:
         found += [power * m for m in (1, 2, 5) if power * m <= most]

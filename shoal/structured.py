@@ -1,9 +1,9 @@
-"""What an answer must look like, as a grammar of llguidance. Torch-free: the server checks a request here
-before it is admitted.
+"""Turns what a request says about the form of its answer into a grammar for llguidance. This file needs no
+torch, because the server checks a request here before it admits it.
 
-`grammar_of` translates, `check` also proves that llguidance takes the result; engine/scheduling/grammar.py
-compiles it for a tokenizer. A grammar is a program that a stranger sends: its size, its nesting and
-llguidance's own limits bound what it may cost.
+`grammar_of` translates, and `check` also proves that llguidance takes the result.
+engine/scheduling/grammar.py compiles a grammar for a tokenizer. A grammar is a program that a stranger sends,
+so its size, its nesting and llguidance's own limits bound what it may cost.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shoal.api import STRUCTURED_KINDS, StructuredOutputsParams
 from shoal.closed_schema import closed
 from shoal.errors import RequestError
 
-MAX_BYTES = 128 * 1024  # of a specification's text: what it may need in stack and time grows with it
-MAX_NESTING = 60  # of a JSON schema; the parser below ends at 128 levels of the JSON text
+MAX_BYTES = 128 * 1024  # of a specification's text; the stack and time that it needs grow with it
+MAX_NESTING = 60  # levels of a JSON schema; llguidance's parser takes 128 levels of JSON text
 MAX_RULES = 1000  # of a grammar
-MAX_MULTIPLE = 100_000  # product of a schema's `multipleOf`s: the automaton has that many states
+MAX_MULTIPLE = 100_000  # the product of a schema's `multipleOf`s; the automaton has that many states
 MAX_DIGITS = 40  # of a number in a schema
 
 LIMITS = LLParserLimits(
@@ -38,7 +38,8 @@ LIMITS = LLParserLimits(
     step_max_items=20_000,
     verbose_errors=False,
 )
-# llguidance recurses along rules, up to 40 MiB deep for MAX_BYTES; untouched pages cost nothing
+# llguidance recurses along rules and needs up to 40 MiB of stack for MAX_BYTES. Pages that are not touched
+# cost nothing.
 STACK_BYTES = 256 << 20
 
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -50,8 +51,8 @@ T = TypeVar("T")
 
 
 def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
-    """Raises RequestError that names what is wrong with the specification and where. Takes a millisecond,
-    half a second at worst."""
+    """Raises RequestError that names what is wrong with the specification and where. It takes a millisecond,
+    and half a second at worst."""
     if (message := _problem(grammar_of(params, closes_objects))) is not None:
         raise RequestError(
             f"structured_outputs.{_kind(params)} is not usable: {message}; mend or simplify it"
@@ -59,9 +60,11 @@ def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
 
 
 def grammar_of(params: StructuredOutputsParams, closes_objects: bool = True) -> str:
-    """llguidance's form of it: not yet compiled, but within bounds. Raises RequestError.
+    """Returns the specification in llguidance's form, within bounds, and not yet compiled. Raises
+    RequestError.
 
-    closes_objects: of a JSON schema, where `params` don't say: objects have no other keys than it names.
+    With `closes_objects`, an object of a JSON schema has no other keys than the schema names. `params` may
+    say otherwise.
     """
     kind = _kind(params)
     if params.disable_additional_properties is not None:
@@ -88,13 +91,14 @@ def grammar_of(params: StructuredOutputsParams, closes_objects: bool = True) -> 
 
 
 def in_deep_thread(call: Callable[[], T]) -> Future[T]:
-    """Runs llguidance's compiler in a thread whose stack is deep enough for it; one call at a time."""
+    """Runs a call of llguidance's compiler in the thread whose stack is deep enough for it. Calls run one
+    after the other."""
     return _deep_thread().submit(call)
 
 
 @functools.lru_cache(maxsize=512)
 def _problem(grammar: str) -> str | None:
-    """What llguidance says of a grammar that it doesn't take."""
+    """Returns llguidance's message about a grammar that it does not take, None for one that it takes."""
     failed, messages = in_deep_thread(
         lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     ).result()
@@ -102,7 +106,7 @@ def _problem(grammar: str) -> str | None:
 
 
 def short(message: str) -> str:
-    """An error of llguidance without the parts of a user's grammar that fill a page."""
+    """Returns an error of llguidance without the parts of a user's grammar that would fill a page."""
     message = " ".join(message.split("<non-verbose/>")[0].split())
     if (unsupported := re.search(r"Unimplemented keys: \[(.*?)\]", message)) is not None:
         return f"the JSON schema keywords {unsupported[1]} are not supported"
@@ -139,7 +143,7 @@ def _json_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
 
 
 def _schema_text(kind: str, schema: Any, closes_objects: bool, **more: Any) -> str:
-    """`schema` as JSON, whose nesting was checked, with `more` at its top."""
+    """Returns `schema`, whose nesting was checked, as JSON text with `more` among its top keys."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -174,7 +178,7 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _check_nesting(kind: str, schema: Any) -> None:
-    """And what numbers in it may cost."""
+    """Raises RequestError if a schema is nested too deep, or has numbers that would cost too much."""
     multiple = 1
     for depth, key, value in _walk(schema):
         if depth > MAX_NESTING:
@@ -200,7 +204,7 @@ def _check_nesting(kind: str, schema: Any) -> None:
 
 
 def _walk(schema: Any) -> Iterator[tuple[int, str, Any]]:
-    """(depth, key it stands under, value) of every value in it."""
+    """Yields (depth, the key above it, value) for every value in a schema."""
     todo: list[tuple[int, str, Any]] = [(0, "", schema)]
     while todo:
         depth, key, value = todo.pop()
@@ -215,8 +219,8 @@ def _walk(schema: Any) -> Iterator[tuple[int, str, Any]]:
 
 
 def _tag_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
-    """Lark of a structural tag in xgrammar's form, which vLLM takes: {"type": "structural_tag", "format":
-    {"type": "or", ...}}."""
+    """Returns the grammar of a structural tag in xgrammar's form, which vLLM takes: {"type":
+    "structural_tag", "format": {"type": "or", ...}}."""
     kind = "structural_tag"
     given = params.structural_tag
     tag = _parsed(kind, given) if isinstance(given, str) else given
@@ -245,7 +249,8 @@ def _tag_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
         return [rule(value) for value in values]
 
     def rule(part: Any) -> str:
-        """The name of a rule for this part. Nesting is bounded, so recursion is."""
+        """Adds a rule for this part and returns its name. The recursion is bounded, because the nesting
+        is."""
         match part.get("type") if isinstance(part, dict) else None:
             case "const_string":
                 body = text(part, "value")
@@ -286,8 +291,8 @@ def _tag_grammar(params: StructuredOutputsParams, closes_objects: bool) -> str:
 
 
 def _choice_grammar(choice: list[str]) -> str:
-    """One terminal: as alternatives of a rule each would be an item of the parser's row, and a row is
-    bounded."""
+    """Returns a grammar of one terminal. As alternatives of a rule, each choice would be an item of the
+    parser's row, whose length is bounded."""
     texts = dict.fromkeys(choice)
     _bounded("choice", "".join(texts))
     return LLMatcher.grammar_from_lark(
@@ -296,14 +301,15 @@ def _choice_grammar(choice: list[str]) -> str:
 
 
 def _lark_text(text: str) -> str:
-    """A Lark string literal; control characters, which it has no escape for, as a regex."""
+    """Returns a Lark string literal. A text with control characters, for which Lark has no escape, becomes a
+    regex."""
     if text.isprintable():
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return "/" + "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text) + "/"
 
 
 def _lark(grammar: str) -> str:
-    """The grammar as Lark, which it is unless it has rules `name ::= ...`."""
+    """Returns the grammar as Lark. One with rules `name ::= ...` is GBNF and is converted."""
     if GBNF_RULE.search(grammar):
         if (count := grammar.count("::=")) > MAX_RULES:
             raise RequestError(
@@ -332,8 +338,8 @@ def _lark(grammar: str) -> str:
 
 
 def _character(found: re.Match[str]) -> str:
-    """\\u0041 as the character itself, which the converter would misread; escaped where it has a meaning in a
-    GBNF text or class."""
+    """Returns the character of an escape such as \\u0041, which the converter would misread. It stays escaped
+    if it has a meaning in a GBNF text or class."""
     if found[1] is not None:
         return found[1]
     code = int(found[2] or found[3], 16)

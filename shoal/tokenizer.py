@@ -1,9 +1,9 @@
-"""Tokenizer: text to ids and back, for a Hugging Face folder or a GGUF file. Method names are those of
-transformers' tokenizers.
+"""The tokenizer: it turns text into ids and ids into text, for a Hugging Face folder or a GGUF file. Its
+methods have the names of transformers' tokenizers.
 
-Encoding is the `tokenizers` library's. Decoding goes token by token through bytes (TokenBytes), so that a
-whole text and a stream of tokens (detokenizer.py) cannot differ. Chat templates are rendered by
-chat_template.py, GGUF metadata is understood by gguf_tokenizer.py.
+The `tokenizers` library encodes. Decoding goes token by token through bytes (TokenBytes), so that a whole
+text and a stream of tokens (detokenizer.py) cannot differ. chat_template.py renders chat templates, and
+gguf_tokenizer.py reads GGUF metadata.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MB
 MAX_TEMPLATE_BYTES = 1 << 20
-LONG_TEXT = 4096  # characters: some milliseconds of work
+LONG_TEXT = 4096  # characters; a text of this length takes milliseconds to encode
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TokenizerFiles(Protocol):
-    """What `load_tokenizer` reads of a resolved checkpoint."""
+    """The part of a resolved checkpoint that `load_tokenizer` reads."""
 
     @property
     def kind(self) -> str: ...  # "gguf", or something else for a folder
 
     @property
-    def path(self) -> Path: ...  # what errors name
+    def path(self) -> Path: ...  # errors name it
 
     @property
     def folder(self) -> Path: ...
@@ -55,9 +55,11 @@ class TokenizerFiles(Protocol):
 def load_tokenizer(
     files: TokenizerFiles, tokenizer: str | None = None, chat_template: str | None = None
 ) -> Tokenizer:
-    """The checkpoint's own tokenizer, or that of the folder (or tokenizer.json) `tokenizer`.
+    """Returns the checkpoint's own tokenizer, or the one at the path `tokenizer` (a folder or a
+    tokenizer.json).
 
-    chat_template: a template or the path of one, instead of the tokenizer's own.
+    `chat_template` is a template or the path of one. It replaces the tokenizer's own. Raises CheckpointError
+    if a file is missing or damaged.
     """
     if tokenizer is not None:
         path = Path(tokenizer)
@@ -75,13 +77,15 @@ def load_tokenizer(
 
 
 def end_token_ids(of_model: Iterable[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """Every id that ends a text: Llama 3 has several. Some configs name ids that the model has not."""
+    """Returns every id that ends a text. Llama 3, for one, has several. Some configs name ids that the model
+    does not have; these are left out."""
     ids = dict.fromkeys((*of_model, *(tokenizer.eos_token_ids if tokenizer is not None else ())))
     return tuple(i for i in ids if i < vocab_size)
 
 
 class Tokenizer:
-    """Ids beyond the vocabulary (models pad theirs) are no error: they decode to nothing."""
+    """One model's tokenizer. An id beyond the vocabulary decodes to nothing and is no error, because models
+    pad their vocabularies."""
 
     def __init__(
         self,
@@ -90,11 +94,11 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        """special_tokens: {"bos_token": text, ...}. chat_templates: by name; "default" and "tool_use" have a
-        meaning."""
+        """`special_tokens` maps roles to texts: {"bos_token": text, ...}. `chat_templates` maps names to
+        templates: "default" is used unless there are tools and a template "tool_use"."""
         backend.no_truncation()
         backend.no_padding()
-        # They are skipped in output even if the file forgot to mark them as special.
+        # A special token is left out of decoded text even if the file does not mark it as special.
         marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         backend.add_special_tokens(
             [
@@ -106,8 +110,8 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens_map = dict(special_tokens)
         self.chat_templates = dict(chat_templates or {})
-        self._compiled: dict[str, ChatTemplate] = {}  # the model's own, by name
-        self._told_of_tools = False
+        self._compiled: dict[str, ChatTemplate] = {}  # the model's own templates, by name
+        self._told_of_tools = False  # the log has said that the template has no place for tools
         own = [self.eos_token_id] if self.eos_token_id is not None else []
         self.eos_token_ids = tuple(dict.fromkeys([*own, *eos_token_ids]))
         self.all_special_ids = sorted(
@@ -118,11 +122,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Raises CheckpointError where tokenizer.json is missing, damaged, or of a kind that cannot be
-        decoded token by token.
+        """Raises CheckpointError if tokenizer.json is missing or damaged, or if its tokens cannot be decoded
+        one by one.
 
-        What encode adds around a text, tokenizer.json itself says. add_bos_token in tokenizer_config.json is
-        not read, as in transformers.
+        tokenizer.json itself says which tokens `encode` adds around a text. As in transformers, add_bos_token
+        in tokenizer_config.json is not read.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -160,7 +164,8 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Raises CheckpointError as gguf_tokenizer.build_backend does."""
+        """Builds the tokenizer of a GGUF file from its metadata. Raises CheckpointError as
+        gguf_tokenizer.build_backend does."""
         template = metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise CheckpointError(
@@ -179,10 +184,10 @@ class Tokenizer:
     # Text and ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError for what is no text of whole characters. Other threads go on while a long text
-        is encoded."""
+        """Returns the ids of a text. Raises RequestError if it holds half a character (a lone surrogate).
+        Other threads run while a long text is encoded."""
         try:
-            if len(text) < LONG_TEXT:  # a batch costs more to begin
+            if len(text) < LONG_TEXT:  # encode_batch_fast frees Python's lock, but costs more to begin
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
@@ -192,7 +197,7 @@ class Tokenizer:
         except BaseException as error:
             if not _is_panic(error):
                 raise
-            # A pattern of the checkpoint's pre-tokenizer that needs too many tries.
+            # A pattern of the checkpoint's pre-tokenizer needed too many tries.
             raise RequestError(
                 f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; "
                 "shorten it, or give another tokenizer with the option `tokenizer`"
@@ -200,34 +205,37 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """The most bytes of a text that one token may stand for. It takes a tenth of a second to find."""
+        """The largest number of bytes of a text that one token may stand for. The first call looks at every
+        token."""
         longest = max((len(self.token_bytes[i]) for i in range(len(self))), default=1)
-        # A normalizer may make a text shorter before it is cut into tokens: four bytes of a composed letter
-        # may become one.
+        # A normalizer may shorten a text before it is cut into tokens: four bytes of a composed letter may
+        # become one.
         return max(1, longest) * (1 if self._backend.normalizer is None else 4)
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
-        """{"input_ids": ids}, or a list of ids each for a list of texts."""
+        """Returns {"input_ids": ids}; for a list of texts, `input_ids` is a list of lists."""
         if isinstance(text, str):
             return {"input_ids": self.encode(text, add_special_tokens)}
         return {"input_ids": [self.encode(each, add_special_tokens) for each in text]}
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of ids. Bytes that are no whole character become U+FFFD."""
         pieces = self.shown_bytes if skip_special_tokens else self.token_bytes
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         text = b"".join([pieces[i] for i in ids]).decode("utf-8", pieces.errors)
         return text.removeprefix(" ") if pieces.strips_first_space else text
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself; special tokens are shown, a leading space stays, half a character
-        is U+FFFD."""
+        """Returns the text of one token by itself. Special tokens are shown, a leading space stays, and half
+        a character becomes U+FFFD."""
         return self.token_bytes[token_id].decode("utf-8", self.token_bytes.errors)
 
     def bad_word_ids(self, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that spell these words, and those that spell them after a space if only tokens
-        and not their number differ.
+        """Returns the token sequences that spell these words. A word also counts with a space before it, if
+        it then has as many tokens and another first one; this rule is vLLM's.
 
-        The rule is vLLM's. Sequences with ids from `vocab_size` up can't be drawn anyway and are left out.
+        Sequences with ids from `vocab_size` up are left out, as the model cannot draw them. Raises
+        RequestError for a word without tokens.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -246,7 +254,7 @@ class Tokenizer:
     # The vocabulary
 
     def convert_ids_to_tokens(self, token_ids: int | Iterable[int]) -> Any:
-        """Tokens as the vocabulary spells them, None for ids beyond it."""
+        """Returns tokens as the vocabulary spells them, and None for an id beyond it."""
         return (
             self._backend.id_to_token(token_ids)
             if isinstance(token_ids, int)
@@ -265,7 +273,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Without added tokens; len() counts them."""
+        """The number of tokens without added ones; len() counts those, too."""
         return self._backend.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
@@ -304,11 +312,11 @@ class Tokenizer:
         tool_call_parser: str = "hermes",
         **variables: Any,
     ) -> Any:
-        """The prompt of a conversation: ids, or text if not `tokenize`. chat_template: a template, or the
-        name of one the model has.
+        """Returns the prompt of a conversation: ids, or text if `tokenize` is False. Raises RequestError for
+        messages that the template does not take.
 
-        tool_call_parser: in whose format tools are described if the template has no place for them, "hermes"
-        or "llama3_json".
+        `chat_template` is a template, or the name of one that the model has. If the template has no place for
+        tools, they are described in the format of `tool_call_parser`: "hermes" or "llama3_json".
         """
         template = self._template(chat_template, bool(tools))
         if tools and not template.reads_tools and not self._told_of_tools:
@@ -330,12 +338,11 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def has_place_for_tools(self, chat_template: str | None = None) -> bool:
-        """Whether the template writes tools itself. Without a place they are described in the system
-        message."""
+        """Whether the template writes tools itself. If it does not, the system message describes them."""
         return self._template(chat_template, True).reads_tools
 
     def _template(self, given: str | None, has_tools: bool) -> ChatTemplate:
-        # here, as Jinja takes 50 ms to import and a plain prompt does without
+        # This import is here because Jinja takes long to import, and a plain prompt does not need it.
         from shoal.chat_template import ChatTemplate
 
         name = given or ("tool_use" if has_tools and "tool_use" in self.chat_templates else "default")
@@ -353,11 +360,11 @@ class Tokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The UTF-8 bytes of each token, maybe half a character, worked out when first asked for. Hidden and
-    unknown ids have none."""
+    """Maps token ids to UTF-8 bytes, which may be half a character. Each entry is computed when it is first
+    asked for. Hidden and unknown ids have no bytes."""
 
     def __init__(self, backend: Backend, hidden: Iterable[int] = ()) -> None:
-        """Raises CheckpointError for a decoder under which a token's bytes depend on its neighbours."""
+        """Raises CheckpointError for a decoder with which a token's bytes depend on its neighbours."""
         super().__init__({i: b"" for i in hidden})
         self._backend = backend
         self._added = set(backend.get_added_tokens_decoder())
@@ -374,13 +381,13 @@ class TokenBytes(dict[int, bytes]):
             "Strip" in steps
             or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
         )
-        # SentencePiece shows every byte that is no text as one U+FFFD, byte-level tokenizers every broken
-        # character.
+        # SentencePiece shows each byte that is no text as one U+FFFD. Byte-level tokenizers show each broken
+        # character as one.
         self.errors = "replace" if self._byte_level else "shoal.every-byte"
 
     def __missing__(self, token_id: int) -> bytes:
         if not 0 <= token_id < 1 << 32 or (token := self._backend.id_to_token(token_id)) is None:
-            return b""  # not kept: such ids have no end
+            return b""  # It is not stored, because there is no end of such ids.
         self[token_id] = spelled = self._spell(token_id, token)
         return spelled
 
@@ -399,8 +406,8 @@ codecs.register_error("shoal.every-byte", lambda error: ("\ufffd" * (error.end -
 
 
 def _byte_chars() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable Latin-1 as itself, the others from U+0100 on, in
-    order."""
+    """Maps each character that byte-level vocabularies use to its byte. Printable Latin-1 stands for itself;
+    the other bytes are U+0100 and the characters after it, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -417,8 +424,8 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """By name. A file of its own wins over tokenizer_config.json, the order in which transformers has come to
-    store them."""
+    """Returns templates by name. A template file wins over tokenizer_config.json, which is the older of the
+    places where transformers stores templates."""
     if (file := folder / "chat_template.jinja").is_file():
         try:
             return {"default": read_bounded(file, MAX_TEMPLATE_BYTES).decode()}
@@ -445,7 +452,7 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
 
 
 def _text_or_file(template: str) -> str:
-    """A template has braces or line breaks; anything else is the path of one."""
+    """Returns `template` itself if it has braces or line breaks; anything else is read as a path."""
     if "{" in template or "\n" in template:
         return template
     try:
@@ -458,8 +465,8 @@ def _text_or_file(template: str) -> str:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """The tokenizers library raises nothing narrower than Exception, and where its Rust code panics not even
-    that."""
+    """Turns whatever the tokenizers library raises inside into a CheckpointError that begins with `what`. The
+    library raises plain Exception, and a panic of its Rust code is not even that."""
     try:
         yield
     except CheckpointError:
@@ -471,12 +478,12 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether Rust code panicked: that is no Exception, and its class cannot be imported."""
+    """Whether Rust code panicked. A panic is no Exception, and its class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def _token_text(value: Any, where: str) -> str | None:
-    """A special token is stored as text or as a dict that carries it."""
+    """Returns the text of a special token, which is stored as text or as a dict with the text inside."""
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and not isinstance(text, str):
         raise CheckpointError(f"{where} {value!r:.80} is no token")

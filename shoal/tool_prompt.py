@@ -1,5 +1,5 @@
-"""Tools, calls and results as text, for chat templates that have no place for them: in the format that the
-model's parser of calls reads."""
+"""Writes tools, calls and results as text, for chat templates that have no place for them. The text has the
+format that the model's parser of calls reads."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ call. Respond in the format \
 
 
 def describe(tools: Sequence[dict[str, Any]], parser: str) -> str:
-    """For the system prompt. parser: "hermes" or "llama3_json"; the words are those that the models of that
-    format were trained on."""
+    """Returns the text about tools for the system prompt. `parser` is "hermes" or "llama3_json"; the text has
+    the words that models of that format were trained on."""
     text = LLAMA if parser == "llama3_json" else HERMES
     return text.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
 def with_tools(messages: list[dict[str, Any]], text: str, takes_system: bool) -> list[dict[str, Any]]:
-    """The conversation with this text in its system message, which is added where there is none.
-    takes_system: whether the template writes a system message; otherwise the text stands before what the user
-    says first."""
+    """Returns the conversation with `text` in its system message, which is added if there is none.
+
+    `takes_system` says whether the template writes system messages. If it does not, the text stands before
+    the user's first words.
+    """
     roles = [message["role"] for message in messages]
     if roles[0] == "system":
         return [{**messages[0], "content": f"{as_text(messages[0]['content'])}\n\n{text}"}, *messages[1:]]
@@ -50,8 +52,8 @@ def with_tools(messages: list[dict[str, Any]], text: str, takes_system: bool) ->
 
 
 def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[dict[str, Any]]:
-    """The conversation with calls in the text of whoever makes them, and their results in a message of the
-    user: templates know that role."""
+    """Returns the conversation with each call in the text of the message that makes it. Results stand in a
+    message of the user, because every template knows that role."""
     found: list[dict[str, Any]] = []
     after_results = False
     for message in messages:
@@ -77,13 +79,13 @@ def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[
 
 
 def as_text(content: Any) -> str:
-    """A message's content, text or a list of text parts."""
+    """Returns a message's content, which is text or a list of text parts, as text."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _call(call: dict[str, Any], parser: str) -> str:
-    """Some conversations have a call's name and arguments without `function` around them, as templates take
-    them too."""
+    """Returns one call as text. Some conversations have a call's name and arguments without `function` around
+    them, which templates take, too."""
     function = call.get("function", call)
     name, arguments = function.get("name"), function.get("arguments", {})
     if parser == "llama3_json":

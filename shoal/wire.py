@@ -1,20 +1,22 @@
 """What crosses between the HTTP process and the core's: msgpack by msgspec. Torch-free.
 
-Messages are tagged arrays; the vocabulary's dataclasses travel inside them as they are (256 outputs of a
-step: 42 KB, 0.09 ms to encode, 0.17 ms to decode; as arrays of their own they would save 30 us and cost a
-second definition). Both sides are of one version: the parent starts the child.
+Messages are tagged arrays, and the vocabulary's dataclasses travel inside them as they are: arrays of their
+own would save little and need a second definition. Both sides are of one version, as the parent starts the
+child.
 """
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import msgspec
 
 from shoal import errors
-from shoal.api import Output, Request
+from shoal.api import Output, Request, Stats
 from shoal.config import EngineConfig
-from shoal.errors import EngineDeadError, ShoalError
+from shoal.control import AnyCommand, Command, name_of
+from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError
 
 BEAT_S = 0.5  # between two signs of life of a core
 
@@ -42,12 +44,29 @@ class Abort(Message, frozen=True):
     request_ids: list[str]
 
 
+class ReadStats(Command[Stats], frozen=True, tag="stats"):
+    is_quick = True
+
+
+class FlushKv(Command[None], frozen=True, tag="flush_kv"):
+    """Writes the KV blocks that lower tiers should keep, as an engine does ahead of its end."""
+
+
+class CheckBooks(Command[None], frozen=True, tag="check"):
+    """Proves the books of scheduler and tiers, for tests."""
+
+    is_quick = True
+
+
+CoreCommand = AnyCommand | ReadStats | FlushKv | CheckBooks  # the last three are asked by the parent alone
+QUICK_COMMANDS = frozenset(name_of(kind) for kind in typing.get_args(CoreCommand) if kind.is_quick)
+
+
 class Call(Message, frozen=True):
-    """A method of api.Control, `stats` or `check`; answered by Reply. Runs between two steps."""
+    """Asks the core to run a command between two steps. The answer is a Reply of the same id."""
 
     call_id: int
-    method: str
-    args: list[Any] = []
+    command: CoreCommand
 
 
 ToCore = Start | Add | Abort | Call
@@ -80,11 +99,11 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     """What the HTTP process must know of the engine, as it was built."""
 
     model: str
-    pid: int  # of the core's process
+    pid: int  # the core's process
     max_model_len: int
     vocab_size: int
     hidden_size: int
-    eos_token_ids: tuple[int, ...]  # of the checkpoint; the tokenizer may know more
+    eos_token_ids: tuple[int, ...]  # those that the checkpoint names; the tokenizer may know more
     # the model's defaults of sampling parameters; {} where the options say so
     generation_config: dict[str, Any]
     num_blocks: int
@@ -105,7 +124,7 @@ class Dead(Message, frozen=True):
 
 
 class Outputs(Message, frozen=True):
-    """Of one step."""
+    """What one step added."""
 
     outputs: list[Output]
 
@@ -118,18 +137,20 @@ class Refused(Message, frozen=True):
 
 
 class Reply(Message, frozen=True):
+    """The result of a Call, or the error that kept it from having one."""
+
     call_id: int
     result: Any = None
     error: Failure | None = None
 
 
 class Beat(Message, frozen=True):
-    """Sent every BEAT_S seconds by a thread that does nothing else, so that a core which says nothing has
-    stopped as a whole."""
+    """A sign of life. A thread that does nothing else sends it every BEAT_S seconds, so a core that sends
+    none has stopped as a whole."""
 
-    progress: int  # grows with every step that ends
-    doing: str  # "step", the name of the call that runs, or "" while there is nothing to do
-    cpu_seconds: float  # that the process has used so far, where the model runs on the CPU; else 0
+    progress: int  # grows with every step and every command that ends
+    doing: str  # "step", the name of the command that runs, or "" while there is nothing to do
+    cpu_seconds: float  # the processor time of the process so far where the model runs on the CPU, else 0
 
 
 FromCore = Ready | Dead | Outputs | Refused | Reply | Beat
@@ -153,15 +174,21 @@ def decode_from_core(data: bytes) -> FromCore:
     return _from_core.decode(data)
 
 
-def request_id_of(data: bytes) -> str | None:
-    """Whose Add it is that could not be decoded; None if it is none."""
+def refusal(data: bytes, why: Exception) -> Refused | Reply | None:
+    """The answer to a message that the core could not decode. None if nobody waits for an answer."""
     message = msgspec.msgpack.decode(data)
-    return message[1]["request_id"] if message[0] == "Add" else None
+    if message[0] == "Add":
+        error: ShoalError = RequestError(f"the engine cannot read this request: {why}")
+        return Refused(message[1]["request_id"], Failure.of(error))
+    if message[0] == "Call":
+        error = ConfigError(f"the engine cannot read the command {message[2]!r:.200}: {why}")
+        return Reply(message[1], error=Failure.of(error))
+    return None
 
 
 def dead(failure: Failure) -> EngineDeadError:
-    """The engine's end as its users see it: one line. What else there is to say, a rank's traceback perhaps,
-    is a note of the error, which logs show and clients don't."""
+    """The engine's end as its users see it, in one line. Further lines, such as a rank's traceback, become a
+    note of the error: logs show it, and clients do not see it."""
     first, _, rest = failure.message.partition("\n")
     error = EngineDeadError(first)
     if rest:

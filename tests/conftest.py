@@ -51,7 +51,7 @@ def build(root, engine_options):
 
     yield make
     for engine in engines:
-        engine.core.scheduler.check()
+        engine.core.check()
         assert engine.stats().num_free_blocks == engine.stats().num_blocks, "requests are left"
         engine.exit()
 

@@ -18,6 +18,7 @@ from shoal.api import Request
 from shoal.config import ServerConfig
 from shoal.fake import FakeEngine
 from shoal.server.app import create_admin_app, create_app
+from shoal.server.catalog import Catalog
 from shoal.server.model import ServedModel
 from shoal.server.run import open_ports, serve_until, url_of
 from shoal.tokenizer import Tokenizer
@@ -89,7 +90,8 @@ class FakeServer:
                 **self.settings,
             }
         )
-        self.app = create_app([self.model], self.config)
+        models = Catalog([self.model])
+        self.app = create_app(models, self.config)
 
         def ready(port: int, admin_port: int | None) -> None:
             self.port, self.admin_port = port, admin_port or 0
@@ -99,7 +101,7 @@ class FakeServer:
             self.drain,
             self.force,
             self.app,
-            create_admin_app([self.model], self.config),
+            create_admin_app(models, self.config),
             self.config,
             open_ports(self.config),
             ready=ready,

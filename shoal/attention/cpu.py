@@ -1,8 +1,8 @@
-"""Attention on the CPU. float32: one call of our C kernel for all sequences of the step, decodes and prefill
-chunks alike.
+"""Attention on the CPU.
 
-Other dtypes, and machines without a compiler: PyTorch, one padded call for all decodes and one call a prefill
-chunk.
+In float32, one call of our C kernel answers all sequences of the step, decodes and prefills alike. Other
+dtypes, and machines without a compiler, get PyTorch: one padded call for all decodes, and one call for each
+prefill.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class CpuBackend:
         self._sequences = cpu_build.Sequences()
 
     def begin(self, step: StepInput) -> None:
-        """Fills in what all layers of the step share. Holding the step keeps alive what the struct points
-        to."""
+        """Fills in the struct that all layers of the step share. The step is held because the struct points
+        into its tensors."""
         self._step, self._sequences = step, cpu_build.describe_sequences(step)
         if self._library is not None:
             self._library.shoal_set_threads(torch.get_num_threads())
@@ -78,11 +78,13 @@ def attend_torch(
     window: int | None,
     scale: float,
 ) -> torch.Tensor:
-    """The same in PyTorch, for any dtype."""
+    """[T, H, N]: as CpuBackend.attend, in PyTorch, for any dtype."""
     out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype)
     decodes = step.num_decodes
     if decodes:
-        lens_B = step.kv_lens_S[:decodes].clamp(min=1)  # a padded row looks at one key, and is zeroed after
+        lens_B = step.kv_lens_S[:decodes].clamp(
+            min=1
+        )  # a padded row looks at one key, and becomes zero below
         k_BGLN, v_BGLN = gather(
             kv_layer, step.block_tables_RM, step.rows_S[:decodes].clamp(min=0), int(lens_B.max())
         )
@@ -91,14 +93,16 @@ def attend_torch(
             q_THN[:decodes].unsqueeze(2), k_BGLN, v_BGLN, seen_BL[:, None, None], scale=scale, enable_gqa=True
         )
         out_THN[:decodes] = out_BHN.squeeze(2).masked_fill_((step.rows_S[:decodes] < 0)[:, None, None], 0)
+    if step.host is None:
+        assert decodes == step.num_seqs  # no graph captures a mixed step on a CPU
+        return out_THN
     for s in range(decodes, step.num_seqs):
-        start, end, kv_len = step.host_query_starts[s], step.host_query_starts[s + 1], step.host_kv_lens[s]
+        start, end = step.host.query_starts[s : s + 2]
+        kv_len = step.host.kv_lens[s]
+        mask = None
         if kv_len == end - start and (window is None or kv_len <= window):
-            k_1GLN, v_1GLN, mask = (
-                k_TGN[None, start:end].transpose(1, 2),
-                v_TGN[None, start:end].transpose(1, 2),
-                None,
-            )
+            k_1GLN = k_TGN[None, start:end].transpose(1, 2)
+            v_1GLN = v_TGN[None, start:end].transpose(1, 2)
         else:
             k_1GLN, v_1GLN = gather(kv_layer, step.block_tables_RM, step.rows_S[s : s + 1], kv_len)
             mask = visible(torch.arange(kv_len - (end - start), kv_len), k_1GLN.shape[2], window)
@@ -120,7 +124,7 @@ def gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [B, G, L, N] of whole blocks that hold the first max_len positions of each row."""
     num_blocks = -(-max_len // kv_layer.shape[3])
-    # past a row's end there may be anything
+    # A table may hold anything beyond the sequence's end.
     blocks_BM = block_tables_RM[rows_B.long(), :num_blocks].long().clamp(0, len(kv_layer) - 1)
     kv = kv_layer[blocks_BM].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     return kv[0], kv[1]

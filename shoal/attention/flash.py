@@ -1,14 +1,16 @@
-"""Prefills by flash-attn or FlashInfer, when installed and asked for by `attention_backend`.
+"""Prefills by flash-attn or FlashInfer, for those who have installed one of them and ask for it with
+`attention_backend`.
 
-Decode steps stay with our Triton kernel: they run in CUDA graphs with lengths that live on the device, and
-both libraries plan decodes on the host. Neither package is a dependency: asking for one that is missing is a
-ConfigError when the engine is built.
-Shapes: T tokens, S sequences, H query heads, G kv heads, N head size, M blocks a sequence.
+Decodes stay with our Triton kernel, because they run in CUDA graphs with lengths that live on the device, and
+both libraries plan decodes on the host. Neither package is a dependency. Building an engine raises
+ConfigError if the one that is asked for is missing. Shapes: T tokens, S sequences, H query heads, G kv heads,
+N head size, M blocks a sequence.
 """
 
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -38,10 +40,10 @@ def require_half(option: str, dtype: torch.dtype) -> None:
 
 
 class FlashAttentionBackend(TritonBackend):
-    """flash-attn 2. Chunks that follow a cached prefix go through its paged path, which wants blocks of 256
-    tokens."""
+    """flash-attn 2. Prefills that follow a cached prefix take its paged path, which needs blocks of a
+    multiple of 256 tokens."""
 
-    captures_mixed = False  # planned on the host
+    captures_mixed = False  # prefills are planned on the host
 
     def __init__(
         self,
@@ -66,7 +68,10 @@ class FlashAttentionBackend(TritonBackend):
         )
 
     def begin(self, step: StepInput) -> None:
+        if step.host is None:  # a step of decodes alone, which are not flash-attn's
+            return
         prefills = slice(step.num_decodes, None)
+        self.max_query_len = max(end - start for start, end in pairwise(step.host.query_starts))
         self.query_starts = step.query_starts_S[prefills] - step.num_decodes
         self.kv_starts = torch.nn.functional.pad(
             step.kv_lens_S[prefills].cumsum(0, dtype=torch.int32), (1, 0)
@@ -93,7 +98,7 @@ class FlashAttentionBackend(TritonBackend):
             v,
             self.query_starts,
             self.kv_starts,
-            step.max_query_len,
+            self.max_query_len,
             step.max_kv_len,
             softmax_scale=self.scale,
             causal=True,
@@ -105,7 +110,7 @@ class FlashAttentionBackend(TritonBackend):
 class FlashInferBackend(TritonBackend):
     """FlashInfer's paged prefill. Its "HND" cache layout is ours, whatever the block size."""
 
-    captures_mixed = False  # planned on the host
+    captures_mixed = False  # prefills are planned on the host
 
     def __init__(
         self,
@@ -124,22 +129,25 @@ class FlashInferBackend(TritonBackend):
             num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype
         )
         self.num_heads, self.head_dim, self.block_size, self.dtype = num_heads, head_dim, block_size, dtype
-        # the size FlashInfer's documentation recommends
+        # FlashInfer's documentation recommends this size.
         scratch = torch.empty(128 << 20, dtype=torch.uint8, device=device)
         self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND")
-        self.planned: tuple[int | None] | None = None  # the window of this step's plan
+        # The window of the plan that the wrapper holds for this step. None: there is no plan yet.
+        self.planned: tuple[int | None] | None = None
 
     def begin(self, step: StepInput) -> None:
-        self.planned = None  # the first layer tells the window
+        self.planned = None  # The first layer makes the plan, as it knows the window.
 
     def plan(self, step: StepInput, window: int | None) -> None:
-        """On the host, once a step: it has the lengths; the block ids come from the device's tables."""
+        """Makes the wrapper's plan, on the host. It is made once a step if all layers have the same window.
+        Lengths come from the host, block ids from the device's tables."""
+        assert step.host is not None  # captures_mixed is False
         first = step.num_decodes
-        lens = torch.tensor(step.host_kv_lens[first:], dtype=torch.int32)
+        lens = torch.tensor(step.host.kv_lens[first:], dtype=torch.int32)
         num_blocks_S = (lens + self.block_size - 1) // self.block_size
         tables_SM = step.block_tables_RM[step.rows_S[first:].long()]
         used = torch.arange(tables_SM.shape[1]) < num_blocks_S[:, None]
-        starts = torch.tensor(step.host_query_starts[first:], dtype=torch.int32) - first
+        starts = torch.tensor(step.host.query_starts[first:], dtype=torch.int32) - first
         self.wrapper.plan(
             starts,
             torch.nn.functional.pad(num_blocks_S.cumsum(0, dtype=torch.int32), (1, 0)),

@@ -1,5 +1,5 @@
-"""Which attention backend an engine uses: "auto" is Triton on a GPU and our CPU backend elsewhere; others
-only when asked for by name."""
+"""Which attention backend an engine uses. "auto" is Triton on a GPU and our CPU backend elsewhere; the others
+must be asked for by name."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def select_backend(
     num_kv_heads: int,
     head_dim: int,
 ) -> AttentionBackend:
-    """Raises ConfigError if the named backend is not installed or is for another device. Heads are this
-    rank's."""
+    """The backend that `config` names, for this rank's heads. Raises ConfigError if it is not installed or is
+    for another device."""
     name = config.attention_backend
     if name == "auto":
         name = "triton" if device.type == "cuda" else "cpu"

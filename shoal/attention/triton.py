@@ -1,8 +1,8 @@
 """The GPU's attention backend: Triton kernels on the paged cache.
 
-Owns the choice of kernel, the number of splits and the decode workspace; the kernels are in
-kernels/attention.py, that for prefixes which decodes share in kernels/prefix_attention.py, that for large
-prefills on Hopper in kernels/hopper_attention.py.
+This file chooses the kernel and the number of splits, and owns the decode workspace. The kernels are in
+kernels/attention.py, kernels/prefix_attention.py (prefixes which decodes share) and
+kernels/hopper_attention.py (large prefills on Hopper).
 Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 """
 
@@ -11,38 +11,41 @@ from __future__ import annotations
 import torch
 
 from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
-from shoal.kernels.hopper import HAS_GLUON, empty_rows
+from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.prefix_attention import prefix_attention
 from shoal.kernels.step_input import StepInput
 
 if HAS_GLUON:
     from shoal.kernels import hopper_attention as hopper
 
-PROGRAMS_PER_SM = 4  # decode programs that fit on an SM at once
-WAVES = 3  # a decode batch that just fills the GPU is cut this fine, so that unequal lengths even out
-# times as many (sequence, kv head) as programs at once: results of a large batch need not be weighed,
+PROGRAMS_PER_SM = 4  # as many decode programs run on an SM at once
+# A decode batch that just fills the GPU is cut into this many waves, so that unequal lengths even out.
+WAVES = 3
+# A batch with this many times as many (sequence, kv head) pairs as programs at once is large. It is not cut,
+# which saves the weighing of partial results,
 LARGE = 1.4
-CUT = 8  # but for the longest sequences, if they would keep the others waiting,
-CUT_SPLITS = 4  # which are cut this fine
-CAPTURED_WAVES = 4  # of decodes in a captured mixed step, most of them empty
-MIN_SPLIT = 64  # fewest keys that are worth a program of their own
-# and that the longest sequence gives each: many programs for few keys cost more than they bring
+CUT = 8  # except for this many of the longest sequences, if the others would wait for them:
+CUT_SPLITS = 4  # those are cut into this many splits.
+CAPTURED_WAVES = 4  # waves of decode programs in a captured mixed step, most of which leave at once
+MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
+# The longest sequence gives each program at least this many keys: many programs for few keys cost more than
+# they bring.
 FULL_SPLIT = 160
-SHARE_FROM = 9  # fewest decodes for which a shared prefix is worth one launch more a layer
+SHARE_FROM = 9  # the fewest decodes for which a shared prefix is worth one more launch a layer
 PREFIX_PROGRAMS_PER_SM = 2
-MAX_PARTS = 16  # most parts of a shared prefix: each is one result more to weigh
-# prefill tokens of a step from which Hopper's own kernel gets them: it takes 30 us more to launch
+MAX_PARTS = 16  # the most parts of a shared prefix, each of which is one more result to weigh
+# From this many prefill tokens on Hopper's own kernel gets them. It takes the host longer to launch.
 HOPPER_FROM = 512
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
-    """Into how many programs the keys of one (sequence, kv head) are cut: fixed by sizes that a captured
-    graph fixes too."""
+    """Into how many programs the keys of one (sequence, kv head) are cut. The sizes that decide are fixed in
+    a captured graph too."""
     tasks, slots = num_seqs * num_kv_heads, num_sms * PROGRAMS_PER_SM
     if is_large(num_seqs, num_kv_heads, num_sms):
         splits = 1
     else:
-        # few tasks: one full wave of equal programs
+        # For few tasks there is one full wave of equal programs.
         splits = slots // tasks if 2 * tasks <= slots else -(-WAVES * slots // tasks)
     return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
 
@@ -52,27 +55,23 @@ def is_large(num_seqs: int, num_kv_heads: int, num_sms: int) -> bool:
 
 
 def captured_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
-    """Likewise in a captured mixed step, where most places for decodes are usually empty: several waves of
-    programs, of which those leave at once."""
-    return max(
-        1,
-        min(
-            CAPTURED_WAVES * num_sms * PROGRAMS_PER_SM // (num_seqs * num_kv_heads),
-            -(-max_kv_len // FULL_SPLIT),
-        ),
-    )
+    """As `decode_splits`, where most places for decodes are empty. There are several waves of programs, and
+    those of empty places leave at once."""
+    splits = CAPTURED_WAVES * num_sms * PROGRAMS_PER_SM // (num_seqs * num_kv_heads)
+    return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
 
 
 def prefix_parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
-    """Into how many parts a shared prefix may be cut. In a large batch a few sequences' parts do not fill the
-    GPU, as the workspace has room for that many parts of every sequence."""
+    """Into how many parts a shared prefix may be cut. The workspace has room for as many parts of every
+    sequence, so a large batch gets few, although the parts of a few sequences then do not fill the GPU."""
     if num_seqs < SHARE_FROM:
         return 0
-    return min(MAX_PARTS, max(8, PREFIX_PROGRAMS_PER_SM * num_sms // (num_kv_heads * -(-num_seqs // 32))))
+    tiles = num_kv_heads * -(-num_seqs // 32)
+    return min(MAX_PARTS, max(8, PREFIX_PROGRAMS_PER_SM * num_sms // tiles))
 
 
 class TritonBackend:
-    """Steps that share a backend must run one after the other: they share its workspace."""
+    """Steps that share a backend must run one after the other, because they share its workspace."""
 
     captures_mixed = True
     share_from: int | None = SHARE_FROM
@@ -91,41 +90,38 @@ class TritonBackend:
         self.scale = head_dim**-0.5
         self.num_kv_heads = num_kv_heads
         on_gpu = device.type == "cuda"
-        # without a GPU (Triton's interpreter) any number will do; 8 lets small cases split
+        # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         self.hopper = HAS_GLUON and hopper.is_supported(device, dtype, head_dim, block_size)
         self.group = num_heads // num_kv_heads
-        # of the step, if Hopper's kernel gets its prefills; tiles with selected tokens first
+        # The tiles of the step's prefills, if Hopper's kernel gets them; those with selected tokens come
+        # first.
         self.work: torch.Tensor | None = None
-        self.selected_work = 0  # how many those are
+        self.selected_work = 0  # how many tiles have selected tokens
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
-        partials = max(
-            s
-            * (
-                max(
-                    decode_splits(s, num_kv_heads, max_model_len, self.num_sms),
-                    CUT_SPLITS,
-                    captured_splits(s, num_kv_heads, max_model_len, self.num_sms),
-                )
-                + prefix_parts(s, num_kv_heads, self.num_sms)
-            )
-            for s in range(1, max_num_seqs + 1)
-        )
+
+        def most_partials(num_seqs: int) -> int:
+            """The most partial results that each head of a step of so many decodes may have."""
+            sizes = num_seqs, num_kv_heads, max_model_len, self.num_sms
+            splits = max(decode_splits(*sizes), CUT_SPLITS, captured_splits(*sizes))
+            return num_seqs * (splits + prefix_parts(num_seqs, num_kv_heads, self.num_sms))
+
+        partials = max(most_partials(num_seqs) for num_seqs in range(1, max_num_seqs + 1))
         self.workspace = DecodeWorkspace.allocate(
             partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device
         )
 
     def begin(self, step: StepInput) -> None:
-        """Orders the work of a large step's prefills. Otherwise there is nothing to plan: kernels read
-        lengths and block tables on the device."""
+        """Orders the work of a large step's prefills. There is nothing else to plan, as kernels read lengths
+        and block tables on the device."""
         self.work = None
-        if self.hopper and step.host_query_starts and step.num_tokens - step.num_decodes >= HOPPER_FROM:
+        host = step.host
+        if self.hopper and host is not None and step.max_prefill_tokens >= HOPPER_FROM:
             work, self.selected_work = hopper.prefill_work(
-                step.host_query_starts, step.host_kv_lens, step.num_decodes, self.group, step.host_select
+                host.query_starts, host.kv_lens, step.num_decodes, self.group, host.selected_tokens
             )
-            self.work = (
-                step.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True).view(work.shape)
-            )
+            on_device = host.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True)
+            self.work = on_device.view(work.shape)
 
     def reads_k(self, window: int | None) -> bool:
         return self.work is None or window is not None
@@ -140,52 +136,65 @@ class TritonBackend:
         window: int | None,
         selected: bool = False,
     ) -> torch.Tensor:
-        out_THN = empty_rows(q_THN, *q_THN.shape)
+        out_THN = empty_product_input(q_THN, *q_THN.shape)
         if step.num_decodes:
-            choose = captured_splits if step.captured_mixed else decode_splits
-            splits = choose(step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms)
-            num_cut = None
-            if not step.captured_mixed and is_large(step.num_decodes, self.num_kv_heads, self.num_sms):
-                num_cut, splits = CUT, CUT_SPLITS
-            parts, prefix_lens_S = 0, None
-            if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
-                parts, prefix_lens_S = (
-                    prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms),
-                    step.prefixes.lens_S,
-                )
-                prefix_attention(
-                    q_THN,
-                    kv_layer,
-                    step.prefixes.groups,
-                    step.prefixes.members_S,
-                    step.block_tables_RM,
-                    self.workspace,
-                    step.num_decodes,
-                    PREFIX_PROGRAMS_PER_SM * self.num_sms,
-                    splits,
-                    parts,
-                    self.scale,
-                )
-            decode_attention(
-                q_THN,
-                kv_layer,
-                out_THN,
-                step.rows_S,
-                step.kv_lens_S,
-                step.block_tables_RM,
-                self.workspace,
-                step.num_decodes,
-                splits,
-                self.scale,
-                window,
-                min_split=MIN_SPLIT,
-                prefix_lens_S=prefix_lens_S,
-                max_parts=parts,
-                num_cut=num_cut,
-            )
+            self.decode(q_THN, kv_layer, step, window, out_THN)
         if step.num_seqs > step.num_decodes:
             self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected)
         return out_THN
+
+    def decode(
+        self,
+        q_THN: torch.Tensor,
+        kv_layer: torch.Tensor,
+        step: StepInput,
+        window: int | None,
+        out_THN: torch.Tensor,
+    ) -> None:
+        """Writes out_THN of the first num_decodes tokens; an empty place gets zeros."""
+        sizes = step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms
+        num_cut = None
+        if step.sparse_decodes:
+            splits = captured_splits(*sizes)
+        elif is_large(step.num_decodes, self.num_kv_heads, self.num_sms):
+            num_cut, splits = CUT, CUT_SPLITS
+        else:
+            splits = decode_splits(*sizes)
+        parts, prefix_lens_S = 0, None
+        if step.prefixes is not None and window is None and step.num_decodes >= SHARE_FROM:
+            parts = prefix_parts(step.num_decodes, self.num_kv_heads, self.num_sms)
+            prefix_lens_S = step.prefixes.lens_S
+            # decode_attention must be the very next launch: its kernel works beside this one's (pdl.py).
+            prefix_attention(
+                q_THN,
+                kv_layer,
+                step.prefixes.groups,
+                step.prefixes.members_S,
+                step.block_tables_RM,
+                self.workspace,
+                step.num_decodes,
+                PREFIX_PROGRAMS_PER_SM * self.num_sms,
+                splits,
+                parts,
+                self.scale,
+            )
+        decode_attention(
+            q_THN,
+            kv_layer,
+            out_THN,
+            step.rows_S,
+            step.kv_lens_S,
+            step.block_tables_RM,
+            self.workspace,
+            step.num_decodes,
+            splits,
+            self.scale,
+            window,
+            min_split=MIN_SPLIT,
+            prefix_lens_S=prefix_lens_S,
+            max_parts=parts,
+            num_cut=num_cut,
+        )
 
     def prefill(
         self,
@@ -198,8 +207,8 @@ class TritonBackend:
         out_THN: torch.Tensor,
         selected: bool,
     ) -> None:
-        """Writes out_THN of the step's prefill chunks, after the decodes': places for decodes that are empty
-        wrote zeros there."""
+        """Writes out_THN of the prefills' tokens. It comes after `decode`: in a captured mixed step the empty
+        places for decodes wrote zeros over some of these tokens."""
         if self.work is not None and window is None:
             work = self.work[: self.selected_work] if selected else self.work
             if len(work):
@@ -215,7 +224,6 @@ class TritonBackend:
                     self.num_sms,
                 )
         else:
-            num_queries = step.num_tokens if step.captured_mixed else step.num_tokens - step.num_decodes
             prefill_attention(
                 q_THN,
                 k_TGN,
@@ -227,7 +235,7 @@ class TritonBackend:
                 step.rows_S,
                 step.block_tables_RM,
                 step.num_decodes,
-                num_queries,
+                step.max_prefill_tokens,
                 self.scale,
                 window,
                 paged=not step.fresh_prefills,

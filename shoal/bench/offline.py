@@ -120,10 +120,9 @@ def describe_machine(llm: LLM) -> str:
     """What the engine runs on: its GPUs, or the processor and how many threads of it."""
     import torch
 
-    assert llm.core.runner is not None
-    if llm.core.runner.device.type == "cuda":
+    if llm.core.ranks.runner.device.type == "cuda":
         count = llm.core.config.tensor_parallel_size
-        return (f"{count} x " if count > 1 else "") + torch.cuda.get_device_name(llm.core.runner.device)
+        return (f"{count} x " if count > 1 else "") + torch.cuda.get_device_name(llm.core.ranks.runner.device)
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
@@ -176,8 +175,7 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
     from shoal.weights.update import weight_tensors
 
     core, tp = llm.core, llm.core.config.tensor_parallel_size
-    assert core.runner is not None
-    model = core.runner.model
+    model = core.ranks.runner.model
     held = sum(tensor.numel() * tensor.element_size() for _, tensor in weight_tensors(model))
     if not core.model_config.tie_word_embeddings:
         held -= sum(
@@ -185,7 +183,7 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
         )
     together = Ceilings(ceilings.bytes_per_s * tp, ceilings.flops_per_s * tp)
     return Floor(
-        core.model_config, together, held * tp, torch.empty((), dtype=core.runner.dtype).element_size()
+        core.model_config, together, held * tp, torch.empty((), dtype=core.ranks.runner.dtype).element_size()
     )
 
 
@@ -195,8 +193,7 @@ def measure_ceilings(llm: LLM) -> Ceilings:
 
     from shoal.bench.floor import Ceilings
 
-    assert llm.core.runner is not None
-    device, dtype = llm.core.runner.device, llm.core.runner.dtype
+    device, dtype = llm.core.ranks.runner.device, llm.core.ranks.runner.dtype
     on_gpu = device.type == "cuda"
     size = 8192 if on_gpu else 768
     count = (256 << 20 if on_gpu else 64 << 20) // dtype.itemsize

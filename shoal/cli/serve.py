@@ -11,11 +11,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
 from shoal.errors import ConfigError, ShoalError
 from shoal.server.app import create_admin_app, create_app
+from shoal.server.catalog import Catalog
 from shoal.server.keys import check_admin_port, is_loopback, read_keys
 from shoal.server.model import ServedEngine, ServedModel
 from shoal.server.run import check_tls, open_ports, url_of
@@ -87,6 +88,7 @@ def plan(
                 "awake one has"
             )
         options = {**options, "enable_sleep_mode": True}
+    options = {"target_itl_ms": SERVER_TARGET_ITL_MS, **options}
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
@@ -112,8 +114,9 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             engines.append(llm)
             engine = llm if swapper is None else await swapper.add(one.names[0], llm, one.config.model)
             models.append(_served(one, llm, engine, tokenizer, config))
-        app = create_app(models, config)
-        admin = create_admin_app(models, config) if config.admin_port is not None else None
+        catalog = Catalog(models)
+        app = create_app(catalog, config)
+        admin = create_admin_app(catalog, config) if config.admin_port is not None else None
 
         def ready(port: int, admin_port: int | None) -> None:
             operated = f", admin port {admin_port} on {config.admin_host}" if admin_port is not None else ""

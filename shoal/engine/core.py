@@ -1,44 +1,38 @@
-"""The engine core: requests in, outputs out, one `step` at a time. Owns scheduler, runner and the other
-ranks.
+"""The engine core: requests in, outputs out, one `step` at a time. Tokenizer and text are above
+(engine/llm.py).
 
-With asynchronous scheduling step n+1 is scheduled and launched before the tokens of step n are looked at
-(`depth` steps in flight). Tokenizer and text are above (engine/llm.py).
+It builds the parts of an engine, gives each what it needs, and is their one front. Nothing below holds the
+core.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 
-from shoal.api import FinishReason, Logprob, MemoryReport, Output, Request, SleepState, Stats, TokenLogprobs
+from shoal.api import FinishReason, MemoryReport, Output, Request, SleepState, Stats
 from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import Sleeper
+from shoal.engine.lifecycle.standstill import Standstill
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
-from shoal.engine.profile import span
-from shoal.engine.ranks.workers import WorkerGroup
+from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.resolve import resolve_config
-from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
-from shoal.engine.runner.runner import ModelRunner, StepResult, prepare_process
-from shoal.engine.runner.sampling import LogprobLists
-from shoal.engine.scheduling.grammar import Grammar, Grammars
-from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
-from shoal.engine.scheduling.sequence import Sequence as QueuedSequence
-from shoal.engine.scheduling.sequence import SequenceStatus
+from shoal.engine.runner import commands
+from shoal.engine.scheduling.grammar import Grammars
+from shoal.engine.scheduling.grammar_admission import GrammarAdmission
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.step_costs import StepCosts
+from shoal.engine.step_loop import StepLoop
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.kv.event_publisher import KvEvents
-from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.models.decoder import check_parallel
 from shoal.tokenizer import load_tokenizer
 from shoal.weights.check import verify_weights
@@ -47,19 +41,10 @@ from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
-COMPILE_WAIT_S = 0.001  # of an idle step, for a grammar: other requests may come meanwhile
-
-
-@dataclass(slots=True)
-class InFlight:
-    plan: StepPlan
-    result: StepResult
-    embeds: list[int]  # samples, in the order of result.embeddings
-    launched_at: float
-
 
 class EngineCore:
-    """Raises UserError for impossible options or checkpoints, before any device work where possible."""
+    """One engine. Raises UserError for impossible options or checkpoints, before any device work where
+    possible."""
 
     def __init__(self, config: EngineConfig, files: CheckpointFiles) -> None:
         self.model_config = files.config
@@ -70,56 +55,22 @@ class EngineCore:
             check_shapes(files)
             if config.check_weights:
                 verify_weights(files)
-        self.error: EngineDeadError | None = None
-        self.num_threads = torch.get_num_threads()  # put back by exit()
-        self.group: WorkerGroup | None = None
-        self.runner: ModelRunner | None = None
-        self.tp: TensorParallel | None = None
-        self.tiers: KvTiers | None = None
-        events = self.config.kv_events_config
-        self.events = KvEvents(events, self.config.block_size) if events.enable_kv_cache_events else None
-        try:
+        with ExitStack() as undo:
+            self.events = self._open_events()
+            if self.events is not None:
+                undo.callback(self.events.close)
+            self.ranks = Ranks(self.config, files)
+            undo.callback(self.ranks.close)
             self._start(files)
-        except BaseException:
-            self.exit()
-            raise
+            undo.pop_all()
+
+    def _open_events(self) -> KvEvents | None:
+        options = self.config.kv_events_config
+        return KvEvents(options, self.config.block_size) if options.enable_kv_cache_events else None
 
     def _start(self, files: CheckpointFiles) -> None:
         config = self.config
-        keep_quantized = config.keep_quantized
-        prepare_process(config, 0)
-        self.tp = tp = TensorParallel.single()
-        if config.tensor_parallel_size > 1:
-            rendezvous = Rendezvous()
-            init = {
-                "config": dataclasses.asdict(config),
-                "port": rendezvous.port,
-                "keep_quantized": keep_quantized,
-            }
-            self.group = WorkerGroup(
-                config.tensor_parallel_size, "shoal.engine.runner.runner:serve_rank", init
-            )
-            self.tp = tp = rendezvous.connect(0, config.tensor_parallel_size, config.device, self.group.check)
-            self.group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
-        self.runner = ModelRunner(config, files, tp, keep_quantized)
-        if config.device == "cuda":
-            self.collective_rpc("compile_ahead")
-        num_blocks = config.num_gpu_blocks_override or min(self.collective_rpc("measure"))
-        if num_blocks < 1:
-            raise ConfigError(
-                f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
-                "no room "
-                f"for a single KV block of {self.runner.block_bytes} bytes; raise it or lower "
-                "max_num_batched_tokens"
-            )
-        try:
-            self.collective_rpc("allocate", num_blocks)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise ConfigError(
-                f"{num_blocks} KV blocks of {self.runner.block_bytes} bytes don't fit in memory; lower "
-                "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
-            ) from None
-        self.num_blocks = num_blocks
+        self.num_blocks = num_blocks = self._allocate()
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -127,26 +78,43 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
-            policy=config.scheduling_policy,
+            scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            target_itl_s=config.target_itl_ms / 1e3 if config.target_itl_ms else None,
+            step_sizes=sorted({shape.tokens for shape in self.ranks.runner.mixed_shapes}),
             events=self.events,
         )
-        self.builder = self._new_builder(self.runner)
-        self.grammars = Grammars(
+        grammars = Grammars(
             lambda: load_tokenizer(files, config.tokenizer),
             self.model_config.vocab_size,
             files.eos_token_ids,
             config.closes_objects,
         )
-        self.compiling: list[tuple[QueuedSequence, Future[Grammar]]] = []  # held until their grammar is there
-        self.sleeper = Sleeper(self)
-        self.weights = Weights(self, files, keep_quantized)
-        self.refused: str | None = None  # why no request is taken
-        self.late: list[Output] = []  # of steps completed outside of step()
-        self.in_flight: deque[InFlight] = deque()
-        self.depth = 1 if config.async_scheduling else 0
+        self.admission = GrammarAdmission(grammars, self.scheduler)
+        self.tiers: KvTiers | None = None
         if config.has_kv_tiers:
-            self.tiers = KvTiers(self)
+            self.tiers = KvTiers(config, self.ranks, self.scheduler, self.events)
+        self.refused: str | None = None  # why no request is taken
+        self._standstill = Standstill()
+        # What steps cost is learned only where there is a target for the gap between tokens.
+        self.step_costs = StepCosts() if config.target_itl_ms else None
+        self.loop = StepLoop(
+            config,
+            self.ranks,
+            self.scheduler,
+            grammars,
+            self.admission,
+            self.tiers,
+            self.events,
+            self._standstill,
+            self.step_costs,
+        )
+        self.weights = Weights(
+            config, files, self.ranks, self.loop, self.scheduler, self.tiers, self._standstill
+        )
+        self.sleeper = Sleeper(
+            config, self.ranks, self.loop, self.scheduler, self.weights, self.tiers, self._standstill
+        )
         logger.info(
             "%d KV blocks of %d tokens, %d sequences at once, %s on %s",
             num_blocks,
@@ -156,11 +124,35 @@ class EngineCore:
             config.device,
         )
 
+    def _allocate(self) -> int:
+        """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
+        blocks."""
+        config, ranks = self.config, self.ranks
+        block_bytes = ranks.runner.block_bytes
+        if config.device == "cuda":
+            ranks.call(commands.COMPILE_AHEAD)
+        num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.MEASURE))
+        if num_blocks < 1:
+            raise ConfigError(
+                f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
+                f"no room for a single KV block of {block_bytes} bytes; raise it or lower "
+                "max_num_batched_tokens"
+            )
+        try:
+            ranks.call(commands.ALLOCATE, num_blocks)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise ConfigError(
+                f"{num_blocks} KV blocks of {block_bytes} bytes don't fit in memory; lower "
+                "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
+            ) from None
+        return num_blocks
+
     # Requests
 
     def add(self, request: Request) -> None:
-        """Raises RequestError if the request is impossible for this model or cache, UnavailableError if
-        nothing is taken now: asleep, without weights, refused. Nothing else notices."""
+        """Takes a request. Raises RequestError if it is impossible for this model or cache, UnavailableError
+        if no request is taken now: the engine sleeps, its weights are not whole, or it refuses them
+        (`refuse`). A request that is not taken leaves no trace."""
         if (why := self.standstill or self.refused) is not None:
             raise UnavailableError(why)
         self.scheduler.check_request(request)
@@ -175,8 +167,7 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.ask(seq)
         if structured is not None:
-            seq.held = True
-            self.compiling.append((seq, self.grammars.start(structured)))
+            self.admission.hold(seq, structured)
 
     def _check_ids(self, request: Request) -> None:
         params, vocab_size = request.params, self.model_config.vocab_size
@@ -216,13 +207,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything. Requests that are kept while the engine sleeps are no work."""
-        told = self.in_flight or self.scheduler.ended or self.late
-        return bool(told) or (self.standstill is None and self.scheduler.has_work)
+        return self.loop.has_work
 
     @property
     def standstill(self) -> str | None:
-        """Why nothing is scheduled."""
-        return self.sleeper.why() if self.sleeper.state.is_sleeping else self.weights.lost
+        """Why nothing is scheduled now: the engine sleeps, or its weights are not whole."""
+        return self._standstill.reason
 
     def refuse(self, reason: str | None) -> None:
         """From now on `add` raises UnavailableError(reason); None: no longer. What is there already goes
@@ -232,242 +222,34 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[Output]:
-        """Schedules and launches one step, then returns the outputs of the oldest that is due.
-        EngineDeadError if the device fails."""
-        if self.error is not None:
-            raise self.error
-        self._take_grammars()
-        outputs = [
-            Output(
-                seq.request.request_id,
-                [],
-                finish_reason=seq.finish_reason,
-                stop_reason=seq.stop_reason,
-                error=seq.error,
-            )
-            for seq in self.scheduler.take_ended()
-        ]
-        outputs, self.late = self.late + outputs, []
-        with self._guarded():
-            tiers = self.tiers if self.standstill is None else None
-            if tiers is not None:
-                tiers.before_schedule()
-            with span("schedule"):
-                plan = self.scheduler.schedule() if self.standstill is None else None
-            if tiers is not None:
-                tiers.before_step(launches=plan is not None)
-            if plan is not None:
-                with span("launch"):
-                    self.in_flight.append(self._launch(plan))
-            if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
-                with span("complete"):
-                    outputs += self._complete(self.in_flight.popleft())
-            elif (self.compiling or self.grammars.under_way) and not outputs:
-                futures: list[Future[Any]] = [future for _, future in self.compiling]
-                wait(futures + list(self.grammars.under_way), COMPILE_WAIT_S, FIRST_COMPLETED)
-            if tiers is not None:
-                tiers.after_step(waits=plan is None and not (self.in_flight or outputs))
-        self.flush_events()
-        return outputs
+        """Schedules and launches one step, then returns the outputs of the oldest that is due. Raises
+        EngineDeadError if the device or a rank fails."""
+        return self.loop.step()
 
     def tick(self) -> bool:
-        """To be called while there is no work: KV blocks go to lower tiers. Whether it should be called again
-        soon."""
-        if self.tiers is None or self.error is not None:
-            return False
-        with self._guarded():
-            return self.tiers.tick()
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """What fails in here ends the engine; what merely interrupts it loses the steps in flight."""
-        try:
-            yield
-        except (RuntimeError, ShoalError) as error:
-            self.error = self._cause_of_death(error)
-            raise self.error from error
-        except BaseException:
-            self._forget_everything()
-            raise
-
-    def _take_grammars(self) -> None:
-        """Lets sequences go whose grammar is ready, and ends those whose grammar failed."""
-        for item in [
-            item for item in self.compiling if item[1].done() or item[0].status is SequenceStatus.FINISHED
-        ]:
-            self.compiling.remove(item)
-            seq, future = item
-            if seq.status is SequenceStatus.FINISHED:
-                future.cancel()
-            elif (error := future.exception()) is not None:
-                self.scheduler.finish(
-                    seq.request.request_id, FinishReason.ERROR, "grammar", str(error) or repr(error)
-                )
-            else:
-                seq.grammar, seq.held = future.result(), False
-
-    def _forget_everything(self) -> None:
-        """After an interrupt, or no memory, in the middle of a step nobody knows what of it reached the
-        device: every request is aborted, and no block that the step should have filled may be found later.
-        Other ranks cannot be brought back in line: the engine ends."""
-        if self.group is not None:
-            self.error = EngineDeadError(
-                "interrupted in the middle of a tensor-parallel step; build a new engine"
-            )
-            return
-        assert self.runner is not None
-        self.error = EngineDeadError(
-            "interrupted in the middle of a step, and what was under way did not end; build a new engine"
-        )
-        self.scheduler.abort_all()
-        self.scheduler.reset_prefix_cache()
-        if self.tiers is not None:
-            try:
-                self.tiers.start_anew()
-            except TimeoutError:  # a disk that hangs
-                return
-        self.flush_events()
-        self.in_flight.clear()
-        self.late.clear()
-        self.builder = self._new_builder(self.runner)
-        self.runner.reset_state()
-        self.error = None
-
-    def _new_builder(self, runner: ModelRunner) -> BatchBuilder:
-        return BatchBuilder(runner.layout, self.config.block_size, runner.share_from, runner.mixed_shapes)
-
-    def _cause_of_death(self, error: Exception) -> EngineDeadError:
-        """A rank's death, if there was one, rather than the broken collective it left behind."""
-        try:
-            if self.group is not None:
-                self.group.check(wait_s=1.0)
-        except ShoalError as death:
-            error = death
-        return error if isinstance(error, EngineDeadError) else EngineDeadError(f"a step failed: {error}")
-
-    def _launch(self, plan: StepPlan) -> InFlight:
-        assert self.runner is not None
-        decode_only = plan.num_decodes == len(plan.scheduled)
-        graphs = self.runner.graphs
-        packed, extras = self.builder.build(
-            plan, graphs.padded(plan.num_decodes) if graphs is not None and decode_only else None
-        )
-        for entry in plan.scheduled[plan.num_decodes :]:
-            if entry.seq.started_at is None:
-                entry.seq.started_at = time.monotonic()
-        if extras.grammars:
-            extras.masks = self.grammars.masks(extras.grammars)
-        if self.group is not None:
-            self.group.call("step", packed)
-        launched_at = time.monotonic()
-        return InFlight(plan, self.runner.step(packed, extras or None), extras.embeds, launched_at)
-
-    def _complete(self, step: InFlight) -> list[Output]:
-        tokens = step.result.wait(self.group.check if self.group is not None else None)
-        if self.tiers is not None:
-            self.tiers.completed(step.plan, step.launched_at)
-        logprobs = step.result.logprobs.to_lists() if step.result.logprobs is not None else None
-        if step.result.prompt_logprobs is not None:
-            self._keep_prompt_logprobs(step.plan, step.result.prompt_logprobs.to_lists())
-        embeddings = (
-            dict(zip(step.embeds, step.result.embeddings.tolist()))
-            if step.result.embeddings is not None
-            else {}
-        )
-        outputs = []
-        for result in self.scheduler.update(step.plan, tokens):
-            seq = result.seq
-            is_first = len(seq.token_ids) == seq.num_prompt_tokens + 1
-            queued = seq.started_at - seq.added_at if is_first and seq.started_at is not None else 0.0
-            if seq.request.embed:
-                outputs.append(
-                    Output(
-                        seq.request.request_id,
-                        [],
-                        finish_reason=result.finish_reason,
-                        embedding=embeddings[result.sample],
-                        num_cached_tokens=seq.num_cached_tokens,
-                        queued_seconds=queued,
-                    )
-                )
-                continue
-            params = seq.request.params
-            figures = None
-            if logprobs is not None and params.logprobs is not None:
-                figures = [token_logprobs(logprobs, result.sample, result.token_id, params.logprobs)]
-            prompt_logprobs = None
-            if params.prompt_logprobs is not None and is_first:
-                prompt_logprobs = seq.prompt_logprobs or [None]
-            outputs.append(
-                Output(
-                    seq.request.request_id,
-                    [result.token_id],
-                    finish_reason=result.finish_reason,
-                    stop_reason=seq.stop_reason,
-                    logprobs=figures,
-                    prompt_logprobs=prompt_logprobs,
-                    num_cached_tokens=seq.num_cached_tokens,
-                    queued_seconds=queued,
-                )
-            )
-        return outputs
-
-    @staticmethod
-    def _keep_prompt_logprobs(plan: StepPlan, found: LogprobLists) -> None:
-        at = 0
-        for entry in plan.scheduled:
-            seq, k = entry.seq, entry.seq.request.params.prompt_logprobs
-            if k is None:
-                continue
-            if entry.start == 0 or seq.prompt_logprobs is None:
-                seq.prompt_logprobs = [None]
-            for i in range(at, at + num_prompt_targets(entry)):
-                target = seq.token_ids[entry.start + 1 + i - at]
-                seq.prompt_logprobs.append(token_logprobs(found, i, target, k))
-            at += num_prompt_targets(entry)
-
-    def drain(self) -> None:
-        """Completes the steps in flight; the next step() returns their outputs."""
-        if self.error is not None:
-            raise self.error
-        with self._guarded():
-            while self.in_flight:
-                self.late += self._complete(self.in_flight.popleft())
+        """To be called while there is no work: KV blocks go to lower tiers. Returns whether it should be
+        called again soon."""
+        return self.loop.tick()
 
     # Commands
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every rank's runner; returns the results in rank order."""
-        if self.error is not None:
-            raise self.error
-        if self.group is None:
-            return [getattr(self.runner, method)(*args)]
-        pending = self.group.submit(method, *args)
-        own = getattr(self.runner, method)(*args)
-        return [own, *pending.results()]
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the engine can do nothing any more, once that is so."""
+        return self.ranks.error
+
+    def collective_rpc(self, name: str, *args: Any) -> list[Any]:
+        """Runs a public command (engine/runner/commands.py) on every rank; returns the results in rank order.
+        Raises ConfigError for any other name."""
+        return self.ranks.call(commands.find_public(name), *args)
 
     def start_profile(self, folder: str) -> None:
         """Traces every rank until stop_profile. Raises ConfigError for a folder that can't be written."""
-        self.collective_rpc("start_profile", folder)
+        self.ranks.call(commands.START_PROFILE, folder)
 
     def stop_profile(self) -> list[str]:
         """Returns the traces' files, in rank order. Raises ConfigError if none is being made."""
-        return self.collective_rpc("stop_profile")
-
-    def each_rank(
-        self, method: str, *args: Any, own: tuple[Callable[..., Any], Any] | None = None
-    ) -> list[Any]:
-        """As collective_rpc, for what may fail: a rank's exception is its value. `own`: what rank 0 calls
-        instead, and its argument."""
-        if self.error is not None:
-            raise self.error
-        pending = self.group.submit(method, *args) if self.group is not None else None
-        outcomes: list[Any] = []
-        try:
-            outcomes.append(getattr(self.runner, method)(*args) if own is None else own[0](own[1]))
-        except (ShoalError, RuntimeError, MemoryError, OSError) as error:
-            outcomes.append(error)
-        return outcomes + (pending.outcomes() if pending is not None else [])
+        return self.ranks.call(commands.STOP_PROFILE)
 
     # Sleep and weights. What each does and raises: engine/lifecycle/sleep.py,
     # engine/lifecycle/weight_updates.py
@@ -479,7 +261,7 @@ class EngineCore:
         return self.sleeper.wake_up(tags)
 
     def sleep_state(self) -> SleepState:
-        return self.sleeper.state
+        return self._standstill.sleep
 
     def update_weights(self, source: str) -> int:
         return self.weights.update(source)
@@ -488,76 +270,62 @@ class EngineCore:
         return self.weights.check()
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """As Control says (api.py)."""
-        ranks = self.collective_rpc("memory_usage")
+        """As Control says (control.py)."""
+        ranks = self.ranks.call(commands.MEMORY_USAGE)
         return {
             tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]
         }
 
+    # The cache
+
     def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; a shared store keeps its own. Returns False if running requests still
+        hold some."""
         idle = self.scheduler.reset_prefix_cache()
         if self.tiers is not None:
             self.tiers.reset()
-        self.flush_events()
-        return idle
-
-    def flush_events(self) -> None:
-        """Publishes what KV events there are; every step does."""
         if self.events is not None:
             self.events.flush()
+        return idle
 
     @property
     def kv_events(self) -> KvEvents:
-        """Raises ConfigError if the engine was built without."""
+        """What is cached where, for listeners. Raises ConfigError if the engine was built without."""
         if self.events is None:
             raise ConfigError(
-                "this engine keeps no KV events; build it with kv_events_config={'enable_kv_cache_events': "
-                "True, "
-                "'publisher': 'null'} (or 'zmq', which publishes them too)"
+                "this engine keeps no KV events; build it with kv_events_config="
+                "{'enable_kv_cache_events': True, 'publisher': 'null'} (or 'zmq', which publishes them too)"
             )
         return self.events
 
     def stats(self) -> Stats:
-        stats = self.scheduler.stats()
+        stats, costs = self.scheduler.stats(), self.step_costs
+        if costs is not None and costs.num_learned:
+            stats.decode_step_s = costs.step_s + self.scheduler.num_decoding * costs.seq_s
+            stats.prompt_token_s = costs.token_s
         return stats if self.tiers is None else self.tiers.fill_in(stats)
+
+    def check(self) -> None:
+        """Proves the books of scheduler and tiers by assertions. For tests and idle moments."""
+        self.scheduler.check()
+        if self.tiers is not None:
+            self.tiers.check()
+
+    def flush_kv(self) -> None:
+        """Writes KV blocks to disk or store, as far as kv_flush_timeout allows."""
+        if self.tiers is not None:
+            self.tiers.flush()
 
     def exit(self) -> None:
         """Ends the other ranks and frees the device. KV blocks are written to disk or store first, as far as
         kv_flush_timeout allows. Safe to call twice."""
         try:
-            if self.tiers is not None and self.error is None:
-                self.tiers.flush()
+            if self.error is None:
+                self.flush_kv()
         except (RuntimeError, ShoalError) as error:
             logger.warning("KV blocks were not written: %s", error)
         finally:  # also of an interrupt
             self.tiers = None
-            self._end()
-
-    def _end(self) -> None:
-        runner, group, tp = self.runner, self.group, self.tp
-        self.runner = self.group = self.tp = None
-        if self.events is not None:
-            self.events.close()
-        if runner is not None:
-            runner.drop_graphs()  # NCCL does not end while graphs hold its collectives
-        if group is not None and group.failed and tp is not None:
-            # a collective may be running whose other half is gone; otherwise the steps in flight end by
-            # themselves
-            tp.close()
-        if runner is not None:
-            runner.exit()
-        if group is not None:
-            group.close()
-        if tp is not None:
-            tp.close()
-        torch.set_num_threads(self.num_threads)
-        self.error = self.error or EngineDeadError("the engine was ended; build a new one")
-
-
-def token_logprobs(found: LogprobLists, i: int, token_id: int, k: int) -> TokenLogprobs:
-    """vLLM's map for one token: itself with its rank, and the k best (all of them for k = -1)."""
-    best_ids, best = (found.top_ids[i], found.top[i]) if k < 0 else (found.top_ids[i][:k], found.top[i][:k])
-    ranked = {
-        token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(zip(best_ids, best), start=1)
-    }
-    return {token_id: Logprob(found.chosen[i], found.ranks[i])} | ranked
+            if self.events is not None:
+                self.events.close()
+            self.ranks.close()

@@ -362,7 +362,8 @@ class LLM:
             self.core.refuse(None)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Calls a method of every rank's ModelRunner; returns the results in rank order."""
+        """Runs one of the ranks' public commands on every rank; returns the results in rank order. Raises
+        ConfigError for any other name; its message lists the public ones (engine/runner/commands.py)."""
         return self.core.collective_rpc(method, *args)
 
     def start_profile(self, folder: str = "shoal-traces") -> None:

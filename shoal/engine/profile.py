@@ -1,8 +1,8 @@
 """Traces of a running engine for Perfetto (ui.perfetto.dev): steps and host work by name, kernels on a line
 of their own.
 
-One file a rank, by torch's profiler. While no trace is being made a span costs a function call. `StepClock`
-says how long the GPU stood idle between steps.
+Torch's profiler writes one file for each rank. While no trace is being made, a span costs one function call.
+`StepClock` says how long the GPU stood idle between steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shoal.errors import ConfigError
 
 NOTHING = contextlib.nullcontext()
-_active: Profiler | None = None  # torch's profiler is one a process
+_active: Profiler | None = None  # a process has one, as torch's profiler is global
 
 
 class Profiler:
-    """Raises ConfigError if a trace is being made already, or `folder` can't be written."""
+    """A trace of this process, from now until `stop`. Raises ConfigError if one is being made already, or if
+    `folder` can't be written."""
 
     def __init__(self, folder: str, rank: int, device: torch.device) -> None:
         global _active
@@ -58,12 +59,12 @@ class Profiler:
 
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
-    """Names what runs inside it in the trace, if one is being made."""
+    """Gives what runs inside it a name in the trace, if one is being made."""
     return NOTHING if _active is None else record_function(name)
 
 
 class StepClock:
-    """When the GPU begins and ends each step, by events on its stream: nothing waits for them before
+    """Records when the GPU begins and ends each step, by events on its stream. Nothing waits for them before
     `stop`."""
 
     def __init__(self) -> None:
@@ -78,8 +79,8 @@ class StepClock:
         self._steps.append((start, end))
 
     def stop(self) -> tuple[float, float]:
-        """Seconds from the first step's beginning to the last one's end, and those of them that lay between
-        steps."""
+        """Returns the seconds from the beginning of the first step to the end of the last, and how many of
+        them lay between steps."""
         torch.cuda.synchronize()
         if not self._steps:
             return 0.0, 0.0

@@ -68,6 +68,7 @@ def resolve_config(
         "num_gpu_blocks_override": config.num_gpu_blocks_override or 0,
         "kv_disk_bytes": config.kv_disk_bytes or 0,
         "async_scheduling": gpu if config.async_scheduling is None else config.async_scheduling,
+        "target_itl_ms": config.target_itl_ms or 0.0,
         "kv_events_config": config.kv_events_config or KVEventsConfig(),
         "structured_outputs_config": config.structured_outputs_config or StructuredOutputsConfig(),
     }

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.hopper import empty_rows
+from shoal.kernels.hopper import empty_product_input
+from shoal.kernels.pdl import ORDINARY
 
-BLOCK = 1024  # with 4 warps 8 elements a thread: one 16-byte access each
+BLOCK = 1024  # With 4 warps each thread has 8 elements, one access of 16 bytes.
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     assert gate_up_T2F.is_contiguous()
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-    out_TF = empty_rows(gate_up_T2F, num_tokens, size)
+    out_TF = empty_product_input(gate_up_T2F, num_tokens, size)
     block = min(BLOCK, triton.next_power_of_2(size))
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](gate_up_T2F, out_TF, size, BLOCK=block)
     return out_TF
@@ -46,9 +47,12 @@ def _embed_kernel(ids_ptr, weight_ptr, out_ptr, D, BLOCK: tl.constexpr):
 
 
 def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """The rows of `weight_VD` with these ids. The launch stays ordinary: it is the first of a step's layers,
+    and the kernels after it count on that what was prepared before it is there (pdl.py)."""
     assert weight_VD.is_contiguous()
     num_tokens, size = ids_T.shape[0], weight_VD.shape[1]
     out_TD = weight_VD.new_empty((num_tokens, size))
     block = min(BLOCK, triton.next_power_of_2(size))
-    _embed_kernel[(num_tokens, triton.cdiv(size, block))](ids_T, weight_VD, out_TD, size, BLOCK=block)
+    grid = (num_tokens, triton.cdiv(size, block))
+    _embed_kernel[grid](ids_T, weight_VD, out_TD, size, BLOCK=block, **ORDINARY)
     return out_TD

@@ -188,8 +188,9 @@ def decode_kernel(
     splits of as many or of a quarter of theirs; the programs at the grid's end, which usually have nothing to
     do, take what is behind their first split. LENGTHS: a power of two, S at least, for all sizes the same.
 
-    SHARED: that kernel, prefix_kernel, leaves the results for the first prefix_lens_ptr[seq] keys in
-    `parts_ptr[seq]` parts, while this one works on the other keys; they are weighed together with the splits.
+    SHARED: the kernel before must be prefix_kernel. It leaves the results for the first prefix_lens_ptr[seq]
+    keys in `parts_ptr[seq]` parts, while this one works on the other keys; they are weighed together with the
+    splits. So queries are read before the wait: prefix_kernel let this one start when they were there.
     """
     start_next(PDL)
     kv_head = tl.program_id(0)
@@ -262,7 +263,7 @@ def decode_kernel(
         blocks = _load_blocks(table_ptr, keys + BLOCK_N, end, BLOCK_SIZE)
         mask = there[:, None] & dim_mask
         k = tl.load(kv_ptr + offsets, mask=mask, other=0.0)
-        # masked: 0 * what an unused slot holds may be NaN
+        # It is masked, because an unused slot may hold NaN, and 0 * NaN is NaN.
         v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)
         acc, total, highest = _softmax_step(acc, total, highest, q, k, v, there[None, :], scale_log2, True)
     task = seq * num_kv_heads + kv_head

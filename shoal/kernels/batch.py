@@ -1,5 +1,8 @@
-"""The batch state's small kernels: a step's differences written into it, a decode step's inputs read from it,
-plain copies. Layout: state.py."""
+"""The batch state's small kernels: they write a step's differences into it, read a decode step's inputs from
+it, and copy int32s. Its layout is in state.py.
+
+Their launches are ordinary (pdl.py), as they write what the kernels of the step before may still read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _apply_updates_kernel(state_ptr, addresses_ptr, values_ptr, num_updates, BLO
 
 
 def apply_updates(state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None:
-    """state[addresses] = values; addresses are unique."""
+    """state[addresses] = values. No address may come twice, because the order of writes is not fixed."""
     num_updates = addresses.shape[0]
     _apply_updates_kernel[(triton.cdiv(num_updates, 256),)](
         state, addresses, values, num_updates, BLOCK=256, num_warps=2
@@ -38,8 +41,8 @@ def _copy_ints_kernel(dst_ptr, src_ptr, size, BLOCK: tl.constexpr):
 
 
 def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """dst = src, int32, not by the copy engines, which may be busy with KV blocks for 0.1 s. Either may be
-    pinned host memory."""
+    """dst = src, both int32; either may be pinned host memory. It does not use the copy engines, which may be
+    busy with KV blocks for 0.1 s."""
     size = src.shape[0]
     assert (
         dst.shape == src.shape
@@ -72,8 +75,8 @@ def begin_decode(
     positions_B: torch.Tensor,
     kv_lens_B: torch.Tensor,
 ) -> None:
-    """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length
-    0."""
+    """Fills in the inputs of a decode step from the state rows. Padding (row -1) gets token 0, position -1
+    and length 0."""
     size = tokens_B.shape[0]
     _begin_decode_kernel[(triton.cdiv(size, 64),)](
         rows_B, table, tokens_B, positions_B, kv_lens_B, table.stride(0), size, BLOCK=64, num_warps=2

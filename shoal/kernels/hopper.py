@@ -1,19 +1,19 @@
-"""What the kernels written for Hopper in Gluon (Triton's language of warps and layouts) share. Importing it
-asks for no Gluon."""
+"""What the kernels share that are written for Hopper in Gluon, Triton's language of warps and layouts.
+Importing this file needs no Gluon."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-MAX_ROWS = 256  # of hopper_linear.py's products
-# it is experimental: those that are known to make these kernels
+MAX_ROWS = 256  # the most rows of a product of hopper_linear.py
+# Gluon is experimental. These are the versions that are known to make these kernels.
 HAS_GLUON = triton.__version__.startswith(("3.6", "3.7"))
 
 if HAS_GLUON:
     from triton.experimental.gluon import language as gl
 
-    # of a program's threads; its name before Triton 3.7
+    # A barrier of a program's threads. Before Triton 3.7 its name was thread_barrier.
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
@@ -21,11 +21,22 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def empty_rows(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """An empty [T, ...]; up to MAX_ROWS with memory for a power of two of rows, at least 8. hopper_linear.py
-    reads tiles of rows by TMA, which is slow to fill in zeros for rows beyond a matrix: 1024 x 3072 of 208
-    rows 10.2 us, 7.5 where there is something to read."""
+def rows_with_room(rows: int) -> int:
+    """How many rows there is memory for in a product's input of `rows` rows: a power of two, at least 8.
+    Products of more than MAX_ROWS rows are none of hopper_linear.py's, so there is no more."""
+    return rows if rows > MAX_ROWS else max(8, 1 << (rows - 1).bit_length())
+
+
+def empty_product_input(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An empty [T, ...] that a product will read, with memory for `rows_with_room` rows behind it.
+
+    The products of hopper_linear.py read whole tiles of rows by TMA, which is slow to fill in zeros for rows
+    beyond a matrix. So they read what lies behind these rows instead, for sums that nobody stores. An input
+    without such room is answered right, but more slowly: whatever writes a product's input should get it from
+    here.
+    """
     rows = shape[0]
-    if rows > MAX_ROWS or rows == (room := max(8, 1 << (rows - 1).bit_length())):
+    room = rows_with_room(rows)
+    if room == rows:
         return like.new_empty(shape)
     return like.new_empty((room, *shape[1:]))[:rows]

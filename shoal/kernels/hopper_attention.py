@@ -2,18 +2,17 @@
 and layouts).
 
 FlashAttention 3 (Shah et al. 2024): a producer warp has the copy engine (TMA) fetch queries, keys and values
-into shared memory; two warpgroups of 64 rows compute. A warpgroup sets out for the scores of the next tile of
-keys before it adds the values of this one, so that its softmax runs beside the tensor cores, and the two take
-turns at setting out, so that one's softmax meets the other's products.
+into shared memory, and two warpgroups of 64 rows compute. A warpgroup sets out for the scores of the next
+tile of keys before it adds the values of this one, so that its softmax runs beside the tensor cores. The two
+take turns at setting out, so that one's softmax meets the other's products.
 
 Work is a list of items, tiles of queries times heads, those with most keys first. A program stays on its SM
-and takes item after item from a counter, its producer fetching for the next while the last one ends. A cache
-block of 16 tokens of one head lies in one piece, so that TMA fetches 64 dims of it with one instruction.
+and takes item after item from a counter. Its producer fetches for the next item while the last one ends. A
+cache block of 16 tokens of one head lies in one piece, so that TMA fetches 64 dims of it with one
+instruction.
 
-bf16, one H200, TFLOP/s of two timings in one run, beside attention.py's kernel, all from the cache: 8 x 4096,
-32 heads 580 and 515 (371); a chunk of 8192 over 24,000 cached tokens 596 and 579 (405), 16 heads 630 and 581
-(398); 64 x 128 over 2048, 16 heads 444 and 446 (347). The oracle is attention_reference.py. Shapes as in
-attention.py. A line is one token's N numbers of K or V of one head in the cache.
+Figures are in benchmarks/results/kernels.md. The oracle is attention_reference.py. Shapes as in attention.py.
+A line is one token's N numbers of K or V of one head in the cache.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, block_
 
 @gluon.jit
 def _write(note, first_token, num_queries, first_pos, head):
-    """What the producer tells the others of an item; no queries: there is none left."""
+    """Tells the other warps which item comes next. No queries: there is none left."""
     note.index(0).store(gl.full([1], first_token, gl.int32, ONE_WARP))
     note.index(1).store(gl.full([1], num_queries, gl.int32, ONE_WARP))
     note.index(2).store(gl.full([1], first_pos, gl.int32, ONE_WARP))
@@ -99,7 +98,8 @@ def _fetch(
     BLOCK_SIZE: gl.constexpr,
     PIECE: gl.constexpr,
 ):
-    """The producer warp. A cache block is fetched in pieces; what no query may see becomes zeros."""
+    """The work of the producer warp. A cache block is fetched in pieces. What no query may see becomes
+    zeros."""
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
     PANELS: gl.constexpr = N // PANEL
@@ -158,8 +158,8 @@ def _fetch(
                     )
 
             mbarrier.wait(v_free.index(stage), phase)
-            # slots from `end` on may hold anything, also NaN, which a weight of 0 does not undo: the piece
-            # with `end` in it is not TMA's
+            # Slots from `end` on may hold anything, also NaN, which a weight of 0 does not undo. So TMA does
+            # not fetch the piece with `end` in it.
             cut = gl.minimum(end - first, BLOCK_N) // PIECE
             whole = (end % PIECE == 0) | (cut == PIECES)
             if whole:
@@ -183,7 +183,7 @@ def _fetch(
                     )
                     v_parts.index(part + panel * PIECES + cut).store(values)
                 fence_async_shared()
-                barrier()  # one thread speaks for all
+                barrier()  # One thread speaks for all.
                 mbarrier.expect(v_ready.index(stage), TILE_BYTES - PIECE * N * 2)
             for piece in gl.static_range(PIECES):
                 for panel in gl.static_range(PANELS):
@@ -196,7 +196,7 @@ def _fetch(
                     )
             count += 1
         taken = gl.atomic_add(taken_ptr, 1, sem="relaxed")
-        if taken == num_items - 1:  # everybody has asked for the last time
+        if taken == num_items - 1:  # Every program has asked for the last time.
             gl.store(taken_ptr, 0)
         item = taken + gl.num_programs(0)
         turn += 1
@@ -207,7 +207,7 @@ def _fetch(
 
 @gluon.jit
 def _await(ready, count, pred=True):
-    """Until tile `count` is there."""
+    """Waits until tile `count` is there."""
     mbarrier.wait(ready.index(count % STAGES), count // STAGES & 1, pred=pred)
 
 
@@ -220,8 +220,8 @@ def _scores(q, k_smem, count, layout: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, highest, total, first, positions, scale_log2, MASKED: gl.constexpr):
-    """Online softmax of keys from `first` on: (weights, highest, total, what sums so far are to be multiplied
-    by)."""
+    """Online softmax of the keys from `first` on. Returns weights, highest, total, and what the sums so far
+    must be multiplied by."""
     if MASKED:
         keys = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         scores = gl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
@@ -233,8 +233,8 @@ def _softmax(scores, highest, total, first, positions, scale_log2, MASKED: gl.co
 
 @gluon.jit
 def _as_operand(weights, dtype: gl.constexpr, layout: gl.constexpr):
-    """Rounded, as the left operand of a product; pair by pair, as LLVM would move single conversions to where
-    they are used."""
+    """The weights rounded, as the left operand of a product. They are rounded pair by pair, as LLVM would
+    move single conversions to where they are used."""
     if dtype == gl.bfloat16:
         operand = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], gl.bfloat16, True, 2
@@ -269,8 +269,8 @@ def _tiles(
     scores_layout: gl.constexpr,
     weights_layout: gl.constexpr,
 ):
-    """Key tiles [begin, end) of an item of `tiles`; `weights` are those of tile begin - 1, whose values are
-    still to come."""
+    """Works on the key tiles [begin, end) of an item of `tiles`. `weights` are those of tile begin - 1, whose
+    values are still to be added."""
     k_ready, k_free, v_ready, v_free = kv_bars
     for tile in range(begin, end):
         mbarrier.wait(turns.index(HALF), ((step + tile) & 1) ^ (1 - HALF))
@@ -283,7 +283,8 @@ def _tiles(
         scores, highest, total, shrink = _softmax(
             scores, highest, total, tile * k_smem.type.shape[1], positions, scale_log2, MASKED
         )
-        # here, as its branch holds the assembler from moving the softmax behind the wait for the values
+        # It stands here because its branch keeps the assembler from moving the softmax behind the wait for
+        # the values.
         _await(k_ready, count + 1, tile + 1 < tiles)
         acc, scores = warpgroup_mma_wait(0, deps=[acc, scores])
         mbarrier.arrive(v_free.index((count - 1) % STAGES))
@@ -309,7 +310,7 @@ def _attend(
     N: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """A warpgroup: half of each item's rows."""
+    """The work of a warpgroup, on half of each item's rows."""
     q_ready, q_free = q_bars
     k_ready, k_free, v_ready, v_free = kv_bars
     dtype: gl.constexpr = k_smem.dtype
@@ -321,12 +322,12 @@ def _attend(
     q = q_smem.index(HALF)
     turn = 0
     count = 0  # key tiles so far, over all items
-    step = -1  # turns taken so far, less one: an item's first tile takes none
+    step = -1  # one less than the turns taken so far; an item's first tile takes none
     mbarrier.wait(q_ready, 0)
     first_token, num_queries, first_pos, head = _read(note)
     while num_queries > 0:
         tiles = gl.cdiv(first_pos + num_queries, BLOCK_N)
-        middle = gl.maximum((first_pos + 1) // BLOCK_N, 1)  # all rows see all keys of the tiles before
+        middle = gl.maximum((first_pos + 1) // BLOCK_N, 1)  # All rows see all keys of the tiles before it.
         positions = first_pos + (HALF * M + gl.arange(0, M, gl.SliceLayout(1, scores_layout))) // PACK
 
         _await(k_ready, count)
@@ -434,8 +435,8 @@ def hopper_prefill_kernel(
     BLOCK_SIZE: gl.constexpr,
     PIECE: gl.constexpr,
 ):
-    """Items are pairs (PACK heads, tile of ROWS / PACK queries), the heads in the outer order: programs that
-    run side by side read the same keys, from the L2 cache."""
+    """Items are pairs (PACK heads, tile of ROWS / PACK queries), with the heads in the outer order. So
+    programs that run side by side read the same keys, from the L2 cache."""
     dtype: gl.constexpr = kv_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, N], kv_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, N], kv_desc.layout)
@@ -505,7 +506,7 @@ def hopper_prefill_kernel(
 
 
 def heads_an_item(group: int) -> int:
-    """Query heads of one kv head that share an item: the largest power of two that divides the group."""
+    """How many query heads of one kv head share an item: the largest power of two that divides the group."""
     return min(group & -group, 16)
 
 
@@ -516,9 +517,11 @@ def prefill_work(
     group: int,
     select: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int]:
-    """int32 [tiles, 4]: first token, number of queries, position of the first, sequence, for the sequences
-    from `first_seq` on; tiles with most keys first. `group`: query heads a kv head. Before them, in the same
-    order, the tiles with tokens of `select` (ascending; None: all tokens); and how many those are."""
+    """The tiles of the sequences from `first_seq` on, int32 [tiles, 4]: first token, number of queries,
+    position of the first, sequence. `group`: the number of query heads for each kv head.
+
+    The tiles with tokens of `select` (ascending; None: all tokens) come first, then the others; among both,
+    those with most keys are first. Returned too: how many tiles have selected tokens."""
     starts = np.array(query_starts[first_seq:])
     lens, tile = np.diff(starts), ROWS.value // heads_an_item(group)
     counts = -(-lens // tile)
@@ -547,10 +550,11 @@ def hopper_prefill_attention(
     scale: float,
     num_sms: int,
 ) -> None:
-    """Writes out_THN of the queries in `work` (`prefill_work`'s, on the device), whose keys and values are
-    all in the cache.
+    """Writes out_THN of the queries in `work`, which `prefill_work` made and which is on the device. All
+    their keys and values are in the cache.
 
-    `taken`: int32 [1], 0 between launches; launches that share it must run one after the other."""
+    `taken`: int32 [1]. Every launch leaves 0 there, which the next one counts on. So launches that share it
+    must run one after the other."""
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
     num_heads = q_THN.shape[1]
     pack, piece = heads_an_item(num_heads // num_kv_heads), min(block_size, PIECE)

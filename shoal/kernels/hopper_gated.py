@@ -1,15 +1,13 @@
-"""silu(x @ gate^T) * (x @ up^T) of thousands of rows on Hopper, in Gluon: SiLU * up costs a pass over twice
-the outputs when it is a kernel of its own, a fifth of the product for 1024 inputs.
+"""silu(x @ gate^T) * (x @ up^T) of thousands of rows on Hopper, in Gluon. As a kernel of its own, SiLU * up
+is a pass over twice the outputs, which costs a fifth of the product for 1024 inputs.
 
-Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) ahead of them
-by four tiles of inputs, over the ends of output tiles too; two warpgroups of 64 rows share each tile of gate
-and up, which are the two halves of one product, and round both as products of their own would. TMA also
-stores the results. Tiles are taken in groups of 16 tiles of rows, so that what runs side by side reads few
-rows and weights, from the L2 cache.
+Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) four tiles of
+inputs ahead of them, over the ends of output tiles too. Two warpgroups of 64 rows share each tile of gate and
+up, which are the two halves of one product, and round both as two products would. TMA also stores the
+results. Tiles are taken in groups of 16 tiles of rows, so that what runs side by side reads few rows and
+weights, from the L2 cache.
 
-bf16, one H200, us of the median launch, beside cuBLAS's product without the activation, in one run: 16,384
-rows, 3072 x 1024 291 (281), 12288 x 4096 4753 (4794); 4,096 rows 86 (83) and 1133 (1124). T rows · I inputs ·
-F outputs. Oracle: reference.py.
+Figures are in benchmarks/results/products.md. T rows · I inputs · F outputs. The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from shoal.kernels import hopper_linear
 from shoal.kernels.hopper import barrier
 from shoal.kernels.hopper_linear import DTYPES, descriptor, silu_mul
 
-MIN_ROWS = 4096  # below, two launches cost the host less than this one
-ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
+MIN_ROWS = 4096  # For fewer rows, two launches cost the host less than this one.
+ROWS: gl.constexpr = gl.constexpr(64)  # rows of a warpgroup
 BLOCK_F: gl.constexpr = gl.constexpr(128)
 BLOCK_I: gl.constexpr = gl.constexpr(64)  # 128 bytes, which tensor cores and TMA swizzle as one row
 STAGES: gl.constexpr = gl.constexpr(4)
@@ -40,7 +38,7 @@ GROUP: gl.constexpr = gl.constexpr(16)
 
 @gluon.jit
 def _tile(item, row_tiles, out_tiles):
-    """(tile of rows, tile of outputs)"""
+    """The tile of rows and the tile of outputs of an item."""
     first = item // (GROUP * out_tiles) * GROUP
     height = gl.minimum(row_tiles - first, GROUP)
     within = item % (GROUP * out_tiles)
@@ -49,7 +47,7 @@ def _tile(item, row_tiles, out_tiles):
 
 @gluon.jit
 def _fetch(x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_tiles, out_tiles):
-    """The producer warp."""
+    """The work of the producer warp."""
     BYTES: gl.constexpr = 2 * (x_desc.block_type.nbytes + weight_desc.block_type.nbytes)
     count = 0
     for item in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
@@ -76,7 +74,7 @@ def _fetch(x_desc, weight_desc, x_smem, weight_smem, full, free, F, steps, row_t
 def _multiply(
     out_desc, x_smem, weight_smem, out_smem, full, free, steps, row_tiles, out_tiles, HALF: gl.constexpr
 ):
-    """A warpgroup: half of each tile's rows."""
+    """The work of a warpgroup, on half of each tile's rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_F, 16])
     dtype: gl.constexpr = x_smem.dtype
     # gate above up
@@ -92,7 +90,7 @@ def _multiply(
                 x_smem.index(2 * stage + HALF), weights.index(stage).permute((1, 0)), sums, is_async=True
             )
             sums = warpgroup_mma_wait(1, deps=[sums])
-            # the stage before is done with
+            # The stage before is free again.
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
             count += 1
         sums = warpgroup_mma_wait(0, deps=[sums])
@@ -100,11 +98,11 @@ def _multiply(
 
         gate, up = gl.split(sums.reshape((ROWS, 2, BLOCK_F)).permute((0, 2, 1)))
         result = silu_mul(gate, up, dtype)
-        tma.store_wait(0)  # the last tile's results have been read
+        tma.store_wait(0)  # TMA has read the results of the tile before.
         barrier()
         out_smem.store(result)
         fence_async_shared()
-        barrier()  # one thread speaks for all
+        barrier()  # One thread speaks for all.
         tma.async_copy_shared_to_global(
             out_desc, [(2 * row_tile + HALF) * ROWS, out_tile * BLOCK_F], out_smem
         )
@@ -115,7 +113,7 @@ def _multiply(
 def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_tiles):
     dtype: gl.constexpr = x_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_I], x_desc.layout)
-    # gate, up
+    # gate, then up
     weight_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_F, BLOCK_I], weight_desc.layout)
     out_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_F], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -163,7 +161,8 @@ def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_
 
 
 def is_for(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> bool:
-    """On Hopper; TMA reads and stores 16 bytes at a time."""
+    """Whether this kernel is for the product: many rows on Hopper, of sizes that TMA can read and store, 16
+    bytes at a time."""
     (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
     return (
         rows >= MIN_ROWS
@@ -174,7 +173,7 @@ def is_for(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> bool:
 
 
 def hopper_gated_product(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.Tensor:
-    """[T, F]; gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of
+    """[T, F]. Gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of
     rows."""
     assert x_TI.is_contiguous() and weight_2FI.is_contiguous()
     (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2

@@ -1,21 +1,21 @@
 """Products of 2 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up, or the
 residual, in the epilogue, in Gluon.
 
-A decode step's products are short: of qwen3-0.6b's 5 to 7 us with cuBLAS 2 or 3 are the reading of weights,
-the rest is what comes before and after it. So all that does not need the rows is done while the kernel before
-still runs (pdl.py): a program asks the copy engine for its first weight tiles, as many as shared memory
-holds, and then waits. Where its whole slice of the weight and of the rows fits, no tile is ever replaced, and
-the loop is nothing but tensor-core instructions; a longer slice runs through the tiles as through a ring. Few
-outputs are split over inputs, so that all SMs work: the last program of a tile to arrive adds the parts in a
-fixed order.
+A decode step's products are short: for a small model, less than half of a product's time with cuBLAS is the
+reading of its weight, and the rest is what comes before and after that. So all that does not need the rows is
+done while the kernel before still runs (pdl.py). A program asks the copy engine for its first weight tiles,
+as many as shared memory holds, and then waits. Where its whole slice of the weight and of the rows fits, no
+tile is ever replaced, and the loop is nothing but tensor-core instructions; a longer slice runs through the
+tiles as through a ring. If there are few outputs, the inputs are split, so that all SMs work: the last
+program of a tile to arrive adds the parts in a fixed order.
 
-A product that ends in the residual adds itself to it (ADD), rounded as one of its own. Its old values too are
-on their way early.
+A product that ends in the residual adds itself to it (ADD), rounded as one of its own. The residual's old
+values too are on their way early.
 
-32 rows or fewer are the right operand (out^T = weight @ x^T), as the left one comes in 64 rows. Gate and up
-are two sums of one program, rounded as a product of its own would. Us beside cuBLAS's (and its SiLU * up):
-docs/decisions.md. T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle:
-reference.py.
+With 32 rows or fewer, the rows are the right operand (out^T = weight @ x^T), as the left one comes in 64
+rows. Gate and up are two sums of one program, each rounded as a product of its own would be. Tiles of rows
+reach beyond the matrix: `descriptor` says what is read there. Figures are in benchmarks/results/products.md.
+T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from shoal.kernels.hopper import MAX_ROWS, barrier, empty_rows, is_hopper
+from shoal.kernels.hopper import MAX_ROWS, barrier, empty_product_input, is_hopper, rows_with_room
 from shoal.kernels.pdl import pdl_options
 
 MIN_ROWS = 2
-MAX_STAGES = 8  # the code is unrolled over them
+MAX_STAGES = 8  # The code is unrolled over them.
 MAX_SPLITS = 4
-SHARED_BYTES = 216 << 10  # of an SM's 227 KiB
-MAX_TILES = 1024  # with parts of their own in a launch; choose_hopper_tiles stays far below
+SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
+MAX_TILES = 1024  # tiles of a launch whose inputs are split; choose_hopper_tiles stays far below
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -51,7 +51,7 @@ class HopperTiles:
     splits: int = 1
     columns: int = 128
 
-    @functools.cache  # noqa: B019 -- as many as there are shapes
+    @functools.cache  # noqa: B019 -- there are as many instances as shapes
     def stages(self, inputs: int, gated: bool) -> int:
         """How many tiles of weight and rows lie in shared memory at once."""
         tile_bytes = (self.rows + self.outs * (1 + gated)) * self.columns * 2
@@ -63,37 +63,39 @@ class HopperTiles:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Of a Hopper GPU; 0: it is none."""
+    """The number of SMs of a Hopper GPU. 0: the device is none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if is_hopper(device) else 0
 
 
 def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
-    """The fewest outputs a program for which programs do not outnumber SMs; then the inputs are split while
-    SMs are idle and a slice does not fit in shared memory. None: cuBLAS, for products of so many outputs and
-    rows that programs would queue, or that are bound by arithmetic, and for gated ones, which are not split,
-    of so few that most SMs would read nothing."""
-    # TMA reads, and the end stores, 16 bytes at a time
+    """Programs get the fewest outputs for which programs do not outnumber SMs. Then the inputs are split
+    while SMs are idle and a slice does not fit in shared memory.
+
+    None: cuBLAS gets the product. It has so many outputs and rows that programs would queue, or is bound by
+    arithmetic, or is gated (so it can't be split) and has so few outputs that most SMs would read nothing."""
+    # TMA reads 16 bytes at a time, and the end stores as many.
     if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:
         return None
     return _choose_tiles(rows, outs, inputs, gated, sms)
 
 
-@functools.cache  # of so few rows there are not many
+@functools.cache  # For so few rows there are not many different products.
 def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
     block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
     smallest, largest = 64 if block_rows < 64 else 32 if gated or rows > 64 else 16, 128
     large = rows > 64 and outs * inputs > 1 << 24
-    if large:  # two tiles of rows would read such a weight twice
+    if large:  # Two tiles of rows would read such a weight twice.
         if gated or rows > 128:
             return None
         block_rows, smallest, largest = 128, 64, 64
     for block_outs in (16, 32, 64, 128):
         programs = triton.cdiv(rows, block_rows) * triton.cdiv(outs, block_outs)
         if smallest <= block_outs <= largest and programs <= sms:
+            assert triton.cdiv(rows, block_rows) * block_rows <= rows_with_room(rows)
             if gated and inputs >= 4096 and 3 * programs < sms:
                 return None
             narrow = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
-            columns = 64 if large or narrow else 128  # 3 stages at least
+            columns = 64 if large or narrow else 128  # There are at least 3 stages so.
             choices = [
                 HopperTiles(block_rows, block_outs, splits, columns)
                 for splits in range(1, 2 if gated else MAX_SPLITS + 1)
@@ -114,7 +116,7 @@ def tiles_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> HopperTi
 
 @gluon.jit
 def wait_for_inputs(PDL: gl.constexpr):
-    """pdl.py's, in Gluon."""
+    """The function of pdl.py, in Gluon."""
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -126,7 +128,8 @@ def wait_for_inputs(PDL: gl.constexpr):
 
 @gluon.jit
 def _rounded(sums, dtype: gl.constexpr):
-    """To `dtype` and back, pair by pair: the conversion of one number is as slow as an exponential."""
+    """Rounds to `dtype` and back, pair by pair, as the conversion of one number is as slow as an
+    exponential."""
     if dtype == gl.bfloat16:
         rounded = gl.inline_asm_elementwise(
             """{
@@ -162,9 +165,9 @@ def _rounded(sums, dtype: gl.constexpr):
 
 @gluon.jit
 def silu_mul(gate, up, dtype: gl.constexpr):
-    """Of float32 sums, each rounded first, as a product of its own would be. SiLU is x / (1 + exp(-x)) to the
-    bit, but 0 below -87: what exp and the quotient do for results below 2^-126 would triple its
-    multiplications."""
+    """silu(gate) * up of float32 sums, each rounded first, as a product of its own would be. SiLU is x / (1 +
+    exp(-x)) to the bit, but 0 below -87: what exp and the quotient do for results below 2^-126 would triple
+    its multiplications."""
     gate = _rounded(gate, dtype)
     silu = gl.inline_asm_elementwise(
         """{
@@ -215,7 +218,8 @@ def hopper_kernel(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Of the tile (program 0, program 1) and the `tiles` * BLOCK_I inputs of program 2."""
+    """The product of the rows of program 0 and the outputs of program 1, over the `tiles` * BLOCK_I inputs of
+    program 2."""
     BLOCK_T: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_O: gl.constexpr = weight_desc.block_type.shape[0]
     BLOCK_I: gl.constexpr = weight_desc.block_type.shape[1]
@@ -252,7 +256,7 @@ def hopper_kernel(
             x_desc, [first_row, first_column + i * BLOCK_I], full.index(i), x_smem.index(i)
         )
 
-    LANES: gl.constexpr = min(BLOCK_O // 8, 32)  # that store a row's outputs, 16 bytes each
+    LANES: gl.constexpr = min(BLOCK_O // 8, 32)  # lanes that store a row's outputs, 16 bytes each
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [num_warps, 1], [1, 0])
     row = first_row + gl.arange(0, BLOCK_T, gl.SliceLayout(1, wide))
     out = first_out + gl.arange(0, BLOCK_O, gl.SliceLayout(0, wide))
@@ -268,7 +272,7 @@ def hopper_kernel(
     )
     sums = gl.zeros((ROWS, COLUMNS), gl.float32, mma)
     up_sums = gl.zeros((ROWS, COLUMNS), gl.float32, mma)
-    for i in range(tiles - STAGES + 1):  # the tile before is done with: its place takes a later one
+    for i in range(tiles - STAGES + 1):  # The place of the tile before is free: it takes a later tile.
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         sums = _multiply(x_smem.index(stage), weight_smem.index(stage), sums, SWAP)
@@ -316,8 +320,8 @@ def hopper_kernel(
             + gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
         )
         gl.store(parts_ptr + gl.program_id(2) * (ROWS * COLUMNS) + at, sums)
-        # all threads have stored before one of them says so (release), and it has heard before any reads
-        # (acquire)
+        # All threads have stored before one of them says so (release), and that one has heard of the others
+        # before any reads (acquire).
         barrier()
         if gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
             return
@@ -358,11 +362,12 @@ def hopper_product(
     gated: bool,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half. Bits do not depend on
-    timing. `residual`: the product is added to it in place, and it is returned."""
+    """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. Bits do not
+    depend on timing. The product is added to `residual_TO` in place, if there is one, which is then
+    returned."""
     assert x_TI.is_contiguous() and weight.is_contiguous() and not (gated and tiles.splits > 1)
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = empty_rows(x_TI, rows, outs) if residual_TO is None else residual_TO
+    out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
     parts, arrived = out_TO, out_TO
@@ -394,14 +399,12 @@ def hopper_product(
 
 
 def descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0) -> TensorDescriptor:
-    """Of tiles of `rows`, which read `rows_read` together: also what lies behind the matrix (`empty_rows`),
-    for sums that nobody stores."""
+    """Describes a matrix to TMA, which reads tiles of `rows` rows, `rows_read` rows in all. Rows beyond the
+    matrix are whatever lies in memory there, if its storage goes on so far (`empty_product_input`), for sums
+    that nobody stores. Otherwise TMA fills in zeros, more slowly."""
     num_rows, inputs = matrix.shape
-    if (
-        num_rows < rows_read
-        and matrix.untyped_storage().nbytes()
-        >= (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize
-    ):
+    end = (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize
+    if num_rows < rows_read and end <= matrix.untyped_storage().nbytes():
         num_rows = rows_read
     return TensorDescriptor(
         matrix, [num_rows, inputs], [inputs, 1], [rows, columns], _layout(rows, columns, matrix.dtype)
@@ -415,6 +418,6 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 @functools.cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """How many parts of each tile are there: zeros, as every launch leaves them. Launches of one device
-    follow each other."""
+    """How many parts of each tile are there. Every launch leaves zeros, which the next one counts on. So
+    launches on one device must follow each other."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

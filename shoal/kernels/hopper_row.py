@@ -1,19 +1,18 @@
 """Products of one row with a large weight on Hopper, with RMSNorm before and bias, SiLU * up or the residual
 after, in Gluon.
 
-Such a product is the reading of its weight, and what costs time is when nothing is read: while a kernel waits
-for the one before, sums or ends. So a program stays on its SM and goes through groups of weight rows, a row a
-warp, with a ring of tiles in shared memory that are on their way: they are asked for before the row of inputs
-is there (pdl.py), and each that is used makes place for a later one. As the ring takes more than half of an
-SM's memory, there is one such program an SM; the next product's begins when it ends, and fills its ring while
-others still work. (With rings of 96 KB the next product's came early and in pairs, to half of the SMs: 4485
-us a token of qwen3-8b.)
+Such a product is the reading of its weight. Time is lost when nothing is read: while a kernel waits for the
+one before, while it sums, and while it ends. So a program stays on its SM and goes through groups of weight
+rows, one row a warp, with a ring of tiles in shared memory that are on their way. They are asked for before
+the row of inputs is there (pdl.py), and each tile that has been used makes place for a later one.
 
-The row is normalised by each program, rounded as the norm's own kernel does, and kept in shared memory.
+The ring takes more than half of an SM's memory, so that an SM has one such program. The next product's
+program begins when this one ends, and fills its ring while others still work. With smaller rings the next
+product's programs came early and in pairs, to half of the SMs, which was slower.
 
-One stream at 1,100 tokens, us a token, with linear.py's elementwise products and with these: qwen3-8b 4119
-and 3877, a 4B model 2674 and 2528, a 1.7B model 1309 and 1257. qwen3-0.6b's weights are too small: 660 and
-727. I inputs · O outputs (F of a gated product, whose weight has 2F rows). Oracle: reference.py.
+Each program normalises the row, rounds it as the norm's own kernel does, and keeps it in shared memory.
+Figures are in benchmarks/results/products.md; the weights of the smallest models are too small for this
+kernel. I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from shoal.kernels import hopper_linear
 from shoal.kernels.hopper_linear import DTYPES, silu_mul, wait_for_inputs
 from shoal.kernels.pdl import pdl_options
 
-SMALLEST = 2048  # outputs and inputs
-LARGEST = 32768  # inputs, which lie in shared memory beside the ring
-OUTS: gl.constexpr = gl.constexpr(8)  # a group: an output a warp
+SMALLEST = 2048  # the fewest outputs, and inputs
+LARGEST = 32768  # the most inputs: they lie in shared memory beside the ring
+OUTS: gl.constexpr = gl.constexpr(8)  # outputs of a group, one a warp
 PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 bytes a thread
-PARTS: gl.constexpr = gl.constexpr(4)  # of a tile, 16 KB of weights
-# of the ring; half as many of a gated product, whose tiles are of gate and of up
+PARTS: gl.constexpr = gl.constexpr(4)  # parts of a tile, which is 16 KB of weights
+# Tiles in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(8)
 
 
 @gluon.jit
 def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.constexpr, EVEN: gl.constexpr):
-    """For tile i of this program: a piece of the inputs of a group, part after part."""
+    """Asks for tile i of this program: a piece of the inputs of a group, part after part."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [OUTS, 1], [1, 0])
     row = gl.arange(0, PARTS * OUTS, gl.SliceLayout(1, layout))
     out = (gl.program_id(0) + i // pieces * gl.num_programs(0)) * OUTS + row % OUTS
@@ -74,7 +73,8 @@ def hopper_row_kernel(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Groups of outputs from this program's own on, `pieces` tiles each. EVEN: whole tiles. BLOCK_X >= I."""
+    """Computes groups of outputs, `pieces` tiles each: this program's first, then each one that lies a grid
+    further. EVEN: all tiles are whole. BLOCK_X >= I."""
     gl.static_assert(num_warps == OUTS)
     DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
     RING: gl.constexpr = STAGES // (1 + GATED)
@@ -116,7 +116,7 @@ def hopper_row_kernel(
         sums = gl.zeros([OUTS, PART], gl.float32, layout)
         up_sums = gl.zeros([OUTS, PART], gl.float32, layout)
         for piece in range(pieces):
-            async_copy.wait_group(RING - 1)  # there is a group for each tile, those beyond the last too
+            async_copy.wait_group(RING - 1)  # Each tile has a commit group, also those beyond the last.
             for part in gl.static_range(PARTS):
                 place, of_row = i % RING * PARTS + part, piece * PARTS + part
                 some = xs.index(of_row).load(gl.SliceLayout(0, layout)).to(gl.float32)[None, :]
@@ -124,7 +124,7 @@ def hopper_row_kernel(
                 up_product = product
                 if GATED:
                     up_product = up_weights.index(place).load(layout).to(gl.float32) * some
-                if not EVEN:  # no promise that what was not copied is zeros
+                if not EVEN:  # What was not copied need not be zeros.
                     product = gl.where(of_row * PART + column < I, product, 0.0)
                     up_product = gl.where(of_row * PART + column < I, up_product, 0.0)
                 sums += product
@@ -140,11 +140,11 @@ def hopper_row_kernel(
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)
-    async_copy.wait_group(0)  # the next program's ring lies in the same memory
+    async_copy.wait_group(0)  # The next program's ring lies in the same memory.
 
 
 def is_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-    """One row, and a weight that is large in both directions, on Hopper."""
+    """Whether this is one row, and a weight that is large in both directions, on Hopper."""
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
     return (
         rows == 1
@@ -166,8 +166,9 @@ def hopper_row_product(
     norm_weight_I: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """x @ weight^T + bias; gated: silu(first half of the outputs) * second half; `residual`: the product is
-    added to it in place, and it is returned; `norm_weight`: x is normalised first."""
+    """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The product is
+    added to `residual_1O` in place, if there is one, which is then returned. With `norm_weight_I`, x is
+    normalised first."""
     assert x_1I.is_contiguous() and weight.is_contiguous()
     inputs, outs = x_1I.shape[1], weight.shape[0] // (1 + gated)
     out_1O = x_1I.new_empty((1, outs)) if residual_1O is None else residual_1O

@@ -1,15 +1,18 @@
-"""Products of few rows with a weight matrix, in Triton: their time is that of reading the weights. Many rows,
-and float32, go to cuBLAS; on Hopper what lies between goes to hopper_linear.py, gate and up of thousands of
-rows to hopper_gated.py, and one row of a large weight to hopper_row.py.
+"""Products of few rows with a weight matrix, in Triton. Their time is that of reading the weights.
+
+Many rows, and float32, go to cuBLAS. On Hopper, what lies between goes to hopper_linear.py, gate and up of
+thousands of rows to hopper_gated.py, and one row of a large weight to hopper_row.py.
 
 A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before
-the rows are there (pdl.py); more go to tensor cores, the weight as the left operand, so that rows are padded
-to 16 only. Nothing is split over programs: a result is one sum in a fixed order. GATED: weight is gate over
-up, and silu(gate) * up leaves the kernel instead of the two. ADD: the product, rounded as one of its own, is
-added to what the output holds, the residual; that is asked for before the product, not after it. RMSNorm
-before a product of one narrow row, and a residual sum before that, are part of it: w (g * x) / rms(x) needs
-rms(x) at its end only. T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows).
-Oracle: reference.py.
+the rows are there (pdl.py). More rows go to tensor cores. The weight is the left operand there, so that rows
+are padded to 16 only. No sum is split over programs, so each result is one sum in a fixed order.
+
+GATED: the weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the product,
+rounded as one of its own, is added to what the output holds, the residual, which is loaded before the
+product. RMSNorm before a product of one narrow row, and a residual sum before that, are part of the product,
+because w (g * x) / rms(x) needs rms(x) only at its end.
+
+T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -23,19 +26,20 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu, silu_mul
-from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, empty_rows
+from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, empty_product_input
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 
 if HAS_GLUON:
     from shoal.kernels import hopper_gated, hopper_linear, hopper_row
 
-PIECE = tl.constexpr(2048)  # bytes a thread prefetches
-# warps of a product that runs at once: prefetching makes a token 1 to 2 % faster, of others 4 to 10 slower
+PIECE = tl.constexpr(2048)  # bytes that a thread prefetches
+# A product of at most as many warps runs at once. Prefetching makes its tokens 1 to 2 % faster, and those of
+# larger products 4 to 10 % slower.
 ONE_WAVE = 4096
-# inputs of a product of many rows to which cuBLAS adds: 16,384 x 4096 x 12288 takes 12 % longer then
+# cuBLAS adds a product of many rows to the residual up to as many inputs. Wider ones take longer so.
 WIDEST_SUM = 8192
-# widest whose norm is part of elementwise products: each program reads x, residual and norm whole
+# The widest row whose norm is part of an elementwise product: each program reads x, residual and norm whole.
 FUSED_COLUMNS = 2048
 
 
@@ -50,24 +54,19 @@ class Tiles:
 
 
 def choose_tiles(rows: int, weight_rows: int, columns: int, gated: bool) -> Tiles | None:
-    """None: cuBLAS is as fast. All from a sweep on an H200 in bf16 (benchmarks/kernels.py linear), where most
-    products of 2 rows and more are hopper_linear.py's since, and large weights of one row hopper_row.py's; us
-    beside cuBLAS's:"""
-    # 4096 x 1024: 3.4, 4.8; 1024 x 3072: 2.5, 6.6; 1024 x 2048: 2.1, 12.6; 4096 x 4096: 9.1, 12.4; 151936 x
-    # 1024: 70, 74
+    """How to cut a product. None: cuBLAS is as fast. All numbers are from a sweep on an H200 in bf16
+    (benchmarks/kernels.py linear; benchmarks/results/products.md)."""
     if rows == 1:
         if columns <= 1024:
             return Tiles(4, 1024, 4) if weight_rows <= 4096 else Tiles(8, 512, 4)
         if columns <= 2048:
             return Tiles(2, 2048, 8 if weight_rows <= 1024 else 4)
-        # whole rows, all of them in flight before the wait: a token of qwen3-8b 4378 us to 4250
+        # Whole rows: all of them are in flight before the wait.
         if 3072 < columns <= 4096:
             return Tiles(1, 4096, 4) if gated else Tiles(2, 4096, 8)
-        return Tiles(2, 1024, 4)  # small tiles, more of them at once: a token of qwen3-8b 4230 us to 4103
-    # 4 rows, 1024 x 3072: 3.8, 6.7
+        return Tiles(2, 1024, 4)  # Small tiles: more of them are there at once.
     if rows <= 4 and not gated and triton.next_power_of_2(rows) * weight_rows * columns <= 1 << 25:
         return Tiles(4, 256, 1) if columns <= 1024 else Tiles(4, 1024, 4)
-    # 16 rows: 3072 x 1024 gated: 5.6, 6.8; head: 75, 80
     if (rows <= 16 and columns < 4096) or (rows <= 32 and weight_rows >= 24576):
         return Tiles(64, 128, 4, 5)
     return None
@@ -75,7 +74,7 @@ def choose_tiles(rows: int, weight_rows: int, columns: int, gated: bool) -> Tile
 
 @triton.jit
 def _prefetch_rows(weight_ptr, first, end, I, PDL: tl.constexpr):
-    """Rows [first, end) of a weight, which lie in one piece."""
+    """Prefetches rows [first, end) of a weight, which lie in one piece."""
     start = tl.arange(0, tl.extra.cuda.num_threads()) * PIECE
     num_bytes = (end - first) * I * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     ptr = (weight_ptr + first.to(tl.int64) * I).to(tl.pointer_type(tl.int8))
@@ -105,11 +104,11 @@ def _vector_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of T <= BLOCK_T rows, elementwise. EVEN: whole tiles of inputs. WHOLE: one tile of inputs. PREFETCH:
-    the tiles after the first, into the L2 cache.
+    """The product of T <= BLOCK_T rows, elementwise. EVEN: the inputs are whole tiles. WHOLE: they are one
+    tile. PREFETCH: the tiles after the first are brought into the L2 cache.
 
-    With `norm_ptr`: of RMSNorm(x), weighted by it. With `residual_ptr` too: of that of x + residual, whose
-    sum the first program leaves in `sum_ptr`. (What ADD adds to is in `out_ptr`.)
+    With `norm_ptr`, x is replaced by its RMSNorm, weighted by it. With `residual_ptr` too, x + residual takes
+    the place of x, and the first program leaves that sum in `sum_ptr`. (What ADD adds to is in `out_ptr`.)
     """
     first = tl.program_id(0) * BLOCK_O
     out = first + tl.arange(0, BLOCK_O)
@@ -176,7 +175,7 @@ def _vector_kernel(
 
 @triton.jit
 def _finish(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.constexpr):
-    """Bias and activation; gate and up are rounded, as a product of its own would."""
+    """Bias and activation. Gate and up are rounded first, as two products would round them."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + out, mask=out < O, other=0.0).to(tl.float32)
         if GATED:
@@ -204,7 +203,7 @@ def _matrix_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of T <= BLOCK_T rows, by tensor cores: out^T = weight @ x^T."""
+    """The product of T <= BLOCK_T rows, by tensor cores: out^T = weight @ x^T."""
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     row = tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_I)
@@ -243,7 +242,8 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
 def linear_add(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
 ) -> torch.Tensor | None:
-    """residual += the product, in place; what cuBLAS is slow to add is left to the next norm."""
+    """residual += the product, in place, and returns None. A product that cuBLAS is slow to add is returned
+    instead, for the next norm to add."""
     if _multiply(x_TI, weight_OI, bias_O, gated=False, residual_TO=residual_TO) is not None:
         return None
     if bias_O is not None or (x_TI.shape[0] > MAX_ROWS and x_TI.shape[1] > WIDEST_SUM):
@@ -271,9 +271,11 @@ def add_norm_linear(
     bias: torch.Tensor | None,
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kernel for one row, whose sum is a tensor of its own: no program may write what others still read.
-    A token of qwen3-0.6b 735 us to 699; of four rows it was 5 % slower than with a norm of its own, a wide
-    row 10 %, but for hopper_row.py. x None: there is no sum."""
+    """The product of the norm of x + residual, and that sum. x None: there is nothing to add.
+
+    For one narrow row this is one kernel, and the sum is a tensor of its own, because no program may write
+    what others still read. More rows, and wide ones (but hopper_row.py's), are faster with a norm of their
+    own."""
     if x_TD is None and HAS_GLUON and hopper_row.is_for(residual_TD, weight, gated):
         return hopper_row.hopper_row_product(
             residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps
@@ -304,7 +306,7 @@ def _multiply(
     gated: bool,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """None: cuBLAS is as fast."""
+    """The product by one of our kernels. None: cuBLAS is as fast."""
     if HAS_GLUON and hopper_row.is_for(x_TI, weight, gated):
         return hopper_row.hopper_row_product(x_TI, weight, bias, gated, residual_TO)
     if HAS_GLUON and (hopper_tiles := hopper_linear.tiles_for(x_TI, weight, gated)):
@@ -330,11 +332,12 @@ def product(
     norm: tuple[torch.Tensor | None, ...] = (None, None, None),
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """`residual`: the product is added to it in place, and it is returned. `norm`, of elementwise products:
-    the norm's weight, the residual to add to x before (or None), where that sum goes."""
+    """x @ weight^T + bias, cut as `tiles` say. The product is added to `residual_TO` in place, if there is
+    one, which is then returned. `norm`, for elementwise products alone: the norm's weight, the residual to
+    add to x before it (or None), and where that sum goes."""
     assert x_TI.is_contiguous() and weight.is_contiguous()
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = empty_rows(x_TI, rows, outs) if residual_TO is None else residual_TO
+    out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     add = residual_TO is not None
     grid, even = (triton.cdiv(outs, tiles.outs),), columns % tiles.columns == 0
@@ -387,8 +390,8 @@ def product(
 
 
 def fitting_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """Of a pipeline, which buffers one stage less than it has: fewer where shared memory is small (99 KB a
-    program on many cards)."""
+    """How many stages of a pipeline there is room for. On many cards a program has no more than 99 KB of
+    shared memory. A pipeline buffers one stage less than it has."""
     if device.type != "cuda":  # interpreted
         return num_stages
     return max(
@@ -399,5 +402,5 @@ def fitting_stages(num_stages: int, stage_bytes: int, device: torch.device) -> i
 
 @functools.cache
 def _shared_memory(device: int) -> int:
-    """Bytes that a program can have, as Triton itself asks."""
+    """The bytes of shared memory that a program can have, as Triton itself asks for them."""
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]

@@ -1,8 +1,8 @@
-"""RMSNorm in Triton, alone and after the residual sum. A row is read once and stays in registers. One program
-a row; of thousands a program takes two, as programs start at 0.83 a ns at most: 16,384 of them take 20 us,
-whatever they do. A row's sum has the same order in both, so the same bits.
+"""RMSNorm in Triton, alone and after the residual sum.
 
-T tokens · D hidden. Oracle: reference.py.
+A row is read once and stays in registers. There is one program for each row. If there are thousands, a
+program takes two rows, because the GPU starts only so many programs in a time, whatever they do. The sum of a
+row has the same order in both cases, so the same bits. T tokens · D hidden. The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.hopper import empty_rows
+from shoal.kernels.hopper import empty_product_input
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 
-ELEMENTS_PER_THREAD = 8  # of 16 bits: one 16-byte access
-# from here on a program takes two: 16,384 x 1024 23.4 us to 19.4, and 20.4 with four; x 4096 73 to 67, and 85
-MANY_ROWS = 2048
+ELEMENTS_PER_THREAD = 8  # of 16 bits each: one access of 16 bytes
+MANY_ROWS = 2048  # From as many rows on a program takes two (benchmarks/results/kernels.md).
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -56,7 +55,7 @@ def _rms_norm_kernel(
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     assert x_TD.is_contiguous()
-    out_TD = empty_rows(x_TD, *x_TD.shape)
+    out_TD = empty_product_input(x_TD, *x_TD.shape)
     _launch(x_TD, x_TD, weight_D, out_TD, eps, add=False)
     return out_TD
 
@@ -66,7 +65,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """residual += x in place; returns the norm of the sum."""
     assert x_TD.is_contiguous() and residual_TD.is_contiguous()
-    out_TD = empty_rows(x_TD, *x_TD.shape)
+    out_TD = empty_product_input(x_TD, *x_TD.shape)
     _launch(x_TD, residual_TD, weight_D, out_TD, eps, add=True)
     return out_TD
 

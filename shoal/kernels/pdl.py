@@ -1,16 +1,22 @@
 """Programmatic dependent launch (PDL): on Hopper a kernel may start while the one before it still runs, and
 wait for it by itself.
 
-A decode step is a chain of small kernels, each of which waits for the last; so the launch of a kernel, and
-whatever it can do without its inputs (a product loads weights), hide behind its predecessor. The rules:
-before `wait_for_inputs` a kernel reads constants only (weights) and writes nothing; one program of the grid
-at least comes there before it leaves. Then "the kernel before is done" says so of all kernels before it, and
-a kernel that knows nothing of this (cuBLAS, NCCL, a copy) may stand anywhere in the chain.
+A decode step is a chain of small kernels, each of which needs what the one before it wrote. With PDL the
+launch of a kernel, and whatever it can do without its inputs (a product loads weights), hide behind its
+predecessor. A kernel that takes part (`pdl_options`) keeps three rules:
 
-Such an ordinary kernel starts when all before it are done, and none after it starts earlier. The embedding is
-one, so to a step's layers and to its sampler what earlier steps wrote, and what was prepared for this one
-(lengths, block tables, of a state row all but TOKEN and POSITION), are constants too. They are read past the
-L1 cache.
+1. Before it waits it writes nothing, as kernels before it may still read or write that memory. The allocator
+   counts on this too: it gives the memory of a dropped tensor to the next one while kernels that use it run.
+2. At least one program of its grid waits before it leaves. Then "the kernel before is done" is said only when
+   all kernels before that one are done.
+3. Before it waits it reads only constants: weights, and the constants of the step, which are everything that
+   was prepared before the step's embedding (rows, positions, lengths, block tables, and of a state row all
+   but TOKEN and POSITION). The constants of the step are read past the L1 cache.
+
+A kernel that takes no part is ordinary: it starts when all kernels before it are done, and none after it
+starts before it is done. So it may stand anywhere in the chain (cuBLAS, NCCL, a copy). Rule 3 rests on one of
+them: the embedding, the first kernel of a step's layers, must stay ordinary (`ORDINARY`).
+tests/cpu/test_graphs.py holds that, tests/cpu/test_kernels_pdl.py the first two rules.
 """
 
 from __future__ import annotations
@@ -21,11 +27,14 @@ import triton
 import triton.language as tl
 
 FIRST_CAPABILITY = 90
+# An option of a launch that must stay ordinary. It is what Triton does anyway, written down where others rely
+# on it.
+ORDINARY = {"launch_pdl": False}
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Lets the next kernel start; returns when all earlier ones are done and their writes are visible."""
+    """Lets the next kernel start, and returns when all earlier ones are done and their writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -33,8 +42,8 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def wait_then_start_next(PDL: tl.constexpr):
-    """For a kernel whose successor works beside it: that one starts when all before this one are done, and
-    reads what they wrote."""
+    """For a kernel whose successor works beside it. The successor starts when all before this one are done,
+    so it may read what they wrote before it waits."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -42,7 +51,7 @@ def wait_then_start_next(PDL: tl.constexpr):
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """The first half of `wait_for_inputs`, for a kernel that has much to do before the second,
+    """The first half of `wait_for_inputs`, for a kernel that has much to do before the second half,
     `wait_for_previous`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,8 +65,8 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(ptr, num_bytes, PDL: tl.constexpr):
-    """Asks memory for `num_bytes` (multiples of 16) from each address on, which then come from the L2 cache:
-    reading goes on while a kernel waits, and takes no registers."""
+    """Asks memory for `num_bytes` (multiples of 16) from each address on, which then come from the L2 cache.
+    So reading goes on while a kernel waits, and takes no registers."""
     if PDL:
         tl.inline_asm_elementwise(
             """{
@@ -75,7 +84,8 @@ def prefetch(ptr, num_bytes, PDL: tl.constexpr):
 
 
 def pdl_options() -> dict[str, bool]:
-    """Arguments of a launch on the current device; the kernel passes its PDL on to `wait_for_inputs`."""
+    """Arguments of a launch that takes part, if the current device can. The kernel passes its PDL on to the
+    functions above."""
     enabled = not triton.knobs.runtime.interpret and _has_pdl(
         triton.runtime.driver.active.get_current_device()
     )

@@ -1,12 +1,13 @@
-"""The batch state on the device: one flat int32 tensor, changed only by (address, value) pairs. This file
-says what lies where.
+"""What lies where in the batch state on the device: one flat int32 tensor, which the host changes by
+(address, value) pairs alone.
 
-First the active decode rows in batch order (-1: padding); then what decodes share: of each in batch order how
-many of its first tokens its group shares (0: none), the groups' members one group after the other, as indices
-into the batch, and the table of groups; then one row a sequence: its fields, then its block table; last a
-spare row, nobody's, where writes through index -1 end up. The host's mirror of it: engine/runner/batch.py.
-Who reads
-it: the kernels. No Triton here.
+- The active decode rows, in batch order; -1 is padding.
+- What decodes share: for each decode, in batch order, how many of its first tokens its group shares (0:
+  none); the members of the groups, one group after the other, as indices into the batch; the table of groups.
+- One row for each sequence: its fields, then its block table.
+- A spare row that is nobody's. What is written through index -1 ends up there.
+
+The host's mirror of it is in engine/runner/batch.py. The kernels read it. There is no Triton here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 class Field(IntEnum):
     """Columns of a state row before its block table. Floats are stored as their bits."""
 
-    TOKEN = 0  # the last sampled id: the next input
-    POSITION = 1  # that token's position: the number of tokens in the cache before it
+    TOKEN = 0  # the last sampled id, which is the next input
+    POSITION = 1  # the position of that token, which is the number of tokens in the cache before it
     SEED_LOW = 2
     SEED_HIGH = 3
     TEMPERATURE = 4  # float32 bits; below MIN_TEMPERATURE the row is greedy
@@ -31,19 +32,19 @@ class Field(IntEnum):
 
 
 class GroupField(IntEnum):
-    """Columns of the table of groups, of sequences whose first blocks are the same. Unused ones have 0
-    members and length 0."""
+    """Columns of the table of groups. The sequences of a group have the same first blocks. An unused group
+    has 0 members and length 0."""
 
-    START = 0  # of its members in the list of all
-    COUNT = 1
-    LENGTH = 2  # tokens they share, whole blocks
-    ROW = 3  # a member's: whose block table to read
+    START = 0  # where its members begin in the list of all members
+    COUNT = 1  # the number of its members
+    LENGTH = 2  # the tokens that they share, in whole blocks
+    ROW = 3  # the state row of one member, whose block table is read for all
 
 
-MAX_GROUPS = 32  # as many as a warp has threads: all are looked at at once
-FIELDS = 16  # 64 bytes, so that block tables are aligned
-MIN_TEMPERATURE = 1e-5  # as vLLM: below it, dividing by the temperature means nothing
-_ALIGNMENT = 16  # int32s: rows start on 64 bytes
+MAX_GROUPS = 32  # A warp has as many threads, so it looks at all groups at once.
+FIELDS = 16  # int32s before the block table: 64 bytes, so that block tables are aligned
+MIN_TEMPERATURE = 1e-5  # As in vLLM: below it, dividing by the temperature means nothing.
+_ALIGNMENT = 16  # int32s: rows start at multiples of 64 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class StateLayout:
 
     @property
     def prefix_spans(self) -> tuple[slice, slice, slice]:
-        """Lengths, members and groups, in the `prefix_size` ints from `prefix_address` on."""
+        """Where lengths, members and groups lie in the `prefix_size` ints from `prefix_address` on."""
         stride = _aligned(self.num_rows)
         return (
             slice(0, self.num_rows),

@@ -34,7 +34,17 @@ class BlockMeta:
     token_ids: Sequence[int]
     extra: tuple[str | None, str | None] = (None, None)  # adapter, cache salt
 
+    def to_plain(self) -> PlainMeta:
+        """As plain data, which crosses between ranks."""
+        return self.key, self.parent, array("I", self.token_ids).tobytes(), *self.extra
 
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> BlockMeta:
+        key, parent, tokens, adapter, salt = plain
+        return cls(key, parent, array("I", tokens), (adapter, salt))
+
+
+PlainMeta = tuple[bytes, bytes | None, bytes, str | None, str | None]
 Event = BlockMeta | bytes  # of a tier: a block was stored, or the one of this key was removed
 
 

@@ -1,35 +1,71 @@
 """The admin port: putting a model to sleep and waking it, weights, pause. Every path takes ?model=NAME;
-without it, the first model."""
+without it, the first model.
+
+Most routes come from the table of commands: a command's arguments are the parameters of the URL's query.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import types
+import typing
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from shoal.api import SLEEP_MODES
-from shoal.server.app import Route
+import msgspec
+
+from shoal.control import COMMANDS, AdminRoute, Command
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
 from shoal.server.model import ServedModel
 from shoal.server.protocol import UpdateWeightsRequest
+from shoal.server.route import Handler, Route
 from shoal.server.system import health, metrics
 
 MOST_FOLDER_CHARACTERS = 200
-SLEEP_NAMES = ("level", "mode", "tags", "model")
+Query = dict[str, list[str]]
+
+# Commands as they are
 
 
-async def sleep(exchange: Exchange) -> None:
-    query = _query(exchange, SLEEP_NAMES)
-    level = _one(query, "level", "1")
-    if level not in ("0", "1", "2"):
-        raise ApiError(400, f"level {level!r:.40} is not 0, 1 or 2", param="level")
-    model = _model(exchange, query)
-    await exchange.json(asdict(await model.engine.sleep(int(level), query.get("tags"), _mode(query))))
+def _route(kind: type[Command[Any]], route: AdminRoute) -> Route:
+    return Route(route.method, route.path, _handler(kind, route.answer), route.summary)
 
 
-async def wake_up(exchange: Exchange) -> None:
-    query = _query(exchange, ("tags", "model"))
-    await exchange.json(asdict(await _model(exchange, query).engine.wake_up(query.get("tags"))))
+def _handler(kind: type[Command[Any]], answer: str) -> Handler:
+    async def handle(exchange: Exchange) -> None:
+        query = _query(exchange, (*kind.__struct_fields__, "model"))
+        model = _model(exchange, query)
+        result = await model.engine.control(command_of(kind, query))
+        await exchange.json({answer: result} if answer else result)
+
+    return handle
+
+
+def command_of(kind: type[Command[Any]], query: Query) -> Command[Any]:
+    """The command with its arguments out of a URL's query, which may have other parameters too. Raises
+    ApiError (400) for a value of another type, and ConfigError for one that makes no sense."""
+    arguments = {}
+    for field in msgspec.structs.fields(kind):
+        if field.name in query:
+            value = query[field.name] if _is_list(field.type) else _one(query, field.name)
+            try:
+                arguments[field.name] = msgspec.convert(value, field.type, strict=False)
+            except msgspec.ValidationError as error:
+                raise ApiError(
+                    400, f"{field.name} {value!r:.40} cannot be read: {error}", param=field.name
+                ) from None
+        elif field.required:
+            raise ApiError(400, f"{field.name} is missing; give it in the URL's query", param=field.name)
+    return kind(**arguments)
+
+
+def _is_list(kind: Any) -> bool:
+    """Whether a field of this type takes all values that are given, as in ?tags=a&tags=b."""
+    alternatives = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return any(typing.get_origin(one) is list for one in alternatives)
+
+
+# What has a shape of its own
 
 
 async def is_sleeping(exchange: Exchange) -> None:
@@ -40,13 +76,12 @@ async def is_sleeping(exchange: Exchange) -> None:
 async def pause(exchange: Exchange) -> None:
     """Level 0: nothing is scheduled, nothing released."""
     query = _query(exchange, ("mode", "model"))
-    model = _model(exchange, query)
-    await model.engine.sleep(0, None, _mode(query))
+    await _model(exchange, query).engine.sleep(0, None, _one(query, "mode", "abort"))
     await exchange.json({"status": "paused"})
 
 
 async def resume(exchange: Exchange) -> None:
-    await _model(exchange, _query(exchange, ("model",))).engine.wake_up(None)
+    await _model(exchange, _query(exchange, ("model",))).engine.wake_up()
     await exchange.json({"status": "resumed"})
 
 
@@ -54,12 +89,6 @@ async def is_paused(exchange: Exchange) -> None:
     """Asleep or paused: as vLLM, either way nothing is scheduled."""
     state = await _model(exchange, _query(exchange, ("model",))).engine.sleep_state()
     await exchange.json({"is_paused": state.is_sleeping})
-
-
-async def reset_prefix_cache(exchange: Exchange) -> None:
-    await exchange.json(
-        {"reset": await _model(exchange, _query(exchange, ("model",))).engine.reset_prefix_cache()}
-    )
 
 
 async def update_weights(exchange: Exchange) -> None:
@@ -74,26 +103,11 @@ async def update_weights(exchange: Exchange) -> None:
     await exchange.json({"version": await model.engine.update_weights(request.path or request.model or "")})
 
 
-async def check_weights(exchange: Exchange) -> None:
-    await exchange.json(
-        {"checksums": await _model(exchange, _query(exchange, ("model",))).engine.check_weights()}
-    )
-
-
-async def memory_usage(exchange: Exchange) -> None:
-    await exchange.json(await _model(exchange, _query(exchange, ("model",))).engine.memory_usage())
-
-
 async def start_profile(exchange: Exchange) -> None:
     query = _query(exchange, ("folder", "model"))
-    folder = _below(exchange.server.config.profile_dir, _one(query, "folder", ""))
+    folder = _below(exchange.port.config.profile_dir, _one(query, "folder", ""))
     await _model(exchange, query).engine.start_profile(folder)
     await exchange.json({"status": "tracing"})
-
-
-async def stop_profile(exchange: Exchange) -> None:
-    """Answers with the traces' files, on this machine."""
-    await exchange.json({"files": await _model(exchange, _query(exchange, ("model",))).engine.stop_profile()})
 
 
 def _below(profile_dir: str, name: str) -> str:
@@ -114,7 +128,7 @@ def _below(profile_dir: str, name: str) -> str:
     return str(Path(profile_dir, *parts))
 
 
-def _query(exchange: Exchange, known: tuple[str, ...]) -> dict[str, list[str]]:
+def _query(exchange: Exchange, known: tuple[str, ...]) -> Query:
     """The URL's parameters. An unknown one is refused: a misspelt `tag=` would put everything to sleep."""
     query = exchange.query()
     if unknown := [name for name in query if name not in known]:
@@ -126,37 +140,25 @@ def _query(exchange: Exchange, known: tuple[str, ...]) -> dict[str, list[str]]:
     return query
 
 
-def _one(query: dict[str, list[str]], name: str, default: str) -> str:
+def _one(query: Query, name: str, default: str = "") -> str:
     values = query.get(name, [default])
     if len(values) > 1:
         raise ApiError(400, f"{name} is given {len(values)} times; give it once", param=name)
     return values[0]
 
 
-def _mode(query: dict[str, list[str]]) -> str:
-    mode = _one(query, "mode", "abort")
-    if mode not in SLEEP_MODES:
-        raise ApiError(400, f"mode {mode!r:.40} is not one of {', '.join(SLEEP_MODES)}", param="mode")
-    return mode
+def _model(exchange: Exchange, query: Query) -> ServedModel:
+    return exchange.models.find(_one(query, "model", exchange.models.first.name))
 
 
-def _model(exchange: Exchange, query: dict[str, list[str]]) -> ServedModel:
-    return exchange.server.find(_one(query, "model", exchange.server.models[0].name))
-
-
-ADMIN_ROUTES = (
-    Route("POST", "/sleep", sleep, "Give memory back"),
-    Route("POST", "/wake_up", wake_up, "Take it again"),
+ADMIN_ROUTES: tuple[Route, ...] = (
+    *[_route(kind, kind.route) for kind in COMMANDS if kind.route is not None],
     Route("GET", "/is_sleeping", is_sleeping, "Whether the model sleeps"),
     Route("POST", "/pause", pause, "Stop scheduling"),
     Route("POST", "/resume", resume, "Schedule again"),
     Route("GET", "/is_paused", is_paused, "Whether scheduling is stopped"),
-    Route("POST", "/reset_prefix_cache", reset_prefix_cache, "Forget all cached prefixes"),
     Route("POST", "/update_weights", update_weights, "Load other weights in place", UpdateWeightsRequest),
-    Route("GET", "/check_weights", check_weights, "Checksums of the weights"),
-    Route("GET", "/memory_usage", memory_usage, "Memory by tag"),
     Route("POST", "/start_profile", start_profile, "Trace what runs, for ui.perfetto.dev"),
-    Route("POST", "/stop_profile", stop_profile, "Write the traces"),
     Route("GET", "/health", health, "Whether the server works", public=True, quiet=True),
     Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True, quiet=True),
 )

@@ -13,13 +13,14 @@ class Admission:
     def __init__(self, max_running: int, max_queued: int) -> None:
         self.limit = max_running + max_queued
         self.active = 0
-        self.refused = 0  # for want of room, ever
+        self.refused = 0  # requests refused for want of room, since the start
         self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def enter(self, count: int) -> None:
-        """Raises ApiError: 400 if so many never fit, 429 if not now, 503 while draining."""
+        """Counts so many sequences in. Raises ApiError: 400 if they never fit, 429 if they do not fit now,
+        503 while draining."""
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
         if count > self.limit:

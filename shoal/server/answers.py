@@ -1,5 +1,4 @@
-"""Pieces of answers that chat and completions share: usage, log-probabilities, and the constant parts of
-stream chunks."""
+"""Pieces of answers that chat and completions share: usage, log-probabilities, and the chunks of streams."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from shoal.server.generation import Usage
 from shoal.server.model import ServedModel
 
 encode = msgspec.json.Encoder().encode
-LOWEST = -9999.0  # stands for minus infinity, which JSON has not; vLLM's figure
+LOWEST = -9999.0  # in place of minus infinity, which JSON does not have; as vLLM
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
@@ -103,8 +102,7 @@ def prompt_logprobs_list(steps: Sequence[TokenLogprobs | None] | None) -> list[A
 
 
 class Chunks:
-    """The chunks of one stream: what never changes is serialized once, and only what varies is put
-    between."""
+    """The chunks of one stream. What never changes is serialized once, and what varies is put between."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 async def create_chat_completion(exchange: Exchange) -> None:
     request = exchange.decode(ChatCompletionRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     options = check_stream_options(request.stream, request.stream_options)
     _check(request, model)
     as_tools(request)
@@ -139,7 +139,7 @@ async def _prompt(
     )
     wanted = request.max_completion_tokens or request.max_tokens
     if wanted is not None and wanted >= model.max_model_len:
-        wanted = None  # it is cut to what the prompt leaves, so the prompt is not cut for it
+        wanted = None  # the answer is cut to what the prompt leaves, so the prompt need not be cut
     return shortened(prompt, num_kept(model, request.truncate_prompt_tokens, wanted))
 
 
@@ -161,7 +161,7 @@ class _Answer:
         )
         self._parsers: dict[int, AnswerParser] = {}
         self._begun: set[int] = set()
-        self._is_legacy = request.functions is not None  # calls have the older shape
+        self._is_legacy = request.functions is not None  # the answer's calls have the older shape
         self._is_plain = form is None and not request.logprobs and not request.return_token_ids
 
     def choice(self, answer: CompletionOutput) -> dict[str, Any]:

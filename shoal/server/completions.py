@@ -19,7 +19,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(exchange: Exchange) -> None:
     request = exchange.decode(CompletionRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     options = check_stream_options(request.stream, request.stream_options)
     if request.suffix:
         raise ApiError(

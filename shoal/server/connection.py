@@ -22,9 +22,10 @@ from shoal.config import ServerConfig
 from shoal.server.errors import ApiError
 from shoal.server.request_log import RefusalLog
 
-MAX_HEADER_BYTES = 64 << 10  # of a head with its URL; trailers and extensions of chunks get as much again
+# The most bytes of a head with its URL. Trailers and extensions of chunks may have as many again.
+MAX_HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 24  # the most framing of one chunk: its size in hex digits and two line ends
-SLICE_BYTES = 16 << 10  # parsed at once: hundreds of small requests, which wait as objects for their turn
+SLICE_BYTES = 16 << 10  # parsed at once: it may hold hundreds of small requests, which then wait as objects
 NO_HTTP = "what came is no HTTP"
 HANGUP_POLL_S = 0.5  # between looks at a client whose requests wait for their turn
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -41,8 +42,8 @@ class Connections:
     answered."""
 
     def __init__(self, most: int, refusals: RefusalLog) -> None:
-        """`most`: beyond so many, the one that has been idle longest is closed, and without an idle one the
-        new one is refused."""
+        """most: the number of connections. For one more, the connection that has been idle longest is closed;
+        if none is idle, the new one is refused."""
         self.most, self.refusals = most, refusals
         self.num_open = 0
         self.idle: dict[Connection, None] = {}  # the longest idle one first
@@ -60,8 +61,8 @@ class Connections:
 
 
 class _Flow(FlowControl):
-    """uvicorn resumes reading whenever an application waits for its client. What comes ahead of its turn
-    would grow without end."""
+    """Reads no more while requests wait for their turn. uvicorn would resume reading whenever an application
+    waits for its client, and those requests would grow without end."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__(transport)
@@ -86,14 +87,15 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ServerConfig, all_connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._all = limits, all_connections
-        self._kept = b""  # came behind a request that waits for its turn, and is parsed later
+        self._kept = b""  # data behind a request that waits for its turn; it is parsed later
         self._in_head = True
         self._between_messages = True
-        self._is_told_again = False  # what the parser reads is no news
-        self._head_bytes = 0  # of the message's URL, headers and trailers
-        self._known_bytes = 0  # of what was read last: those that a callback of the parser told of
-        self._unknown_bytes = 0  # of this message: those that no callback has told of
-        self._began_message = False  # in this read
+        self._is_told_again = False  # the parser reads a head that it has read before
+        self._head_bytes = 0  # the length of the message's URL, headers and trailers so far
+        # The parser's callbacks tell of most bytes, not of chunk extensions and the like.
+        self._known_bytes = 0  # bytes of the last read that a callback told of
+        self._unknown_bytes = 0  # bytes of this message that no callback has told of
+        self._began_message = False  # a message began in the last read
         self._running: Any = None  # the cycle that the application works on; self.cycle is the newest
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -138,8 +140,8 @@ class Connection(HttpToolsProtocol):
         return bool(self.pipeline or self._kept)
 
     def data_received(self, data: bytes) -> None:
-        """Hands to the parser what has its turn. A new message ends the keep-alive time, and not what comes
-        of an older one that is answered already, or the client could hold the connection without end."""
+        """Hands the parser the data whose turn it is. Only a new message ends the keep-alive time. The rest
+        of a message that is answered already does not, or a client could hold the connection without end."""
         was_kept = bool(self._kept)
         rest = memoryview(self._kept + data)
         self._kept = b""
@@ -180,7 +182,7 @@ class Connection(HttpToolsProtocol):
             )
 
     def _parse(self, data: memoryview) -> memoryview:
-        """What is left of `data` when the parser stopped."""
+        """Parses `data`. Returns what is left of it where the parser stopped."""
         try:
             self.parser.feed_data(data)
             return data[len(data) :]
@@ -190,8 +192,8 @@ class Connection(HttpToolsProtocol):
         return rest
 
     def _decline(self) -> None:
-        """The client offers another protocol (HTTP/2, as Java's does each time), and the parser ends the
-        request with its head. Nobody need take the offer: another parser is told of the body that follows."""
+        """Declines another protocol that the client offers, such as HTTP/2, which Java's client offers each
+        time. The parser has ended the request with its head, so a new parser is told of the body."""
         framing = [
             b"%b: %b\r\n" % header
             for header in self.headers
@@ -240,7 +242,8 @@ class Connection(HttpToolsProtocol):
             )
 
     def _check_target(self) -> None:
-        """uvicorn fails where a request's target has no path, or one that is not ASCII: `CONNECT host:80`."""
+        """Refuses a target without a path of ASCII characters, such as that of `CONNECT host:80`. uvicorn
+        would fail."""
         try:
             path = httptools.parse_url(self.url).path
         except httptools.HttpParserInvalidURLError:
@@ -301,7 +304,8 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _look_for_hangup(self) -> None:
-        """A client that left is seen by its socket's state, as what it sent before it left lies unread."""
+        """Looks whether the client has left. The state of its socket tells, as data that it sent before lies
+        unread."""
         self._hangup_timer = None
         if self.transport.is_closing():
             return
@@ -326,7 +330,8 @@ class Connection(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Closes once all that was written is sent: whoever does not read is not waited for without end."""
+        """Closes once all that was written is sent, and does not wait without end for a client that does not
+        read."""
         self.transport.close()
         self._await_reader()
 
@@ -338,15 +343,16 @@ class Connection(HttpToolsProtocol):
         )
 
     def _check_reader(self, before: int) -> None:
-        """A big answer takes a slow line long: only whoever took nothing at all is given up."""
+        """Gives up a client that took nothing since the last look. A slow one goes on, as a big answer takes
+        its time."""
         if self._num_unread() < before:
             self._await_reader()
         else:
             self.transport.abort()
 
     def _num_unread(self) -> int:
-        """Bytes that the client's side has not acknowledged: those in our buffer, and those in the kernel's,
-        which may be megabytes."""
+        """The number of bytes that the client's side has not acknowledged. They are in our buffer or in the
+        kernel's, which may hold megabytes."""
         in_kernel = fcntl.ioctl(self._socket_fd(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
@@ -363,8 +369,8 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(408, f"the request's head did not arrive within {seconds:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers what never became a request, and closes. While an earlier request waits for its answer, it
-        only closes."""
+        """Answers what never became a request, and closes. While an earlier request waits for its answer it
+        only closes the connection."""
         self._stop_timers()
         if self.transport.is_closing():
             return

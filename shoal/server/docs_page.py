@@ -9,14 +9,13 @@ import json
 import re
 import shlex
 import urllib.parse
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.server.http import Exchange
 from shoal.server.openapi import document
-
-if TYPE_CHECKING:
-    from shoal.server.app import Route
+from shoal.server.route import Handler, Route
 
 HOST = re.compile(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", re.ASCII)  # what may stand in an example
 REF = "#/components/schemas/"
@@ -95,12 +94,16 @@ HEADERS = {
 }
 
 
-async def docs(exchange: Exchange) -> None:
-    server = exchange.server
-    host = exchange.headers.get(b"host", b"").decode("latin-1")
-    address = f"{exchange.scope['scheme']}://{host if HOST.fullmatch(host) else '127.0.0.1:8000'}"
-    page = docs_page(tuple(server.routes), address, server.models[0].name, server.asks_for_key)
-    await exchange.respond(page, content_type=b"text/html; charset=utf-8", headers=HEADERS)
+def docs(routes: Sequence[Route]) -> Handler:
+    """A handler that answers with the page of these routes. They may grow until the first request."""
+
+    async def handle(exchange: Exchange) -> None:
+        host = exchange.headers.get(b"host", b"").decode("latin-1")
+        address = f"{exchange.scope['scheme']}://{host if HOST.fullmatch(host) else '127.0.0.1:8000'}"
+        page = docs_page(tuple(routes), address, exchange.models.first.name, bool(exchange.port.keys))
+        await exchange.respond(page, content_type=b"text/html; charset=utf-8", headers=HEADERS)
+
+    return handle
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""What goes wrong, as clients see it: a status and OpenAI's error object. Never a stack trace."""
+"""Errors as clients see them: a status and OpenAI's error object, and never a stack trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 FIELD = re.compile(r"[a-z_]+([.\[][\w.\[\]]*)?")
 
-RETRY_SECONDS = 1  # of Retry-After: queues here move on within that
+RETRY_SECONDS = 1  # what Retry-After says: queues here move on within that time
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -30,8 +30,8 @@ TYPES = {
 
 
 class ApiError(ShoalError):
-    """An answer that is an error. `param` names the field of the request, `code` is OpenAI's where it has
-    one."""
+    """An answer that is an error. `param` names the field of the request that is wrong. `code` is the code
+    that OpenAI's API has for it, if it has one."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class ApiError(ShoalError):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """What a client is told of whatever a handler raised. What nobody foresaw is logged with its
-    stack, and told without."""
+    """What a client is told of an exception that a handler raised. An exception that nobody foresaw is logged
+    with its stack, and the client is told without it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        # messages begin with the field's name where there is one
+        # the message begins with the field's name, if it is about a field
         field = str(error).split(" ", 1)[0].rstrip(":,")
         is_field = FIELD.fullmatch(field) is not None and (not field.isalpha() or field in PLAIN_FIELDS)
         return ApiError(400, str(error), param=field if is_field else None)

@@ -9,17 +9,15 @@ import urllib.parse
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from shoal.server.errors import ApiError
+from shoal.server.generation import Generation
+from shoal.server.port import Port
 from shoal.server.protocol import check_size, decode, unknown_fields
 from shoal.server.shapes import ErrorResponse
-
-if TYPE_CHECKING:
-    from shoal.server.app import Route, Server
-    from shoal.server.generation import Generation
 
 T = TypeVar("T")
 Scope = dict[str, Any]
@@ -29,14 +27,14 @@ Send = Callable[[Message], Awaitable[None]]
 
 JSON = b"application/json"
 DONE = b"data: [DONE]\n\n"
-ALWAYS_SEARCHED = 1 << 16  # bytes of a body: 0.1 ms
-MAX_UNKNOWN = 20  # of one request; who sends more is told of these
+ALWAYS_SEARCHED = 1 << 16  # bytes: a body that is no larger is always searched for unknown fields
+MAX_UNKNOWN = 20  # unknown fields of one request that the log tells of
 LINGER_SECONDS = 2.0  # a client that is still sending when it is refused gets so long to see why
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What the APIs that this server speaks say differently, whatever they are asked: errors and streams."""
+    """How one of the APIs that this server speaks says what all of them say: errors and streams."""
 
     name: str  # whose API it is
     error: type  # the Struct of an error, for the OpenAPI document
@@ -60,27 +58,31 @@ class Exchange:
     """Handlers get one, read `body` through `decode`, and answer with `json`, `respond`, or `send` as often
     as they like and `end`."""
 
-    def __init__(self, server: Server, scope: Scope, receive: Receive, send: Send) -> None:
-        self.server, self.scope = server, scope
-        self._receive, self._send = receive, send
+    def __init__(
+        self, port: Port, scope: Scope, receive: Receive, send: Send, before_end: Callable[[Exchange], None]
+    ) -> None:
+        """before_end: called once, before the answer's last bytes go out."""
+        self.port, self.models, self.scope = port, port.models, scope
+        self._receive, self._send, self._before_end = receive, send, before_end
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        # lower-case names; of repeated ones the last
+        # By lower-case name. Of headers that are repeated this is the last.
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.body = b""
         self.size = 0  # bytes of the body so far
-        self.more_headers: list[tuple[bytes, bytes]] = []  # CORS and the like, of every answer
+        self.more_headers: list[tuple[bytes, bytes]] = []  # go out with the answer, whatever it is
         self.arrival = time.perf_counter()
-        self.handler = "none"  # the path of its route, where there is one
-        self.route: Route | None = None
-        self.generation: Generation | None = None  # what a handler answers with, for the log
-        self.status: int | None = None  # None: nothing is out
-        self.error: ApiError | None = None  # what the client was told of, maybe amid a stream
+        # What its route says, once there is one.
+        self.handler = "none"  # the route's path
+        self.is_quiet = False
+        self.dialect = OPENAI
+        self.generation: Generation | None = None  # the handler sets it, for the log
+        self.status: int | None = None  # None: no byte of the answer is out
+        self.error: ApiError | None = None  # the client was told of it, maybe in the middle of a stream
         self.ended = False
         self.read_all = False  # nothing of the body is left in the socket
         self.is_gone = False
         self.end_error: ApiError | None = None  # why the server ended it
-        self.dialect = OPENAI  # the route's, once there is one
         self.error_event: Callable[[ApiError], bytes] | None = None  # instead of the dialect's
         self._task = asyncio.current_task()
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
@@ -91,8 +93,9 @@ class Exchange:
     # What the client sent
 
     async def read(self) -> None:
-        """Takes in the body. Raises ApiError (413, 408, 429), ClientGone."""
-        config = self.server.config
+        """Takes in the body. Raises ApiError: 413 if it is too large, 408 if it is too slow, 429 if the
+        bodies of all requests are too large together. Raises ClientGone."""
+        config = self.port.config
         limit, seconds = config.max_body_bytes, config.read_timeout
         try:
             length = int(self.headers.get(b"content-length", b"0"))
@@ -109,15 +112,14 @@ class Exchange:
                         raise ClientGone
                     part = message.get("body", b"")
                     self.size += len(part)
-                    self.server.body_bytes += len(part)
+                    self.port.body_bytes += len(part)
                     if self.size > limit:
                         raise too_large(limit)
-                    if self.server.body_bytes > config.max_total_body_bytes:
+                    if self.port.body_bytes > config.max_total_body_bytes:
                         raise ApiError(
                             429,
                             f"the requests under way have more than {config.max_total_body_bytes} bytes "
-                            "together, the most "
-                            "this server takes (--max-total-body-bytes); try again later",
+                            "together, the most this server takes (--max-total-body-bytes); try again later",
                         )
                     parts.append(part)
                     if not message.get("more_body"):
@@ -130,30 +132,31 @@ class Exchange:
         self.body = b"".join(parts)
 
     def decode(self, kind: type[T]) -> T:
-        """The body as this Struct. Raises ApiError (400) that names the field. What it has beside is told in
-        the log."""
-        check_size(self.body, self.server.most_tokens)
+        """The body as this Struct. Fields that the Struct does not have are told in the log. Raises ApiError
+        (400) that names a field that is wrong."""
+        check_size(self.body, self.models.most_tokens)
         request = decode(kind, self.body)
-        # Another look takes a third of the time of the first: large bodies of the same client are much alike.
+        # The search costs a third of what decoding costs. Large bodies of the same client are much alike, so
+        # the first is searched.
         is_small = len(self.body) <= ALWAYS_SEARCHED
-        if is_small or self.server.notices.is_new(self.client, f"large {kind.__name__}"):
+        if is_small or self.port.notices.is_new(self.client, f"large {kind.__name__}"):
             for name in unknown_fields(kind, self.body)[:MAX_UNKNOWN]:
                 message = f"{self.path} takes no field {name!r:.100}: it is ignored"
                 self.warn(f"{self.path} {name:.100}", message)
         return request
 
     def warn(self, what: str, message: str) -> None:
-        """Into the log, once for `what` and this client."""
-        self.server.notices.tell(self.client, what, message)
+        """Writes `message` into the log, once for this client and `what`."""
+        self.port.notices.tell(self.client, what, message)
 
     @property
     def client(self) -> str:
-        """The name of its program, or its address where it doesn't say."""
+        """The name of the client's program, or its address where it does not say."""
         address = (self.scope.get("client") or ("unknown",))[0]
         return self.headers.get(b"user-agent", b"").decode("latin-1")[:200] or str(address)
 
     def query(self) -> dict[str, list[str]]:
-        """Parameters of the URL: all values of each name."""
+        """The parameters of the URL: all values of each name. Raises ApiError (400) for invalid UTF-8."""
         try:
             return urllib.parse.parse_qs(
                 self.scope["query_string"].decode("ascii"), keep_blank_values=True, errors="strict"
@@ -177,7 +180,8 @@ class Exchange:
 
     @property
     def _may_be_cancelled(self) -> bool:
-        """The handler runs. Once it has answered or failed, only the client's reading is waited for."""
+        """Whether the handler still works. Once it has answered or failed, it only waits for the client to
+        read."""
         return not self.ended and self.error is None
 
     # What the client gets
@@ -207,7 +211,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes = DONE) -> None:
-        """The last piece."""
+        """The last piece of a stream. Begins it, if nothing was sent yet."""
         if self.status is None:
             await self.send(b"")
         self._end()
@@ -237,9 +241,9 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     def _end(self) -> None:
-        """Before the last bytes go out: whoever has the answer finds the request in the log."""
+        """Called before the last bytes go out, so that a client with its answer finds it in the log."""
         self.ended = True
-        self.server.count(self)
+        self._before_end(self)
 
     async def _start(
         self,
@@ -259,9 +263,9 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _linger(self) -> None:
-        """A socket closed with data unread is reset, and the client never sees the answer: some of what it
-        still sends is thrown away."""
-        left = self.server.config.max_body_bytes
+        """Throws away some of what the client still sends. A socket that is closed with data unread is reset,
+        and then the client never sees the answer."""
+        left = self.port.config.max_body_bytes
         try:
             async with asyncio.timeout(LINGER_SECONDS):
                 while left > 0:

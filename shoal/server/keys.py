@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import ServerConfig
@@ -12,14 +15,35 @@ from shoal.errors import ConfigError
 VARIABLE = "SHOAL_API_KEY"
 
 
+class Keys:
+    """The keys of a server. Falsy if it is open."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError as `read_keys` does."""
+        self._digests = [_digest(key.encode()) for key in read_keys(config)]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def hold(self, given: Sequence[bytes]) -> bool:
+        """Whether one of those that a client sent is one of ours. All are compared, whichever fits, and by
+        their digests, so the time that it takes says nothing about any of them."""
+        fits = [hmac.compare_digest(_digest(one), key) for one in given for key in self._digests]
+        return any(fits)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
 def check_admin_port(config: ServerConfig) -> None:
-    """Raises ConfigError for an admin port that strangers can reach, and as `read_keys` does."""
+    """Raises ConfigError for an admin port that strangers can reach and that has no key, and as `read_keys`
+    does."""
     keys = read_keys(config)
     if config.admin_port is not None and not keys and not is_loopback(config.admin_host):
         raise ConfigError(
             f"admin_host {config.admin_host!r} lies beyond this machine, where anybody could put the model "
-            "to sleep or "
-            "replace its weights; set --api-key or --api-key-file, or leave --admin-host out"
+            "to sleep or replace its weights; set --api-key or --api-key-file, or leave --admin-host out"
         )
 
 
@@ -36,8 +60,8 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(config: ServerConfig) -> list[str]:
-    """All keys, none if the server is open. Raises ConfigError for an unreadable file, or one without keys:
-    nobody means that."""
+    """All keys; none if the server is open. Raises ConfigError for a file that cannot be read, and for
+    options that hold no key, as nobody means that."""
     keys = [*(config.api_key or ()), *os.environ.get(VARIABLE, "").split(",")]
     if config.api_key_file is not None:
         try:

@@ -144,7 +144,7 @@ class TokenCount(Struct):
 
 async def create_message(exchange: Exchange) -> None:
     request = exchange.decode(MessagesRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), _params(request, model)
     plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(exchange, request, model, plan, params)
@@ -176,7 +176,7 @@ async def create_message(exchange: Exchange) -> None:
 
 async def count_tokens(exchange: Exchange) -> None:
     request = exchange.decode(CountTokensRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), SamplingParams(structured_outputs=_structured(request))
     plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(exchange, request, model, plan, params)
@@ -203,7 +203,7 @@ class _Writer:
         self.message = Message(
             id=f"msg_{uuid.uuid4().hex}", model=model, content=[], usage=MessageUsage(prompt_tokens, 0)
         )
-        self._text: list[str] = []  # of the block that is open
+        self._text: list[str] = []  # the text of the open block
         self._delta = b""  # the constant beginning of its delta events
 
     def begin(self) -> bytes:
@@ -238,7 +238,7 @@ class _Writer:
         return events + _event("message_delta", delta=delta, usage=message.usage) + _event("message_stop")
 
     def _opened_by(self, part: Part) -> Block | None:
-        """The new block that `part` begins, None if it goes on with the open one."""
+        """The new block that `part` begins. None if it goes on with the open one."""
         open_block = self.message.content[-1] if self.message.content else None
         if isinstance(part, CallDelta):
             return None if part.name is None else ToolUseBlock(part.id or "", part.name, {})
@@ -265,7 +265,7 @@ class _Writer:
         return _event("content_block_start", index=len(content) - 1, content_block=block)
 
     def _close(self) -> bytes:
-        """The open block is done, if there is one."""
+        """Ends the open block, if there is one."""
         if not self.message.content:
             return b""
         block, text, index = self.message.content[-1], "".join(self._text), len(self.message.content) - 1
@@ -359,7 +359,7 @@ async def _prompt(
         and params.structured_outputs is None
     )
     variables = {} if model.reasoning_parser == "none" else {"enable_thinking": thinks}
-    # An answer that the caller began is gone on with.
+    # The model goes on with an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return await model.chat_prompt(
         messages,
@@ -392,7 +392,7 @@ def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str,
 
 
 def _said(where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own in the chat API."""
+    """The messages of one turn. Results of tools are messages of their own in the chat API."""
     found: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
     for block in blocks:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shoal.api import Control, Engine, ModelSummary, SleepState, Stats, sampling_defaults
+from shoal.api import Engine, ModelSummary, SleepState, Stats, sampling_defaults
+from shoal.control import Control
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.server.admission import Admission
@@ -21,12 +22,12 @@ from shoal.tokenizer import LONG_TEXT, Tokenizer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# characters: such texts are tokenized one at a time, as each may take 200 bytes of memory a character
+# Texts of so many characters are tokenized one at a time, as each may take 200 bytes of memory a character.
 HUGE_TEXT = 1 << 20
-# for each token that fits: so much of a long text is tokenized first, to see whether the rest is worth it
+# So many characters of a long text, for each token that fits, are tokenized first, to see if it can fit.
 HEAD_CHARACTERS = 8
 HEAD_SLACK = 64  # tokens that the cut through a word may add
-TEMPLATE_SECONDS = 10.0  # that a chat template may take
+TEMPLATE_SECONDS = 10.0  # the time that a chat template may take
 TEMPLATE_NAMES = frozenset(
     {
         "self",
@@ -42,7 +43,7 @@ TEMPLATE_NAMES = frozenset(
 
 
 class ServedEngine(Engine, Control, Protocol):
-    """What stands behind a model: a worker, a fleet, a fake."""
+    """The engine behind a model: a worker, a fleet, a fake."""
 
 
 @dataclass(slots=True)
@@ -59,12 +60,12 @@ class ServedModel:
     engine: ServedEngine
     tokenizer: Tokenizer | None  # None: token ids only
     max_model_len: int
-    vocab_size: int  # ids of a prompt lie below
+    vocab_size: int  # the ids of a prompt must be smaller
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     # the model's defaults of sampling parameters
     generation_config: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0  # of requests that bring none
+    seed: int = 0  # where the seeds of requests without one come from
     max_queued_requests: int = 1024
     request_timeout: float | None = None  # seconds
     tool_call_parser: str = "none"  # "hermes" | "llama3_json" | "none"
@@ -73,8 +74,8 @@ class ServedModel:
     cache_config: dict[str, str] = field(default_factory=dict)  # for vllm:cache_config_info
     on_gpu: bool = False
     summary: ModelSummary = field(default_factory=ModelSummary)
-    max_logprobs: int = 20  # most that a request may ask for; -1: no limit
-    closes_objects: bool = True  # of a JSON schema, where nothing says otherwise
+    max_logprobs: int = 20  # the most that a request may ask for; -1: no limit
+    closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
@@ -99,8 +100,8 @@ class ServedModel:
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, *, must_fit: bool = True
     ) -> list[list[int]]:
-        """The token ids of each text. must_fit: a text that the model's context cannot hold is refused,
-        before it is tokenized as a whole where that shows itself. Raises RequestError."""
+        """The token ids of each text. must_fit: a text that the model's context cannot hold is refused, if
+        possible before all of it is tokenized. Raises RequestError."""
         self.need_tokenizer()
         size = text_size(texts, enough=HUGE_TEXT)
         return await self.for_text(
@@ -108,7 +109,7 @@ class ServedModel:
         )
 
     def _encode(self, text: str, add_special_tokens: bool, must_fit: bool) -> list[int]:
-        """In a thread, if the text is long."""
+        """Runs in a thread if the text is long."""
         tokenizer, most = self.need_tokenizer(), self.max_model_len
         if must_fit and len(text) > most:
             length = f"the model's maximum context length is {most} tokens, at least one of output included"
@@ -142,8 +143,8 @@ class ServedModel:
         """A conversation through the model's chat template. Raises RequestError with the template's own words
         where it refuses.
 
-        must_fit: as in `encode`. needs_tools: False where a grammar enforces the call; then the description
-        of tools is left out, with a warning, if the template has no place for it and the context no room.
+        must_fit: as in `encode`. needs_tools: False where a grammar enforces the call. The description of
+        tools is then left out, with a warning, if the template has no place and the context no room for it.
         """
         tokenizer = self.need_tokenizer()
         if (
@@ -153,17 +154,15 @@ class ServedModel:
         ):
             raise ApiError(
                 400,
-                "chat_template: this server takes no templates from requests; start it with "
-                "--trust-request-chat-template, "
-                "as a template may run for ever",
+                "chat_template: this server takes no templates from requests, as one may run for ever; start "
+                "it with --trust-request-chat-template",
                 param="chat_template",
             )
         if len(messages) > self.max_model_len:
             raise ApiError(
                 400,
                 f"messages: {len(messages)} are more than the {self.max_model_len} tokens of the model's "
-                "maximum context "
-                "length can hold; send fewer",
+                "maximum context length can hold; send fewer",
                 param="messages",
             )
         variables = dict(variables or {})
@@ -189,7 +188,7 @@ class ServedModel:
                 **variables,
             )
 
-        # Always beside the loop and for a limited time: a template is a program, and may not end.
+        # A template is a program and may not end, so it always runs beside the loop, for a limited time.
         async def rendered(tools: list[dict[str, Any]] | None, must_fit: bool) -> Prompt:
             text = await self._threads.run_bounded(
                 lambda: render(tools), TEMPLATE_SECONDS, "messages: the chat template"
@@ -202,8 +201,7 @@ class ServedModel:
         if may_drop and len(prompt.token_ids) >= self.max_model_len:
             logger.warning(
                 "the description of %d tools makes a prompt of %d tokens, and the model's context has %d: "
-                "it is "
-                "left out, and the grammar alone makes the call",
+                "it is left out, and the grammar alone makes the call",
                 len(tools or ()),
                 len(prompt.token_ids),
                 self.max_model_len,
@@ -212,7 +210,7 @@ class ServedModel:
         return prompt
 
     async def for_text(self, size: int, work: Callable[[], T]) -> T:
-        """`work()`, in a thread if it handles as much text as `size` says."""
+        """Returns `work()`, which handles `size` characters. It runs in a thread if they are many."""
         if size < LONG_TEXT:
             return work()
         if size < HUGE_TEXT:
@@ -228,7 +226,7 @@ class ServedModel:
 
 
 def text_size(values: Sequence[str], enough: int) -> int:
-    """Characters of the texts, and a few for each; counted until there are `enough`."""
+    """The number of characters of the texts, and a few for each text. Counts until there are `enough`."""
     size = 0
     for value in values:
         size += 8 + len(value)

@@ -1,4 +1,4 @@
-"""Warnings of what clients send in vain: each once a client, and not without end."""
+"""Warnings about what clients send in vain: each once a client, and a limited number in all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-MAX_TOLD = 1000  # of one server: whoever makes up names fills neither memory nor log
+MAX_TOLD = 1000  # warnings of one server: a client that makes up names fills neither memory nor log
 
 
 class Notices:

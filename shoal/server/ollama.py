@@ -37,8 +37,8 @@ NEVER = "2100-01-01T00:00:00Z"  # models stay
 
 
 class OllamaOptions(Struct, kw_only=True):
-    """How tokens are drawn. Those of Ollama's own runner (num_ctx, num_gpu, num_thread and the like) are
-    taken and mean nothing here: the server was started with its own."""
+    """How tokens are drawn. The options of Ollama's own runner (num_ctx, num_gpu, num_thread and the like)
+    are accepted and ignored: the server was started with its own."""
 
     num_predict: int | None = None  # not above 0: as many as fit
     temperature: float | None = None
@@ -232,7 +232,7 @@ OLLAMA = Dialect("Ollama", OllamaError, error_body, error_line, "application/x-n
 
 async def chat(exchange: Exchange) -> None:
     request = exchange.decode(OllamaChatRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     messages = [_to_chat(i, message) for i, message in enumerate(request.messages or ())]
     writer = _Writer(exchange, request.model or model.name, is_chat=True)
     if not messages:
@@ -247,7 +247,7 @@ async def chat(exchange: Exchange) -> None:
 
 async def generate(exchange: Exchange) -> None:
     request = exchange.decode(OllamaGenerateRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     _refuse_images(request.images, "images")
     for name, why in (
         ("suffix", "no model here fills in the middle"),
@@ -297,7 +297,7 @@ async def _chat_prompt(
     elif think is False:
         effort = "none"
     variables = template_variables(None, effort, params, model.reasoning_parser)
-    # An answer that the caller began is gone on with.
+    # The model goes on with an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return await model.chat_prompt(
         messages, tools=plan.tools, continue_final_message=begun, variables=variables
@@ -343,8 +343,8 @@ async def _answer(
 
 
 class _Writer:
-    """What has come of an answer and is not yet sent. Tool calls are sent when they are whole, as their
-    arguments are an object."""
+    """Collects what has come of an answer and is not yet sent. Tool calls are sent when they are whole, as
+    their arguments are an object."""
 
     def __init__(self, exchange: Exchange, name: str, *, is_chat: bool) -> None:
         """name: that of the model, as the client wrote it."""
@@ -353,7 +353,7 @@ class _Writer:
         self._content: list[str] = []
         self._thinking: list[str] = []
         self._calls: list[CallDelta] = []  # the last one may still grow
-        self._token_ids: list[int] = []  # of the whole answer
+        self._token_ids: list[int] = []  # those of the whole answer
 
     def add(self, parts: Sequence[Part], token_ids: Sequence[int]) -> None:
         if self.gives_context:
@@ -367,16 +367,16 @@ class _Writer:
                 self._calls[-1].arguments += part.arguments
 
     def line(self, is_last: bool) -> bytes:
-        """What is new, if anything is that can be sent."""
+        """The next object. Empty if nothing is new that can be sent."""
         num_whole = len(self._calls) if is_last else len(self._calls) - 1
         if not (self._content or self._thinking or num_whole > 0):
             return b""
         return encode({**self._head(False), **self._take(max(0, num_whole))}) + b"\n"
 
     def last(self, reason: str, generation: Generation) -> bytes:
-        """The last object, with all that was not sent and what it took."""
+        """The last object: all that was not sent yet, and what the answer took."""
         prompt, [times] = generation.prompts[0], generation.times
-        # Before it was started it was read and tokenized, it waited, and a model that slept was woken.
+        # The time before the engine began it: reading, tokenizing, waiting, and waking a model that slept.
         started = times.arrival + times.queued
         found = {**self._head(True), **self._take(len(self._calls)), "done_reason": reason}
         if self.gives_context:
@@ -411,7 +411,7 @@ class _Writer:
 
 
 def _tool_call(call: CallDelta) -> dict[str, Any]:
-    """Arguments that were cut short are none: they have to be an object."""
+    """A call in Ollama's shape. Arguments that were cut short become an empty object, as it has to be one."""
     try:
         arguments = msgspec.json.decode(call.arguments)
     except msgspec.DecodeError:
@@ -427,7 +427,7 @@ def _tool_call(call: CallDelta) -> dict[str, Any]:
 
 
 def _to_chat(i: int, message: OllamaMessage) -> dict[str, Any]:
-    """As a message of OpenAI's chat API."""
+    """The message in the shape of OpenAI's chat API."""
     _refuse_images(message.images, f"messages[{i}].images")
     found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     for name, value in (
@@ -491,7 +491,7 @@ def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | 
 
 async def embed_texts(exchange: Exchange) -> None:
     request = exchange.decode(OllamaEmbedRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     texts = [request.input] if isinstance(request.input, str) else request.input
     vectors, num_tokens = [], 0
     if any(texts):
@@ -503,9 +503,9 @@ async def embed_texts(exchange: Exchange) -> None:
 
 
 async def embed_text(exchange: Exchange) -> None:
-    """The older form: one text."""
+    """The older form of the endpoint, for one text."""
     request = exchange.decode(OllamaEmbeddingsRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     vectors: list[list[float]] = [[]]
     if request.prompt:
         prompts = await _prompts(model, [request.prompt], truncates=True)
@@ -514,7 +514,7 @@ async def embed_text(exchange: Exchange) -> None:
 
 
 async def _prompts(model: ServedModel, texts: list[str], *, truncates: bool) -> list[Prompt]:
-    """truncates: of what is too long the first tokens that fit."""
+    """truncates: a text that is too long is cut to the first tokens that fit."""
     limit = model.max_model_len if truncates else None
     return [Prompt(ids[:limit]) for ids in await model.encode(texts, must_fit=not truncates)]
 
@@ -527,7 +527,7 @@ async def version(exchange: Exchange) -> None:
 
 
 async def tags(exchange: Exchange) -> None:
-    models = exchange.server.models
+    models = exchange.models
     await exchange.json(
         OllamaModels(
             [
@@ -540,8 +540,8 @@ async def tags(exchange: Exchange) -> None:
 
 
 async def ps(exchange: Exchange) -> None:
-    """Those that are awake."""
-    states = [(model, await sleep_state_of(model)) for model in exchange.server.models]
+    """The models that are awake."""
+    states = [(model, await sleep_state_of(model)) for model in exchange.models]
     await exchange.json(
         OllamaModels(
             [
@@ -561,7 +561,7 @@ async def ps(exchange: Exchange) -> None:
 
 async def show(exchange: Exchange) -> None:
     request = exchange.decode(OllamaShowRequest)
-    model = exchange.server.find(request.model or request.name)
+    model = exchange.models.find(request.model or request.name)
     summary = model.summary
     template = (model.tokenizer.chat_template if model.tokenizer is not None else None) or ""
     sizes = {**summary.sizes, "context_length": model.max_model_len}

@@ -1,19 +1,17 @@
-"""The OpenAPI document: made from the table of routes and the Structs that requests are decoded into, and so
-it says what the code does."""
+"""The OpenAPI document. It is made from the table of routes and the Structs that requests are decoded into,
+so it says what the code does."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from shoal.server.http import Exchange
+from shoal.server.route import Handler, Route
 from shoal.version import __version__
-
-if TYPE_CHECKING:
-    from shoal.server.app import Route
 
 ERRORS = {
     400: "The request is malformed or impossible",
@@ -36,17 +34,21 @@ EVENT = {
 OF_A_GET = (401, 404, 500, 503)
 
 
-async def openapi(exchange: Exchange) -> None:
-    await exchange.json(_encoded(tuple(exchange.server.routes)))
+def openapi(routes: Sequence[Route]) -> Handler:
+    """A handler that answers with the document of these routes. They may grow until the first request."""
 
+    @functools.cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(routes))
 
-@functools.cache
-def _encoded(routes: tuple[Route, ...]) -> bytes:
-    return msgspec.json.encode(document(routes))
+    async def handle(exchange: Exchange) -> None:
+        await exchange.json(encoded())
+
+    return handle
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The document of these routes, in OpenAPI 3.1."""
     types = [
         t for route in routes for t in (route.request, route.response, route.dialect.error) if t is not None
     ]
@@ -74,7 +76,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    """Keys are asked for only where the server was started with some, so having none is among the choices."""
+    """One route. No key is among the choices of `security`, as a server may be started without keys."""
     content: dict[str, Any] = {route.content_type: {"schema": {"type": "string"}}}
     if route.response is not None:
         content = {"application/json": {"schema": schemas[route.response]}}

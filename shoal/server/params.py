@@ -18,8 +18,8 @@ def text_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Raises ApiError and RequestError. max_tokens None: as many as fit. prompt_logprobs: instead of the
-    request's own."""
+    """The sampling parameters of a request for text. max_tokens None: as many as fit. prompt_logprobs:
+    replaces the request's own. Raises ApiError and RequestError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(
             400,
@@ -98,8 +98,8 @@ async def read_prompts(
     add_special_tokens: bool = True,
     keep: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of a completion or embedding request. `keep`: so many last tokens of each. Raises ApiError
-    for a mixture."""
+    """The prompts of a completion or embedding request. keep: how many last tokens of each are kept; None:
+    all. Raises ApiError for a mixture of texts and ids."""
     if isinstance(given, str):
         texts: list[Any] = [given]
     elif not given:
@@ -126,12 +126,13 @@ async def read_prompts(
 
 
 def shortened(prompt: Prompt, keep: int | None) -> Prompt:
-    """With its last `keep` tokens only, and then without its text."""
+    """The prompt with its last `keep` tokens. It has no text if tokens were cut off."""
     if keep is None or len(prompt.token_ids) <= keep:
         return prompt
     return Prompt(prompt.token_ids[len(prompt.token_ids) - keep :])
 
 
 def num_kept(model: ServedModel, asked: int | None, max_tokens: int | None) -> int | None:
-    """truncate_prompt_tokens as a number of tokens: -1 is what leaves room for the answer."""
+    """How many tokens of a prompt truncate_prompt_tokens keeps: for -1 as many as leave room for the
+    answer."""
     return max(1, model.max_model_len - (max_tokens or 1)) if asked == -1 else asked

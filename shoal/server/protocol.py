@@ -23,8 +23,8 @@ from shoal.server.errors import ApiError
 
 T = TypeVar("T")
 SMALL_BODY = 1 << 16  # bytes: whatever they hold, they are read in some milliseconds
-MOST_VALUES = 1_000_000  # of JSON in a body: 0.15 s
-MOST_CONTAINERS = 100_000  # lists and objects among them: 0.1 s
+MOST_VALUES = 1_000_000  # JSON values in a body
+MOST_CONTAINERS = 100_000  # lists and objects among them
 MISSING = "Object missing required field "
 
 # Fields of OpenAI's and Anthropic's APIs that are no part of a Struct, and whose sender misses nothing here:
@@ -123,7 +123,7 @@ SAMPLING_NAMES = SamplingFields.__struct_fields__
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """What every request for tokens may say beside how they are drawn."""
+    """The fields of every request for tokens that do not say how tokens are drawn."""
 
     model: str | None = None  # None: the first model
     stream: bool | None = None
@@ -226,7 +226,7 @@ class TokenRequest(Struct, kw_only=True):
     """Token ids in, token ids out: what a router sends to a worker."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
-    version: Literal[1] = 1  # of this endpoint; another one is refused
+    version: Literal[1] = 1  # the version of this endpoint's protocol; another one is refused
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     model: str | None = None
     sampling_params: TokenSampling | None = None
@@ -244,9 +244,9 @@ class UpdateWeightsRequest(Struct, kw_only=True):
 
 
 def check_size(body: bytes, num_tokens: int) -> None:
-    """Refuses JSON that would take long to read although its bytes are few: parsed, `[]` is forty times as
-    large, and nothing else runs meanwhile. num_tokens: that fit into the model, as many values more are
-    taken. Raises ApiError."""
+    """Refuses JSON that would take long to read although its bytes are few: a parsed `[]` is forty times as
+    large, and nothing else runs meanwhile. num_tokens: how many fit into the model; so many more values are
+    allowed. Raises ApiError."""
     if len(body) <= SMALL_BODY:
         return
     for marks, most, what in (
@@ -258,13 +258,12 @@ def check_size(body: bytes, num_tokens: int) -> None:
             raise ApiError(
                 413,
                 f"the body has {count} {what} (commas and brackets within texts included), more than "
-                f"{most}, the most that "
-                "is read at once; send several requests",
+                f"{most}, the most that is read at once; send several requests",
             )
 
 
 def decode(kind: type[T], body: bytes) -> T:
-    """The request in `body`. Raises ApiError (400) that names the field."""
+    """The request in `body`. Raises ApiError (400), which names the field that is wrong."""
     try:
         if len(body) <= SMALL_BODY:
             return msgspec.json.decode(body, type=kind)
@@ -300,8 +299,9 @@ def _without_collections() -> Iterator[None]:
 
 
 def unknown_fields(kind: type, body: bytes) -> list[str]:
-    """What `body`, which `decode` took, has beside the fields of `kind`, and in its options beside theirs:
-    "stream_options.usage". Raises ApiError (400) for a name that is no text: `decode` passes over it."""
+    """The names in `body` that are no fields of `kind`, also those within its options, such as
+    "stream_options.usage". `decode` has read the body before. Raises ApiError (400) for a name that is no
+    valid text, which `decode` passes over."""
     given = decode(dict[str, msgspec.Raw], body)
     options = _options_by_field(kind)
     found = [name for name in given if name not in options and name not in HARMLESS]

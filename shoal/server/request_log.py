@@ -1,4 +1,5 @@
-"""The server's log of requests: one line when a request ends, with what it cost and never with what was said.
+"""The server's log of requests: one line when a request ends. It tells what the request cost, and nothing of
+what was said.
 
 `in` and `out` are tokens, `cached` is the part of `in` that the prefix cache held, `speed` is tokens a second
 after the first one. A client that left before its answer was whole is a 499, as in nginx."""
@@ -10,14 +11,12 @@ import math
 import re
 import time
 import urllib.parse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.logs import Event
-
-if TYPE_CHECKING:
-    from shoal.server.errors import ApiError
-    from shoal.server.generation import Generation
-    from shoal.server.http import Exchange
+from shoal.server.errors import ApiError
+from shoal.server.generation import Generation
+from shoal.server.http import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +42,13 @@ QUOTED = re.compile(r"""(?<!\w)(['"])(?:(?!\1)[^\\]|\\.)*(?:\1|\\?$)""", re.DOTA
 
 
 def log_request(exchange: Exchange, wanted: str) -> None:
-    """Writes the line of a request that has ended. wanted: ServerConfig.log_requests. What is asked all day
-    long (Route.quiet) is told at the level DEBUG."""
-    is_quiet = exchange.route is not None and exchange.route.quiet
+    """Writes the line of a request that has ended. Requests of machines (Route.quiet) have the level DEBUG.
+    wanted: ServerConfig.log_requests."""
     status, error = status_of(exchange), exchange.error
     is_error = status >= 400 or error is not None
     if wanted == "off" or (wanted == "errors" and not is_error):
         return
-    level = logging.DEBUG if is_quiet else _level(status, error)
+    level = logging.DEBUG if exchange.is_quiet else _level(status, error)
     if logger.isEnabledFor(level):
         logger.log(level, event_of(exchange))
 
@@ -79,8 +77,9 @@ def event_of(exchange: Exchange) -> Event:
 
 
 class RefusalLog:
-    """Lines of what never became a request, as its head was no HTTP, too long or too late, or the server had
-    no room for its connection. There is a line a second at the most: such things come in floods."""
+    """Writes a line for what never became a request: its head was no HTTP, too long or too late, or the
+    server had no room for its connection. There is a line a second at the most, as such things come in
+    floods."""
 
     def __init__(self, wanted: str) -> None:
         """wanted: ServerConfig.log_requests."""
@@ -137,7 +136,7 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 def _value(text: str) -> str:
-    """In quotes where it could be taken for more than one field."""
+    """The text, in quotes where it could be taken for more than one field."""
     if PLAIN.fullmatch(text.replace(",", "")):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
@@ -150,7 +149,8 @@ def _message(error: ApiError) -> str:
 
 
 def _level(status: int, error: ApiError | None) -> int:
-    """What is not the client's doing and nobody chose, as sleep is chosen, is an ERROR."""
+    """ERROR for failures of the server itself. What a client caused, or an operator chose, such as sleep, is
+    a WARNING."""
     if error is not None:
         return logging.ERROR if error.status == 500 else logging.WARNING
     return logging.INFO

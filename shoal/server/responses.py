@@ -63,7 +63,7 @@ class ReasoningOptions(Struct, kw_only=True):
 
 
 class ResponsesRequest(GenerationFields, kw_only=True):
-    """`n` and `max_tokens` of vLLM's names have no place here."""
+    """A request. vLLM's fields `n` and `max_tokens` have no place here."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -175,7 +175,7 @@ class Response(Struct, kw_only=True):
 
 async def create_response(exchange: Exchange) -> None:
     request = exchange.decode(ResponsesRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     _refuse(request)
     params = _params(request, model)
     plan = _plan(exchange, request, model)
@@ -224,8 +224,8 @@ class _Writer:
 
     def __init__(self, response: Response) -> None:
         self.response = response
-        self._number = 0  # of the next event
-        self._text: list[str] = []  # of the item that is open
+        self._number = 0  # the next event's number
+        self._text: list[str] = []  # the text of the open item
         self._delta = b""  # the constant beginning of its delta events
 
     def begin(self) -> bytes:
@@ -268,7 +268,7 @@ class _Writer:
         return self._whole("response.failed")
 
     def _opened_by(self, part: Part) -> Item | None:
-        """The new item that `part` begins, None if it goes on with the open one."""
+        """The new item that `part` begins. None if it goes on with the open one."""
         open_item = self.response.output[-1] if self.response.output else None
         if isinstance(part, CallDelta):
             return (
@@ -312,7 +312,7 @@ class _Writer:
         return events
 
     def _close(self, status: Status) -> bytes:
-        """The open item is done, if there is one."""
+        """Ends the open item, if there is one."""
         if not self.response.output:
             return b""
         item, index, text = self.response.output[-1], len(self.response.output) - 1, "".join(self._text)
@@ -477,7 +477,7 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 
 
 def _refuse(request: ResponsesRequest) -> None:
-    """Raises ApiError for what cannot be had here."""
+    """Raises ApiError for a request of something that this server does not have."""
     for name in ("previous_response_id", "conversation", "prompt"):
         if getattr(request, name) is not None:
             raise ApiError(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.server import messages, ollama, protocol, responses, shapes, system, tokens
-from shoal.server.app import Route
 from shoal.server.chat import create_chat_completion
 from shoal.server.completions import create_completion
 from shoal.server.docs_page import docs
 from shoal.server.messages import ANTHROPIC
 from shoal.server.ollama import OLLAMA
 from shoal.server.openapi import openapi
+from shoal.server.route import DOCUMENT, Route
 
 PUBLIC_ROUTES: tuple[Route, ...] = (
     Route(
@@ -166,6 +168,14 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     ),
     Route("GET", "/metrics", system.metrics, "Metrics for Prometheus", public=True, quiet=True),
     Route("GET", "/", system.page, "The chat page", content_type="text/html", public=True),
-    Route("GET", "/docs", docs, "The API, to read", content_type="text/html", public=True),
-    Route("GET", "/openapi.json", openapi, "This document", content_type="application/json", public=True),
 )
+
+
+def described(routes: Sequence[Route]) -> list[Route]:
+    """The routes, and two more that describe all of them."""
+    found = list(routes)
+    found += [
+        Route("GET", "/docs", docs(found), "The API, to read", content_type="text/html", public=True),
+        Route("GET", DOCUMENT, openapi(found), "This document", content_type="application/json", public=True),
+    ]
+    return found

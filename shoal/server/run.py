@@ -1,4 +1,4 @@
-"""The application under uvicorn: sockets, clients that dawdle, signals, the end."""
+"""The application under uvicorn: its sockets, signals, and the end."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from shoal.server.throughput import report_throughput
 
 logger = logging.getLogger(__name__)
 
-# longer than clients and proxies keep theirs, so that they close and never meet a closing socket
+# Longer than clients and proxies keep a connection, so that they close it and never meet a closing one.
 KEEP_ALIVE_SECONDS = 75
-LAST_WORDS_SECONDS = 5  # for answers that are whole and not yet read when the server ends
+LAST_WORDS_SECONDS = 5  # for clients to read answers that are whole when the server ends
 Ready = Callable[[int, int | None], None]
-FORCED_SECONDS = 0.5  # to tell so those who are cut off
+FORCED_SECONDS = 0.5  # to tell clients that are cut off at once
 BACKLOG = 2048  # connections that wait to be accepted
-# connections that asyncio accepts before it looks at anything else, their number included
+# How many connections asyncio accepts before it looks at anything else.
 ACCEPTED_AT_ONCE = 64
 MAX_FILES = 65536  # connections are files, and the usual limit of 1024 is soon reached
-RESERVED_FILES = 256  # those that are no connections: engines, libraries, logs, and connections just accepted
+RESERVED_FILES = 256  # files that are no connections: engines, libraries, logs; and connections just accepted
 ACCEPT_LOG_SECONDS = 10.0  # between two lines that say that files have run out
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -49,8 +49,8 @@ async def serve(
     *,
     ready: Ready | None = None,
 ) -> bool:
-    """Serves until SIGTERM or SIGINT, then drains. A second signal ends at once: False, True otherwise. Else
-    as serve_until."""
+    """Serves until SIGTERM or SIGINT, then drains. A second signal ends it at once. Returns whether it has
+    drained. The rest is as in serve_until."""
     loop = asyncio.get_running_loop()
     drain, force = asyncio.Event(), asyncio.Event()
 
@@ -80,8 +80,8 @@ async def serve_until(
     """Serves until `drain` is set, then lets running requests finish within shutdown_timeout; until `force`
     is set, at once.
 
-    ports: open_ports' sockets, closed at the end. ready: called with the numbers of both once they listen; a
-    Unix socket's is 0.
+    ports: the sockets of open_ports; they are closed at the end. ready: called with the numbers of both ports
+    once they listen; the number of a Unix socket is 0. Raises ConfigError if a port was taken meanwhile.
     """
     most = max_connections(config)
     listeners = list(zip([app] if admin is None else [app, admin], ports, strict=True))
@@ -109,15 +109,15 @@ async def serve_until(
                 raise ConfigError("the HTTP server ended before it began; the log says why")
             await asyncio.sleep(0.01)
         for port in ports:
-            # again: asyncio takes one number for what may wait and what is accepted at once
+            # Once more, as asyncio has one number for how many may wait and how many it accepts at once.
             port.listen(BACKLOG)
-        reports = asyncio.create_task(report_throughput(app.models))
+        reports = asyncio.create_task(report_throughput(app.port.models))
         if ready is not None:
             numbers = [0 if port.family == socket.AF_UNIX else port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
         await _first(drain.wait(), force.wait(), *tasks)
-        # The ports stay open meanwhile: who still comes is told 503 and when to try again, where a closed one
-        # tells nothing.
+        # The ports stay open meanwhile: a client that still comes is told 503 and when to try again, where a
+        # closed port would tell it nothing.
         await _first(app.drain(config.shutdown_timeout), force.wait())
         for server in servers:
             server.should_exit = True
@@ -132,7 +132,7 @@ async def serve_until(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for model in app.models:
+        for model in app.port.models:
             model.close()
 
 
@@ -153,8 +153,8 @@ def open_ports(config: ServerConfig) -> list[socket.socket]:
 
 
 def _bound(host: str, port: int, option: str) -> socket.socket:
-    # Where the protocol is named, asyncio sets TCP_NODELAY on what it accepts; without that an answer waits
-    # 40 ms for the acknowledgement of its head.
+    # asyncio sets TCP_NODELAY on what it accepts if the protocol is named here. Without that an answer waits
+    # for the acknowledgement of its head.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -170,7 +170,7 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
 
 
 class _UnixPort(socket.socket):
-    """Its file goes when it is closed."""
+    """A Unix socket that removes its file when it is closed."""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it was closed before
@@ -214,13 +214,13 @@ def check_tls(config: ServerConfig) -> None:
         except OSError as error:
             raise ConfigError(
                 f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} cannot be "
-                f"used: {error}; give "
-                "a PEM certificate and its key"
+                f"used: {error}; give a PEM certificate and its key"
             ) from None
 
 
 def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
-    """reachable: an address to open on this machine, where the server listens on all."""
+    """The URL of the server. reachable: if the server listens on all addresses, one that this machine can
+    open."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host) if reachable else config.host
@@ -229,9 +229,9 @@ def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
 
 
 def max_connections(config: ServerConfig) -> int:
-    """How many connections a port takes: what is configured, else what the limit of open files leaves beside
-    RESERVED_FILES. The limit is raised as far as it goes. Raises ConfigError for more connections than
-    files."""
+    """How many connections a port takes: the number that is configured, else what the limit of open files
+    leaves beside RESERVED_FILES. Raises that limit as far as it goes. Raises ConfigError for more connections
+    than files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -241,8 +241,8 @@ def max_connections(config: ServerConfig) -> int:
     if config.max_connections is not None and config.max_connections > room:
         raise ConfigError(
             f"max_connections {config.max_connections} is more than {room}, which this process's limit of "
-            f"{files} open files "
-            "leaves; raise that limit (ulimit -n, LimitNOFILE in a systemd unit) or choose fewer"
+            f"{files} open files leaves; raise that limit (ulimit -n, LimitNOFILE in a systemd unit) or "
+            "choose fewer"
         )
     return config.max_connections or room
 
@@ -268,7 +268,8 @@ def _settings(app: Server, config: ServerConfig, all_connections: Connections) -
 
 
 async def _first(*awaitables: Any) -> None:
-    """Waits for one of them, and lets a failure of it out. Tasks among them go on, the rest is cancelled."""
+    """Waits until one of them ends, and raises its exception if it failed. Tasks among the others go on;
+    the rest is cancelled."""
     futures = [asyncio.ensure_future(a) for a in awaitables]
     try:
         done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -289,8 +290,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _LoopErrors:
-    """What asyncio says of callbacks that failed. Where files have run out it would say so for every
-    connection that waits, thousands of times a second; once in a while is enough."""
+    """Logs callbacks of asyncio that failed. Where files have run out, every connection that waits would be
+    such a failure, thousands of times a second: this says so once in a while."""
 
     def __init__(self) -> None:
         self._said = -ACCEPT_LOG_SECONDS

@@ -26,13 +26,13 @@ PATIENCE_SECONDS = 5.0
 
 async def list_models(exchange: Exchange) -> None:
     await exchange.json(
-        {"object": "list", "data": [_card(m, name) for m in exchange.server.models for name in m.names]}
+        {"object": "list", "data": [_card(m, name) for m in exchange.models for name in m.names]}
     )
 
 
 async def get_model(exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
-    await exchange.json(_card(exchange.server.find(name), name))
+    await exchange.json(_card(exchange.models.find(name), name))
 
 
 def _card(model: ServedModel, name: str) -> dict[str, object]:
@@ -48,15 +48,15 @@ def _card(model: ServedModel, name: str) -> dict[str, object]:
 
 
 async def health(exchange: Exchange) -> None:
-    """200 while the server can do its work, asleep or not: sleeping is a state that somebody chose, and a
-    restart would not mend it.
+    """Answers 200 while the server can do its work, asleep or not: somebody chose that it sleeps, and a
+    restart would not wake it.
 
-    503 when an engine is dead, and while draining: load balancers then send new requests elsewhere, as
-    Kubernetes' readiness wants it.
+    Answers 503 when an engine is dead, and while draining. Load balancers and Kubernetes' readiness probes
+    then send new requests elsewhere.
     """
-    if exchange.server.draining:
+    if exchange.models.draining:
         raise ApiError(503, "the server is shutting down")
-    for model in exchange.server.models:
+    for model in exchange.models:
         try:
             await stats_of(model)
         except EngineDeadError as error:
@@ -69,27 +69,27 @@ async def version(exchange: Exchange) -> None:
 
 
 async def load(exchange: Exchange) -> None:
-    await exchange.json({"server_load": sum(m.admission.active for m in exchange.server.models)})
+    await exchange.json({"server_load": sum(m.admission.active for m in exchange.models)})
 
 
 async def metrics(exchange: Exchange) -> None:
     families: list[Metric] = []
-    for model in exchange.server.models:
+    for model in exchange.models:
         families += await _families(model)
-    families += exchange.server.http_metrics.collect()
+    families += exchange.port.metrics.collect()
     await exchange.respond(exposition(families), content_type=METRICS_TYPE)
 
 
 async def _families(model: ServedModel) -> Iterable[Metric]:
     try:
         stats, state = await stats_of(model), await sleep_state_of(model)
-    except EngineDeadError:  # nothing runs any more; what was counted here stays
+    except EngineDeadError:  # nothing runs any more; what the server has counted stays
         stats, state = Stats(), SleepState()
     return model.metrics.collect(stats, state.level, model.admission.refused)
 
 
 async def stats_of(model: ServedModel) -> Stats:
-    """The figures of its engine, now or as they were last known. Raises EngineDeadError."""
+    """The figures of the model's engine, now or as they were last known. Raises EngineDeadError."""
     try:
         model.last_stats = await asyncio.wait_for(model.engine.stats(), PATIENCE_SECONDS)
     except TimeoutError:
@@ -98,7 +98,8 @@ async def stats_of(model: ServedModel) -> Stats:
 
 
 async def sleep_state_of(model: ServedModel) -> SleepState:
-    """Whoever falls asleep or wakes up answers afterwards: until then it is as it was."""
+    """What sleeps, now or as it was last known: an engine that falls asleep or wakes up answers afterwards.
+    Raises EngineDeadError."""
     try:
         model.last_sleep_state = await asyncio.wait_for(model.engine.sleep_state(), PATIENCE_SECONDS)
     except TimeoutError:

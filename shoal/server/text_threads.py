@@ -18,7 +18,7 @@ from shoal.errors import RequestError
 T = TypeVar("T")
 
 NUM_THREADS = 2  # they are few, so that a burst queues here and not on the cores
-GRACE_SECONDS = 0.2  # between two looks at a piece of work that is over its time
+GRACE_SECONDS = 0.2  # between two looks at a piece of work whose time is over
 
 
 class TextThreads:
@@ -31,8 +31,8 @@ class TextThreads:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def run_bounded(self, work: Callable[[], T], seconds: float, what: str) -> T:
-        """`work()`, ended after so many seconds: Python code alone can be, at its next line. Raises
-        RequestError then, with `what`."""
+        """Returns `work()`. It is ended after so many seconds: Python code at its next line, other code not
+        before it returns. Raises RequestError then, which begins with `what`."""
         job = _Job(work)
         future = asyncio.get_running_loop().run_in_executor(self._pool, job.run)
         try:
@@ -74,7 +74,7 @@ class _Job(Generic[T]):
         self._is_unwanted = False
 
     def seconds_left(self, seconds: float) -> float:
-        """Until it has run for so long. While it waits for its thread nothing of its time goes by."""
+        """The rest of its time. The time while it waits for a thread does not count."""
         if self._began is None:
             return seconds
         return max(GRACE_SECONDS, self._began + seconds - time.monotonic())
@@ -95,7 +95,7 @@ class _Job(Generic[T]):
                 _spend_time()
 
     def end(self) -> None:
-        """Raises Overtime in its thread, now if it is running and else as soon as it begins."""
+        """Raises Overtime in its thread: now if it is running, else as soon as it begins."""
         if self._was_sent:
             return
         with self._lock:
@@ -108,6 +108,6 @@ class _Job(Generic[T]):
 
 
 def _spend_time() -> None:
-    """What another thread has sent comes at one of the next jumps."""
+    """An exception that another thread has sent is raised at one of the next jumps."""
     for _ in range(1000):
         pass

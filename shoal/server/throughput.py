@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.api import Stats
@@ -21,16 +21,16 @@ INTERVAL_SECONDS = 10.0
 
 @dataclass(slots=True)
 class _Counts:
-    """What has been counted of a model up to some moment."""
+    """What a model's counters said at some moment."""
 
     prompt_tokens: int
     generation_tokens: int
-    queries: int  # tokens looked up in the prefix cache ...
-    hits: int  # ... and found there
-    when: float  # seconds of time.perf_counter
+    queries: int  # tokens looked up in the prefix cache
+    hits: int  # tokens found there
+    when: float  # by time.perf_counter, in seconds
 
 
-async def report_throughput(models: Sequence[ServedModel], interval: float = INTERVAL_SECONDS) -> None:
+async def report_throughput(models: Iterable[ServedModel], interval: float = INTERVAL_SECONDS) -> None:
     """Runs until it is cancelled. interval: seconds between two lines of a model."""
     before = {model.name: _counts(model, model.last_stats) for model in models}
     while True:
@@ -59,7 +59,7 @@ def _counts(model: ServedModel, stats: Stats) -> _Counts:
 
 
 def _event(name: str, stats: Stats, before: _Counts, now: _Counts) -> Event | None:
-    """None for a model without work."""
+    """The line of a model. None if it had no work."""
     seconds = now.when - before.when
     prompt = (now.prompt_tokens - before.prompt_tokens) / seconds
     generation = (now.generation_tokens - before.generation_tokens) / seconds

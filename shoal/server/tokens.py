@@ -30,7 +30,7 @@ TOKEN_PROTOCOL = 1  # version of /inference/v1/generate
 
 async def tokenize(exchange: Exchange) -> None:
     request = exchange.decode(TokenizeRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
     if request.messages is not None:
@@ -56,7 +56,7 @@ async def tokenize(exchange: Exchange) -> None:
 
 async def detokenize(exchange: Exchange) -> None:
     request = exchange.decode(DetokenizeRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     tokenizer = model.need_tokenizer()
     text = await model.for_text(
         len(request.tokens), lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)
@@ -65,10 +65,10 @@ async def detokenize(exchange: Exchange) -> None:
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
-    """What a tokenizer_config.json would say, for clients that render chat templates themselves. It is that
-    of ?model=NAME, or of the first model."""
+    """Answers with what a tokenizer_config.json would say of the model ?model=NAME, or of the first model. It
+    is for clients that render chat templates themselves."""
     names = exchange.query().get("model")
-    model = exchange.server.find(names[0] if names else None)
+    model = exchange.models.find(names[0] if names else None)
     tokenizer = model.need_tokenizer()
     added = {str(i): AddedToken(tokenizer.token_text(i), special=True) for i in tokenizer.all_special_ids}
     special = tokenizer.special_tokens_map
@@ -89,7 +89,7 @@ async def tokenizer_info(exchange: Exchange) -> None:
 
 async def create_embeddings(exchange: Exchange) -> None:
     request = exchange.decode(EmbeddingRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     keep = model.max_model_len if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
     prompts = await read_prompts(
         model,
@@ -155,14 +155,14 @@ async def embed(
     async with generation:
         async for deltas in generation:
             for delta in deltas:
-                if delta.embedding is None:  # the engine put it aside, to sleep
+                if delta.embedding is None:  # the engine aborted it, to sleep
                     raise ApiError(503, "the engine ended this request before it was computed; send it again")
                 found[delta.index] = _scaled(delta.embedding, dimensions)
     return [found[i] for i in range(len(prompts))]
 
 
 def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
-    """Its first so many numbers, of unit length again."""
+    """The first `dimensions` numbers, scaled to unit length again."""
     if dimensions is None or dimensions == len(vector):
         return vector
     if dimensions > len(vector):
@@ -181,10 +181,10 @@ def _packed(vector: list[float]) -> str:
 
 
 async def generate_tokens(exchange: Exchange) -> None:
-    """Ids in, ids out. As a stream, an event is what came of the answer since the last one; the last one has
-    the finish reason."""
+    """Ids in, ids out. An event of a stream has what came of the answer since the event before; the last one
+    has the finish reason."""
     request = exchange.decode(TokenRequest)
-    model = exchange.server.find(request.model)
+    model = exchange.models.find(request.model)
     sampling = request.sampling_params or TokenSampling()
     if sampling.n not in (None, 1):
         raise ApiError(

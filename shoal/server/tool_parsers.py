@@ -20,7 +20,7 @@ PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a string that stand for
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 WORD = re.compile(r"[-+.0-9A-Za-z]*")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-MAX_DEPTH = 64  # of arguments; deeper ones count as malformed
+MAX_DEPTH = 64  # arguments that are nested deeper count as malformed
 
 Steps = Generator[None, None, None]
 
@@ -47,21 +47,21 @@ Part = TextDelta | CallDelta
 
 
 class Parser(Protocol):
-    """Text in, parts out, in their order."""
+    """Reads an answer's text as it comes, and gives its parts in their order."""
 
     def push(self, text: str) -> list[Part]: ...
 
     def finish(self) -> list[Part]:
-        """The text has ended: what was held back."""
+        """The parts that were held back. The text has ended."""
         ...
 
 
 class _Malformed(Exception):
-    """The next character cannot be, or the text ended within a value."""
+    """The next character cannot come here, or the text ended within a value."""
 
 
 class _Ended(_Malformed):
-    """The latter. What is left is half a character or number, of no use to anyone."""
+    """The text ended within a value. What is left is half a character or number, of no use to anyone."""
 
 
 class _CallReader:
@@ -76,10 +76,10 @@ class _CallReader:
     def __init__(self) -> None:
         self._text, self._at, self._ended = "", 0, False
         self._raw: list[str] = []  # what was read of a call that may yet be none
-        self._arguments: list[str] = []  # of the call being read, not given out yet
+        self._arguments: list[str] = []  # arguments of the call being read, not given out yet
         self._inside = False  # what is read belongs to the arguments
         self._begun = False  # the call being read is known as one
-        self._index = -1  # of the last call known
+        self._index = -1  # the number of the last call known
         self._parts: list[Part] = []
         self._steps = self._run()
 
@@ -227,7 +227,7 @@ class _CallReader:
 
         Raises _Malformed, `_begun` says whether before or after the call was known as one.
         """
-        self._give_arguments()  # of the call before
+        self._give_arguments()  # those of the call before
         self._begun, self._inside, name, has_arguments = False, False, "", False
         self._raw.clear()
         self._arguments.clear()

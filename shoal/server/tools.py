@@ -1,17 +1,19 @@
 """Tools of a request: checked, put into the prompt, enforced by a grammar where the request says so, and
 found again in the answer.
 
-What `tool_choice` means, as in OpenAI's API and vLLM:
-  "auto"      the model decides; calls are found in its text, in the format of the model's chat template
-  "none"      no calls: the tools are left out of the prompt, so that nothing invites one "required"  the
-  answer is a list of one or more calls, by a JSON schema a function  the answer is this function's arguments,
-  by its schema; the finish reason stays "stop", where the others say "tool_calls" allowed_tools   "auto" or
-  "required" of some of the tools: all are in the prompt, and a call of another one
-              is text like any other
+`tool_choice` means the same as in OpenAI's API and vLLM:
 
-Where the request has a format too (response_format and the like): with "none" the answer is in this format,
-with "auto" it is that or a call, with the others it is the call. A format that is no JSON (a regex, a choice,
-a grammar) leaves "auto" no calls.
+- "auto": the model decides. Calls are found in its text, in the format of the model's chat template.
+- "none": there are no calls. The tools are left out of the prompt, so that nothing invites one.
+- "required": the answer is a list of one or more calls, by a JSON schema.
+- a function: the answer is this function's arguments, by its schema. The finish reason stays "stop", where
+  the others say "tool_calls".
+- allowed_tools: "auto" or "required" with some of the tools. All are in the prompt, and a call of another one
+  is text like any other.
+
+The request may also ask for a format (response_format and the like). With "none" the answer is in this
+format, with "auto" it is in this format or a call, and with the others it is the call. A format that is no
+JSON (a regex, a choice, a grammar) leaves "auto" no calls.
 """
 
 from __future__ import annotations
@@ -58,11 +60,11 @@ class ToolPlan:
 
     mode: str = "none"  # "none" | "auto" | "required" | "named"
     tools: list[dict[str, Any]] | None = None  # for the prompt
-    name: str = ""  # of the tool, if "named"
+    name: str = ""  # the tool's name, if the mode is "named"
     parallel: bool = True  # more calls than one may be made
-    # The arguments' schemas of those that may be called, by name.
+    # The arguments' schema of each tool that may be called, by the tool's name.
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
-    is_limited: bool = False  # a call of another is no call
+    is_limited: bool = False  # a call of any other tool counts as text
     structured: StructuredOutputsParams | None = None  # what enforces "required" and "named"
 
     @property
@@ -193,7 +195,7 @@ def _function_name(tool: Any) -> Any:
 
 
 def warn_left_out(exchange: Exchange, kind: Any) -> None:
-    """In the log, once a client: a tool of a type that only other servers have."""
+    """Tells the log, once a client, of a tool whose type only other servers have."""
     exchange.warn(
         f"tool {kind!r:.60}",
         f"this server has no tools of the type {kind!r:.60}: they are left out of {exchange.path}",
@@ -201,7 +203,7 @@ def warn_left_out(exchange: Exchange, kind: Any) -> None:
 
 
 def warn_unread(exchange: Exchange, kind: Any) -> None:
-    """In the log, once a client: a part of a conversation that only other servers can make something of."""
+    """Tells the log, once a client, of a part of a conversation that this server cannot use."""
     exchange.warn(
         f"part {kind!r:.60}",
         f"parts of a conversation of the type {kind!r:.60} come from other "
@@ -237,7 +239,7 @@ def template_variables(
 
 
 def check_finish(reason: str | None) -> str:
-    """The reason, where the API has no word for answers that the server took back."""
+    """The reason. Raises ApiError for an answer that the server took back: these APIs have no word for it."""
     if reason not in ("stop", "length"):
         raise ApiError(503, "the answer was given up: the engine was put to sleep or is ending; try again")
     return reason
@@ -261,7 +263,7 @@ class AnswerFormat:
         self._thinking = self._reasons and opens_thinking(prompt)
 
     def parser(self) -> AnswerParser:
-        """For one answer."""
+        """A new parser, which reads one answer."""
         return AnswerParser(ThinkParser(self._thinking) if self._reasons else None, self._calls(), self.plan)
 
     def _calls(self) -> Parser | None:

@@ -14,7 +14,7 @@ from triton_compile import Compiled, check_kernels, compile_launches
 from shoal.attention.triton import TritonBackend
 from shoal.kernels.hopper_attention import hopper_prefill_attention
 from shoal.kernels.state import StateLayout
-from shoal.kernels.step_input import SharedPrefixes, StepInput
+from shoal.kernels.step_input import HostView, SharedPrefixes, StepInput
 
 
 def attend(
@@ -37,18 +37,18 @@ def attend(
     )
     kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
     ints = torch.zeros(64, dtype=torch.int32)
-    step = StepInput(
-        ints[:34],
-        ints[:34],
-        ints[:34],
-        ints[:3],
-        ints[:4],
-        ints[:3],
-        torch.zeros(4, 48, dtype=torch.int32)[:, 16:],
+    step = StepInput.mixed(
+        token_ids_T=ints[:34],
+        positions_T=ints[:34],
+        rows_T=ints[:34],
+        rows_S=ints[:3],
+        query_starts_S=ints[:4],
+        kv_lens_S=ints[:3],
+        block_tables_RM=torch.zeros(4, 48, dtype=torch.int32)[:, 16:],
         num_decodes=2,
-        max_query_len=32,
         max_kv_len=4096,
         fresh_prefills=fresh,
+        host=HostView((0, 1, 2, 34), (1, 1, 32)),
     )
     backend.attend(q, k, v, kv_layer, step, window)
 
@@ -73,16 +73,13 @@ def cascade(
     layout = StateLayout(num_seqs, 20)
     state = torch.zeros(layout.size, dtype=torch.int32)
     ints = state[:num_seqs]
-    step = StepInput(
-        ints,
-        ints,
-        ints,
-        ints,
-        state[: num_seqs + 1],
-        ints,
-        layout.block_tables(state),
-        num_decodes=num_seqs,
-        max_query_len=1,
+    step = StepInput.decode(
+        token_ids_B=ints,
+        positions_B=ints,
+        rows_B=ints,
+        query_starts_B=state[: num_seqs + 1],
+        kv_lens_B=ints,
+        block_tables_RM=layout.block_tables(state),
         max_kv_len=4096,
         prefixes=SharedPrefixes(*layout.prefixes(state)),
     )

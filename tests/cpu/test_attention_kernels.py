@@ -19,7 +19,7 @@ from shoal.engine.runner.batch import MixedShape
 from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
 from shoal.kernels.attention_reference import paged_attention
 from shoal.kernels.hopper_attention import heads_an_item, prefill_work
-from shoal.kernels.step_input import StepInput
+from shoal.kernels.step_input import HostView, StepInput
 
 # padded rows divide 0 by 0 and are not stored
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -85,7 +85,7 @@ class Case:
             starts.append(starts[-1] + query_len)
         kv_lens = [kv_len for _, kv_len in sequences]
         prefills = sequences[num_decodes:]
-        self.step = StepInput(
+        self.step = StepInput.mixed(
             token_ids_T=torch.zeros(num_tokens, dtype=torch.int32),
             positions_T=torch.zeros(num_tokens, dtype=torch.int32),
             rows_T=torch.zeros(num_tokens, dtype=torch.int32),
@@ -94,11 +94,9 @@ class Case:
             kv_lens_S=torch.tensor(kv_lens, dtype=torch.int32),
             block_tables_RM=self.block_tables_RM,
             num_decodes=num_decodes,
-            max_query_len=max((query_len for query_len, _ in prefills), default=1),
             max_kv_len=max(kv_lens),
             fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
-            host_query_starts=tuple(starts),
-            host_kv_lens=tuple(kv_lens),
+            host=HostView(tuple(starts), tuple(kv_lens)),
         )
         self.scale = head_dim**-0.5
         self.tolerance = TOLERANCE[dtype]
@@ -144,18 +142,16 @@ class Case:
                 step.num_decodes,
             ).items()
         }
-        captured = StepInput(
-            padded["token_ids"],
-            padded["positions"],
-            padded["token_rows"],
-            padded["rows"],
-            padded["query_starts"],
-            padded["kv_lens"],
-            self.block_tables_RM,
+        captured = StepInput.captured_mixed(
+            token_ids_T=padded["token_ids"],
+            positions_T=padded["positions"],
+            rows_T=padded["token_rows"],
+            rows_S=padded["rows"],
+            query_starts_S=padded["query_starts"],
+            kv_lens_S=padded["kv_lens"],
+            block_tables_RM=self.block_tables_RM,
             num_decodes=shape.decodes,
-            max_query_len=shape.tokens,
             max_kv_len=256,
-            captured_mixed=True,
             prefixes=step.prefixes,
         )
         q, k, v = (
@@ -218,6 +214,11 @@ class Case:
             tiles=tiles or Tiles(16, 16, 4, 2),
         )
         self.check(out, window)
+
+
+def select(step: StepInput, tokens: np.ndarray) -> StepInput:
+    """The same step, in which the results of these tokens alone are wanted."""
+    return replace(step, host=replace(step.host, selected_tokens=tokens))
 
 
 LENGTHS = [0, 1, 7, 8, 9, 16, 17, 40, 63, 64, 65, 100]
@@ -465,7 +466,7 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
         for window in (None, 10):
             case.check(backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, window), window)
         wanted = np.array([0, case.step.num_tokens - 1])
-        step = replace(case.step, host_select=wanted)
+        step = select(case.step, wanted)
         backend.begin(step)
         everything, selected = (
             backend.attend(case.q, case.k, case.v, case.kv_layer, step, None, selected=s)
@@ -475,7 +476,7 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
         assert backend.work is None or tiles[-2:] == [len(backend.work), backend.selected_work]
     assert 0 < tiles[-1] < tiles[-2]
     # decodes alone are wanted: no tile, and no launch
-    backend.begin(replace(case.step, host_select=np.array([0, 1])))
+    backend.begin(select(case.step, np.array([0, 1])))
     count = len(tiles)
     backend.attend(case.q, case.k, case.v, case.kv_layer, case.step, None, selected=True)
     assert len(tiles) == count

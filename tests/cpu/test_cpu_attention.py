@@ -7,7 +7,7 @@ import torch
 
 from shoal.attention.cpu import CpuBackend
 from shoal.kernels import cpu_build
-from shoal.kernels.step_input import StepInput
+from shoal.kernels.step_input import HostView, StepInput
 
 
 def make_step(
@@ -38,7 +38,7 @@ def make_step(
             rows[i] = -1
     num_decodes = next((i for i, (q, _) in enumerate(sequences) if q > 1), size)
     tokens = torch.zeros(starts[-1], dtype=torch.int32)
-    step = StepInput(
+    step = StepInput.mixed(
         token_ids_T=tokens,
         positions_T=tokens,
         rows_T=tokens,
@@ -47,10 +47,9 @@ def make_step(
         kv_lens_S=torch.tensor(lens, dtype=torch.int32),
         block_tables_RM=state[:, 16:],
         num_decodes=num_decodes,
-        max_query_len=max(queries),
         max_kv_len=max(lens),
-        host_query_starts=tuple(starts),
-        host_kv_lens=tuple(lens),
+        fresh_prefills=False,
+        host=HostView(tuple(starts), tuple(lens)),
     )
     return qkv, cache[:, 1], step
 
@@ -58,11 +57,9 @@ def make_step(
 def expected(q_THN, kv_layer, step: StepInput, window: int | None) -> torch.Tensor:
     out = torch.zeros_like(q_THN)
     block_size, repeat = kv_layer.shape[3], q_THN.shape[1] // kv_layer.shape[2]
-    for i, (start, end) in enumerate(itertools.pairwise(step.host_query_starts)):
-        keys, positions = (
-            torch.arange(step.host_kv_lens[i]),
-            torch.arange(step.host_kv_lens[i])[start - end :],
-        )
+    for i, (start, end) in enumerate(itertools.pairwise(step.host.query_starts)):
+        keys = torch.arange(step.host.kv_lens[i])
+        positions = keys[start - end :]
         if not len(keys):
             continue
         kv = kv_layer[

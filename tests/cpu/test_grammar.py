@@ -221,7 +221,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(build)
     assert outputs["syntax"].finish_reason is outputs["complex"].finish_reason is FinishReason.ERROR
     assert "regex" in outputs["syntax"].error and outputs["complex"].error
     assert outputs["fine"].finish_reason is FinishReason.STOP
-    assert not core.compiling
+    assert not core.admission.is_busy
 
 
 @pytest.fixture
@@ -284,15 +284,22 @@ def test_others_go_on_while_a_mask_is_computed(build, all_are_slow, monkeypatch)
     assert 20 <= len(found["slow"]) <= 31
 
 
-def test_a_request_whose_mask_is_computed_can_be_aborted(build, all_are_slow):
+def test_a_request_whose_mask_is_computed_can_be_aborted(build, all_are_slow, monkeypatch):
+    compute, begun = Grammars._compute_beside, threading.Event()
+
+    def tell(self, matcher):
+        begun.set()
+        return compute(self, matcher)
+
+    monkeypatch.setattr(Grammars, "_compute_beside", tell)
     core = build().core
     core.add(Request("slow", PROMPTS[1], structured(1, dict(regex="[a-f]{20,30}"))))
-    while not core.grammars.under_way:
+    while not begun.is_set():
         core.step()
     core.abort("slow")
     while core.has_work:
         core.step()
-    core.scheduler.check()
+    core.check()
 
 
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled(build):
@@ -300,7 +307,7 @@ def test_a_request_can_be_aborted_while_its_grammar_is_compiled(build):
     core.add(Request("gone", PROMPTS[1], structured(0, KINDS[2][0])))
     core.abort("gone")
     assert run(core)["gone"].finish_reason is FinishReason.ABORT
-    assert not core.compiling and not core.has_work
+    assert not core.admission.is_busy and not core.has_work
 
 
 def test_bad_input_is_refused_before_anything_runs(build):

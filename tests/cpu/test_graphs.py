@@ -7,6 +7,7 @@ its variant.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -104,18 +105,51 @@ def test_a_start_that_finds_its_kernels_on_disk_looks_at_few(name, variants):
     assert 0 < len(variants[name]["probed"]) < len(variants[name]["ahead"])
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_no_kernel_overlaps_with_what_is_before_the_embedding(name, variants):
+    """kernels/pdl.py, rule 3: what was prepared before the embedding is a constant to all kernels after
+    it."""
+    assert variants[name]["orders"]
+    for order in variants[name]["orders"]:
+        overlapping = [kernel.endswith("+") for kernel in order]
+        assert not any(overlapping[: order.index("_embed_kernel") + 1])
+        assert any(overlapping)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decodes_follow_the_kernel_of_their_shared_prefixes_at_once(name, variants):
+    """They read their queries before they wait, and count on that kernel's wait."""
+    for order in variants[name]["orders"]:
+        for kernel, following in itertools.pairwise(order):
+            assert kernel != "prefix_kernel+" or following == "decode_kernel+"
+
+
+def test_some_decodes_shared_prefixes(variants):
+    assert any("prefix_kernel+" in order for order in variants["dense"]["orders"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_of_a_decodes_products_have_memory_for_all_rows_that_tiles_read(name, variants):
+    """Else the copy engine fills in zeros, which is slow (kernels/hopper.py)."""
+    inputs = variants[name]["inputs"]
+    assert inputs or name in (*WITHOUT_HOPPER, "one layer", "experts at the end")
+    assert all(described == read for described, read in inputs)
+
+
 def launched_variants(folder: Path, name: str) -> dict:
-    from contextlib import nullcontext
+    from contextlib import contextmanager, nullcontext
 
     import torch
     import transformers
     import triton
+    from triton.runtime.jit import JITFunction
     from triton_compile import _NoDriver
 
     from shoal import LLM, SamplingParams
     from shoal.attention.triton import TritonBackend
     from shoal.engine.runner import runner as runner_module
-    from shoal.engine.runner.graphs import StepGraphs
+    from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
+    from shoal.engine.runner.steps import Steps
     from shoal.kernels import hopper_linear, hopper_row, triton_ops
     from tests import tiny
 
@@ -132,6 +166,35 @@ def launched_variants(folder: Path, name: str) -> dict:
         seen.clear()
         return taken
 
+    orders: list[list[str]] = []  # the kernels of each step as they were launched; "+": it may overlap
+    inputs: list[tuple[int, int]] = []  # rows that TMA is told of, and that it reads, of a decode's products
+    noting: list[str] = []  # the kind of step that is launched now, if any
+    run, describe, launch_step = JITFunction.run, hopper_linear.descriptor, Steps.launch
+
+    @contextmanager
+    def step(kind: str):
+        orders.append([])
+        noting.append(kind)
+        yield
+        noting.clear()
+
+    def noting_run(self, *args, **options):
+        if noting:
+            orders[-1].append(self.__name__ + "+" * options.get("launch_pdl", False))
+        return run(self, *args, **options)
+
+    def noting_describe(matrix, rows, columns, rows_read=0):
+        described = describe(matrix, rows, columns, rows_read)
+        if noting == ["captured decode"] and rows_read > matrix.shape[0]:
+            inputs.append((described.shape[0], rows_read))
+        return described
+
+    def noting_launch(self, *args):
+        with step("eager"):
+            return launch_step(self, *args)
+
+    JITFunction.run, hopper_linear.descriptor, Steps.launch = noting_run, noting_describe, noting_launch
+
     def capture(self, pool) -> None:
         take()
         with self.rehearsal():
@@ -139,7 +202,8 @@ def launched_variants(folder: Path, name: str) -> dict:
                 self.launch(key)
         rehearsed = take()
         for key in self.keys:
-            self.launch(key)
+            with step("captured decode" if isinstance(self, DecodeGraphs) else "captured mixed"):
+                self.launch(key)
         graphs.append((rehearsed, take()))
 
     StepGraphs.capture = capture
@@ -165,24 +229,32 @@ def launched_variants(folder: Path, name: str) -> dict:
         max_num_batched_tokens=320,
         skip_tokenizer_init=True,
     )
-    runner = llm.core.runner
+    runner = llm.core.ranks.runner
     take()
-    cache, runner.kv = runner.kv, runner._new_cache(1)
+    blocks = runner.cache.blocks
+    runner.cache.allocate(1)
     runner.compile_ahead()
     ahead = take()
     runner_module.compiling_ahead = lambda: nullcontext([])
     runner.compile_ahead()
-    probed, runner.kv = take(), cache
+    probed, runner.cache.blocks = take(), blocks
     with torch.inference_mode():
         runner._prepare_steps()
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
-    runner.graphs = runner.mixed_graphs = None  # eager steps, but none of fewer tokens than are ever captured
-    llm.core.builder.mixed_shapes = ()
+    runner.drop_graphs()  # eager steps, but none of fewer tokens than are ever captured
+    llm.core.loop.builder.mixed_shapes = ()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     llm.generate([[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))], params, use_tqdm=False)
     # a step that ends three prompts
     llm.generate([[20 + i] * (100 + i) for i in range(3)], params, use_tqdm=False)
-    return {"graphs": graphs, "steps": (started, take()), "ahead": ahead, "probed": probed}
+    return {
+        "graphs": graphs,
+        "steps": (started, take()),
+        "ahead": ahead,
+        "probed": probed,
+        "orders": orders,
+        "inputs": inputs,
+    }
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ empty."""
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ TORCH_FREE = [
     "cli.models",
     "bench.floor",
     "wire",
+    "control",
     "weights.summary",
     "metrics",
     "fake",
@@ -87,6 +89,29 @@ def test_imports_point_down(path):
     for module in imports_of(path):
         package = package_of(module) if (PACKAGE / package_of(module)).is_dir() else ""
         assert may_import(own, package), f"{relative} imports {module}"
+
+
+def edges_of(path: Path) -> set[Path]:
+    """The modules of the package that a file imports anywhere: late, or for types alone, too. A package's
+    __init__ is no module here, as the doors of shoal and shoal.memory open what lies behind them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            file = PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
+            if file != path and file.is_file() and PACKAGE in file.parents:
+                found.add(file)
+    return found
+
+
+def test_no_two_modules_import_each_other_in_a_circle():
+    """TopologicalSorter raises CycleError, which names the modules of a circle."""
+    TopologicalSorter({path: edges_of(path) for path in MODULES}).prepare()
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

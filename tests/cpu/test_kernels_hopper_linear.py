@@ -12,7 +12,7 @@ import triton
 from triton_compile import SHARED_LIMIT, check_kernels, compile_launches
 
 from shoal.kernels import hopper_gated, hopper_linear, hopper_row, linear
-from shoal.kernels.hopper import empty_rows
+from shoal.kernels.hopper import empty_product_input
 from shoal.kernels.hopper_linear import MAX_ROWS, MAX_TILES, SHARED_BYTES, choose_hopper_tiles
 
 H200_SMS = 132
@@ -71,7 +71,7 @@ def test_gated_products_too_narrow_for_most_sms_stay_where_they_were() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 8, 48, 130, 256, 257])
 def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
-    x = empty_rows(torch.empty(1, dtype=BF16), rows, 2, 512)
+    x = empty_product_input(torch.empty(1, dtype=BF16), rows, 2, 512)
     assert x.shape == (rows, 2, 512) and x.dtype == BF16 and x.is_contiguous()
     for outs, inputs, gated in SHAPES:
         if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):

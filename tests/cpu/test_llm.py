@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from shoal import LLM, SamplingParams
 from shoal.api import StructuredOutputsParams
@@ -59,6 +58,14 @@ def test_every_architecture_generates_the_oracles_tokens(name, root, build):
         dict(num_gpu_blocks_override=13, max_model_len=200),
         dict(num_gpu_blocks_override=13, max_model_len=200, async_scheduling=True, max_num_batched_tokens=40),
         dict(long_prefill_token_threshold=20, scheduling_policy="priority"),
+        dict(target_itl_ms=0.001, max_num_seqs=3),
+        dict(
+            target_itl_ms=2,
+            max_num_seqs=3,
+            async_scheduling=True,
+            num_gpu_blocks_override=13,
+            max_model_len=200,
+        ),
     ],
     ids=str,
 )
@@ -66,48 +73,13 @@ def test_tokens_do_not_depend_on_how_the_engine_runs(options, build, expected):
     engine = build("qwen3", **options)
     for _ in range(2):  # the second time from the prefix cache
         assert ids_of(engine.generate(PROMPTS, greedy())) == expected
-        engine.core.scheduler.check()
+        engine.core.check()
 
 
 def test_a_cache_that_small_does_preempt(build, expected):
     engine = build("qwen3", num_gpu_blocks_override=13, max_model_len=200)
     engine.generate(PROMPTS, greedy())
     assert engine.stats().num_preemptions > 0
-
-
-def test_a_rehearsal_runs_the_first_layer_each_kind_and_the_last(build):
-    model = build("qwen3-moe").core.runner.model
-    every = model.layers
-    dense, sparse, other = every  # kinds in turn
-    for layers, rehearsed in (
-        ((dense,), [dense]),
-        ((dense, sparse), [dense, sparse]),
-        ((dense, sparse, other), [dense, sparse, other]),
-        ((dense, dense, other), [dense, other]),
-    ):
-        model.layers = every[:0].extend(layers)
-        with model.one_layer_of_each_kind():
-            assert list(model.layers) == rehearsed  # never more than the cache has layers
-        assert list(model.layers) == list(layers)
-    model.layers = every
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
-def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name, build, monkeypatch):
-    engine = build(name, max_num_batched_tokens=24, max_num_seqs=8)
-    model = engine.core.runner.model
-    forward, counts = model.forward, set()
-
-    def forward_twice(step, kv, select_S=None):
-        hidden_SD = forward(step, kv, select_S)
-        if select_S is not None:
-            counts.add(len(select_S))
-            torch.testing.assert_close(hidden_SD, forward(step, kv)[select_S], rtol=1e-5, atol=1e-5)
-        return hidden_SD
-
-    monkeypatch.setattr(model, "forward", forward_twice)
-    engine.generate(PROMPTS, greedy())
-    assert 0 in counts and max(counts) > 1
 
 
 def test_logprobs_are_the_oracles(build, root):
@@ -319,18 +291,18 @@ def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypa
     """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it
     never ran."""
     engine = build("qwen3", async_scheduling=True)
-    launch, steps = engine.core.runner.step, iter(range(100))
+    launch, steps = engine.core.ranks.step, iter(range(100))
 
     def interrupted(packed, extras):
         if next(steps) == 3:
             raise KeyboardInterrupt
         return launch(packed, extras)
 
-    monkeypatch.setattr(engine.core.runner, "step", interrupted)
+    monkeypatch.setattr(engine.core.ranks, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS[:4], greedy())
     monkeypatch.undo()
-    engine.core.scheduler.check()
+    engine.core.check()
     assert engine.stats().num_running == 0 and ids_of(engine.generate(PROMPTS, greedy())) == expected
 
 
@@ -355,7 +327,7 @@ def test_no_memory_in_a_step_ends_its_requests_and_poisons_nothing(build, expect
     def fail(packed, extras):
         raise MemoryError("no memory for a step")
 
-    monkeypatch.setattr(engine.core.runner, "step", fail)
+    monkeypatch.setattr(engine.core.ranks, "step", fail)
     with pytest.raises(MemoryError):
         engine.generate(PROMPTS, greedy())
     monkeypatch.undo()
@@ -460,7 +432,7 @@ def test_input_of_the_wrong_kind_is_a_value_error_and_leaves_nothing_behind(call
     engine = build("llama", scheduling_policy="priority")
     with pytest.raises(ValueError):
         call(engine)
-    engine.core.scheduler.check()
+    engine.core.check()
     assert engine.stats().num_waiting == 0 and len(ids_of(engine.generate([[1, 2]], greedy()))[0]) == COUNT
 
 
@@ -481,3 +453,12 @@ def test_an_end_of_text_id_that_the_model_has_not_is_passed_over(root, build):
     (folder / "generation_config.json").unlink(missing_ok=True)
     with LLM(str(folder), dtype="float32", device="cpu", max_model_len=64) as engine:
         assert len(ids_of(engine.generate([[1, 2]], greedy(min_tokens=3, ignore_eos=False)))[0]) >= 3
+
+
+@pytest.mark.parametrize("name", ["no_such_command", "release_memory", "exit", "__init__", "kv_poll", "step"])
+def test_users_reach_only_public_commands_of_the_ranks(build, name):
+    engine = build("qwen3")
+    with pytest.raises(ConfigError, match=rf"{name} is no command.*state_digest"):
+        engine.collective_rpc(name)
+    [digest] = engine.collective_rpc("state_digest")
+    assert len(digest) == 64

@@ -16,6 +16,7 @@ from shoal.api import Request
 from shoal.config import EngineConfig
 from shoal.engine.offload.offloader import Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import Done
+from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError, EngineDeadError
 from shoal.kv.host import HostTier
@@ -79,7 +80,7 @@ def test_a_cache_too_small_for_all_prompts_finds_them_in_host_memory(options, bu
     tokens, cached = one_by_one(llm, prompts())
     assert tokens == expected and cached == [96] * 9
     assert together(llm, prompts()) == expected
-    llm.core.tiers.offloader.check()
+    llm.core.check()
     stats = llm.stats()
     assert stats.kv_dropped_blocks == 0 and stats.external_prefix_cache_hits >= 9 * 96 - 224
     assert stats.kv_tiers["host"].stored_blocks >= 54 and stats.kv_tiers["host"].fetched_blocks >= 40
@@ -109,7 +110,7 @@ def test_conversations_give_the_same_tokens_with_and_without_tiers(build, disk):
     assert talk(llm) == alone
     assert llm.stats().external_prefix_cache_hits > 300
     small_host = build(
-        num_gpu_blocks_override=18, **options, kv_host_bytes=12 * llm.core.runner.block_bytes, **disk
+        num_gpu_blocks_override=18, **options, kv_host_bytes=12 * llm.core.ranks.runner.block_bytes, **disk
     )
     assert talk(small_host) == alone
     staged = build(num_gpu_blocks_override=18, **options, **disk)
@@ -147,7 +148,7 @@ def test_exit_writes_nothing_when_it_may_take_no_time(build, disk, tmp_path):
 
 def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeypatch):
     llm = build(**SMALL, **disk, kv_host_bytes=12 * 12288)
-    monkeypatch.setattr(llm.core.runner.kv_tiers["disk"]._breaker, "allows", lambda: False)
+    monkeypatch.setattr(llm.core.ranks.runner.kv.tiers["disk"]._breaker, "allows", lambda: False)
     one_by_one(llm, prompts()[:3])
     offloader, now = llm.core.tiers.offloader, [0.0]
 
@@ -162,7 +163,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeyp
 
 def test_a_disk_that_takes_nothing_is_not_offered_the_same_blocks_at_every_look(build, disk, monkeypatch):
     llm = build(**SMALL, **disk, **HOST)
-    monkeypatch.setattr(llm.core.runner.kv_tiers["disk"]._breaker, "allows", lambda: False)
+    monkeypatch.setattr(llm.core.ranks.runner.kv.tiers["disk"]._breaker, "allows", lambda: False)
     monkeypatch.setattr("shoal.engine.offload.offloader.WRITE_REST_S", 1e9)
     one_by_one(llm, prompts())
     assert 0 < llm.stats().kv_tiers["disk"].failed_blocks <= 54
@@ -192,7 +193,7 @@ def test_a_disk_that_vanishes_leaves_an_engine_that_works(build, expected, disk,
     while (tmp_path / "kv").exists():  # the engine may write meanwhile
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)
     assert one_by_one(llm, prompts())[0] == expected
-    llm.core.tiers.offloader.check()
+    llm.core.check()
 
 
 @pytest.mark.parametrize("tiers", ["host", "disk"])
@@ -200,7 +201,7 @@ def test_new_weights_find_nothing_of_the_old_ones(tiers, build, root, disk, tmp_
     llm = build(**SMALL, **(HOST if tiers == "host" else disk))
     old = one_by_one(llm, prompts())[0]
     name = "model.layers.1.mlp.down_proj.weight"
-    shape = llm.core.runner.model.checkpoint_shapes()[name]
+    shape = llm.core.ranks.runner.model.checkpoint_shapes()[name]
     llm.update_weights_from_tensors({name: torch.zeros(shape)})
     new, cached = one_by_one(llm, prompts())
     assert new != old and cached == [0] * 9
@@ -239,7 +240,7 @@ def test_host_memory_outlives_the_sleep_of_the_cache(level, build, root, expecte
         llm.update_weights(str(tiny.write_model(root, "qwen3")))
     tokens, cached = one_by_one(llm, prompts()[:6])
     assert tokens == expected[:6] and cached == [96 if level == 1 else 0] * 6
-    llm.core.tiers.offloader.check()
+    llm.core.check()
 
 
 def test_a_reset_forgets_every_tier_of_its_own(build, expected, disk, tmp_path):
@@ -263,7 +264,7 @@ def slow_second_engine(build, disk):
     one_by_one(first, prompts())
     first.exit()
     llm = build(**SMALL, **disk)
-    return llm, SlowReads(llm.core.runner.kv_tiers["disk"])
+    return llm, SlowReads(llm.core.ranks.runner.kv.tiers["disk"])
 
 
 def start(llm, prompt, request_id, **options):
@@ -294,8 +295,7 @@ def test_a_request_may_leave_while_its_prefix_is_on_its_way(build, expected, dis
     start(llm, prompts()[0], "slow")
     llm.core.step()
     llm.core.abort("slow")
-    llm.core.scheduler.check()
-    llm.core.tiers.offloader.check()
+    llm.core.check()
     assert llm.stats().num_free_blocks < 14
     slow.gate.set()
     while llm.core.tick():
@@ -321,7 +321,7 @@ def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(
     one_by_one(first, prompts())
     first.exit()
     llm = build(**SMALL, **disk)
-    offloader, tier = llm.core.tiers.offloader, llm.core.runner.kv_tiers["disk"]
+    offloader, tier = llm.core.tiers.offloader, llm.core.ranks.runner.kv.tiers["disk"]
     lookup = offloader.lookup
 
     def evicted(keys, start):
@@ -354,7 +354,7 @@ def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
         one_by_one(llm, prompts())
     assert one_by_one(llm, prompts())[0] == expected
     assert one_by_one(llm, prompts()) == (expected, [96] * 9)
-    llm.core.tiers.offloader.check()
+    llm.core.check()
 
 
 class Recorded:
@@ -580,7 +580,7 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
     def never():
         raise TimeoutError
 
-    monkeypatch.setattr(llm.core.runner, "kv_abandon", never)
+    monkeypatch.setattr(llm.core.ranks.runner.kv, "abandon", never)
     monkeypatch.setattr(llm.core.tiers.offloader, "offload", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
@@ -598,14 +598,15 @@ def test_an_engine_that_cannot_write_its_blocks_at_the_end_ends_all_the_same(err
     monkeypatch.setattr(llm.core.tiers.offloader, "flush", broken)
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
         llm.exit()
-    assert llm.core.runner is None and llm.core.tiers is None
+    with pytest.raises(EngineDeadError, match="was ended"):
+        llm.generate(prompts(), params())
 
 
 def test_what_a_closed_tier_lacks_is_forgotten_by_nobody(build, disk):
     """Reads that new weights cut off have failed; that is told when the tier is gone already."""
     llm = build(**SMALL, **disk)
-    llm.core.collective_rpc("kv_close_tiers")
-    llm.core.collective_rpc("kv_forget", "disk", [bytes(16)])
+    llm.core.ranks.call(commands.KV_CLOSE_TIERS)
+    llm.core.ranks.call(commands.KV_FORGET, "disk", [bytes(16)])
 
 
 def test_while_nothing_may_leave_nobody_looks_for_what_might():
@@ -708,7 +709,7 @@ def test_host_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(option,
     def nothing(*_):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("shoal.engine.runner.kv_commands.HostSlab", nothing)
+    monkeypatch.setattr("shoal.engine.runner.rank_kv.HostSlab", nothing)
     with pytest.raises(ConfigError, match=f"{option}.*no memory"):
         build(**SMALL, **(HOST if option == "kv_host_bytes" else disk))
 

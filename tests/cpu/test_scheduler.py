@@ -221,7 +221,7 @@ def test_a_prompt_starts_only_when_all_of_it_fits():
 
 
 def test_priority_orders_by_priority_then_arrival_then_order():
-    s = make(policy="priority", max_num_seqs=1)
+    s = make(scheduling_policy="priority", max_num_seqs=1)
     for name, priority, arrival in (
         ("late", 1, 2.0),
         ("early", 1, 1.0),
@@ -277,7 +277,7 @@ def test_the_last_sequence_puts_itself_out_if_it_is_the_one_in_need():
 
 
 def test_under_priority_the_least_urgent_goes_whenever_it_came():
-    s = make(num_blocks=5, policy="priority", enable_prefix_caching=False)
+    s = make(num_blocks=5, scheduling_policy="priority", enable_prefix_caching=False)
     s.add(request("low", 8, priority=2))
     step(s)
     s.add(request("high", 8, priority=0, arrival=1.0))

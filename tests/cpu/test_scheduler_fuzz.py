@@ -13,7 +13,9 @@ from collections import Counter, deque
 import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
+from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.step_costs import StepCosts
 
 VOCAB = 40
 EOS = (0, 1)
@@ -180,6 +182,8 @@ class Trace:
         # from less than the longest sequence to room for a few
         num_blocks = r.randint(2, 2 * max_model_len // self.block_size)
         self.limit = min(max_model_len, num_blocks * self.block_size)
+        pace = random.Random(f"pace {seed}")
+        self.target = pace.choice((None, 0.5, 0.5, 5.0, 15.0, 20.0))  # seconds, as the costs below
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=self.block_size,
@@ -187,8 +191,13 @@ class Trace:
             max_num_batched_tokens=r.choice((1, 3, 8, 16, 64)),
             max_model_len=max_model_len,
             enable_prefix_caching=r.random() < 0.85,
-            policy=r.choice(("fcfs", "priority")),
+            scheduling_policy=r.choice(list(policy.POLICIES)),
             long_prefill_token_threshold=r.choice((0, 0, 2, 5)),
+            target_itl_s=self.target,
+            step_sizes=pace.choice(((), (), (4, 8, 12, 20))),
+        )
+        self.costs = StepCosts(
+            *(pace.choice((0.01, 0.1, 1.0)) for _ in range(3)), pace.choice((0, 0.01, 0.1))
         )
         self.device = Device(num_blocks, self.block_size)
         self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
@@ -260,7 +269,7 @@ class Trace:
         self.compare()
 
     def step(self) -> None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.costs)
         if plan is None:
             waiting = any(
                 seq.grammar is not None and seq.grammar.is_waiting
@@ -279,6 +288,8 @@ class Trace:
                 == sum(e.num_tokens for e in plan.scheduled)
                 <= self.scheduler._max_num_batched_tokens
             )
+            if self.target is not None and plan.num_decodes:
+                self.check_target(plan)
             self.seen["mixed"] += 0 < plan.num_decodes < len(plan.scheduled)
             self.seen["chunked"] += not all(e.samples for e in plan.scheduled)
             self.in_flight.append((plan, self.launch(plan)))
@@ -286,6 +297,23 @@ class Trace:
         depth = self.r.randint(0, self.max_depth)
         while len(self.in_flight) > (depth if plan is not None else 0):
             self.see(*self.in_flight.popleft())
+
+    def check_target(self, plan: StepPlan) -> None:
+        """A step with decodes ends in time, or takes no more of prompts than it takes at least."""
+        costs, chunks = self.costs, plan.scheduled[plan.num_decodes :]
+        seconds = costs.step_s + len(plan.scheduled) * costs.seq_s
+        for chunk in chunks:
+            pairs = chunk.num_tokens * chunk.start + chunk.num_tokens**2 / 2
+            seconds += chunk.num_tokens * costs.token_s + pairs * costs.pair_s
+        taken = plan.num_tokens - plan.num_decodes
+        decode_s = costs.step_s + plan.num_decodes * costs.seq_s
+        least_s = costs.token_s * max(self.block_size, policy.TOKENS_A_DECODE * plan.num_decodes)
+        in_time = seconds <= max(self.target, decode_s + least_s) + 1e-9
+        assert in_time or (len(chunks) == 1 and taken <= self.block_size) or not chunks, (
+            "a step that is too long"
+        )
+        self.seen["too long"] += taken > 0 and seconds > self.target
+        self.seen["in time"] += taken > 0 and seconds <= self.target
 
     def launch(self, plan: StepPlan) -> list[int]:
         return self.device.run(plan)
@@ -381,5 +409,21 @@ def test_any_load_gives_each_request_the_tokens_of_an_undisturbed_run(first_seed
         "embeddings",
         "ended by a grammar",
         "refused by a grammar",
+        "too long",
+        "in time",
     ):
         assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"
+
+
+def test_whomever_a_policy_puts_out_each_request_gets_its_tokens(monkeypatch):
+    chosen = Counter[str]()
+
+    def any_but_the_first_in_turn(candidates):
+        i = random.Random(sum(chosen.values())).randrange(min(1, len(candidates) - 1), len(candidates))
+        chosen["itself" if i == 0 else "last" if i == len(candidates) - 1 else "another"] += 1
+        return i
+
+    monkeypatch.setattr(policy, "victim", any_but_the_first_in_turn)
+    for seed in range(1000, 1000 + TRACES_A_TEST):
+        trace(seed)
+    assert chosen["another"] > 10, f"the traces are too tame: {chosen}"

@@ -38,6 +38,23 @@ def test_its_own_pages_programs_and_pages_behind_a_proxy_may(server):
     assert status(server, COMPLETE, BODY, Origin="vscode-webview://1a2b") == 200
 
 
+def test_the_chat_page_may_behind_a_proxy_that_names_the_server_otherwise(server):
+    """Its browser says that page and request have one address, and pages of strangers it calls otherwise."""
+    page = {"Origin": "https://chat.example", "Host": "10.0.0.7:8000"}
+    assert status(server, COMPLETE, BODY, **page, Sec_Fetch_Site="same-origin") == 200
+    for site in ("same-site", "cross-site", "none"):
+        assert status(server, COMPLETE, BODY, **page, Sec_Fetch_Site=site) == 403, site
+    assert status(server, "/pause", b"", admin=True, **page, Sec_Fetch_Site="same-origin") == 403
+
+
+def test_what_is_not_there_is_answered_with_what_is(server):
+    lost = server.json("/nowhere")[1]["error"]["message"]
+    assert "/openapi.json" in lost and server.request("/openapi.json")[0] == 200
+    lost = server.json("/nowhere", admin=True)[1]["error"]["message"]
+    assert "/openapi.json" not in lost and "/sleep" in lost and "/check_weights" in lost
+    assert server.request("/openapi.json", admin=True)[0] == 404
+
+
 def test_sites_that_are_allowed_and_clients_with_keys_may():
     with FakeServer(allowed_origins=["https://friend.example"]) as server:
         assert status(server, COMPLETE, BODY, Origin="https://friend.example") == 200

@@ -190,7 +190,7 @@ def test_draining_refuses_new_requests_and_finishes_the_running_ones():
         connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 20, "stream": True}))
         read_until(connection, b"data:")
         server.call(server.drain.set)
-        eventually(lambda: server.app.draining)
+        eventually(lambda: server.app.port.models.draining)
         status, headers, _ = server.request(COMPLETE, LONG)
         assert status == 503 and headers["Retry-After"]
         assert server.request("/health")[0] == 503
@@ -219,7 +219,7 @@ def test_a_second_signal_ends_at_once():
         connection = server.raw(post(COMPLETE, {**LONG, "stream": True}))
         read_until(connection, b"data:")
         server.call(server.drain.set)
-        eventually(lambda: server.app.draining)
+        eventually(lambda: server.app.port.models.draining)
         server.call(server.force.set)
         assert b"ends at once" in read_until(connection)
         server.wait_end()
@@ -310,7 +310,14 @@ def test_dashboards_find_the_caches_settings_and_the_engines_steps():
     class Stepping(FakeEngine):
         async def stats(self):
             steps = [2, 1] + [0] * 12  # two of one token, one of up to eight
-            return Stats(num_waiting=5, num_deferred=2, step_tokens=7, steps_by_tokens=steps)
+            return Stats(
+                num_waiting=5,
+                num_deferred=2,
+                step_tokens=7,
+                steps_by_tokens=steps,
+                decode_step_s=0.007,
+                prompt_token_s=0.25,
+            )
 
     cache = {"block_size": "16", "num_gpu_blocks": "99"}
     with FakeServer(Stepping(300, reply=ids_of("hello")), model={"cache_config": cache}) as server:
@@ -328,6 +335,8 @@ def test_dashboards_find_the_caches_settings_and_the_engines_steps():
             f"request_max_num_generation_tokens_sum{{{names}}} 5.0",
         ):
             assert f"\nvllm:{line}\n" in text, line
+        assert f"\nshoal:decode_step_seconds_estimate{{{names}}} 0.007\n" in text
+        assert f"\nshoal:prompt_token_seconds_estimate{{{names}}} 0.25\n" in text
 
 
 def test_requests_are_counted_by_route_and_not_by_what_clients_make_up():

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
 from shoal.api import SleepState
+from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from shoal.models.decoder import Decoder
 from shoal.weights.transfer import SharedTensors, open_tensor
 from shoal.weights.update import weight_tensors
 from tests import tiny
@@ -154,7 +156,7 @@ workloads.SHAPES["small"] = dict(hidden_size=512, intermediate_size=1024, num_hi
 llm = LLM(workloads.write_model(tempfile.mkdtemp(), "small"), load_format="dummy", dtype="float32", device="cpu", max_model_len=512,
           kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True)
 with torch.inference_mode():
-    llm.core.runner.kv.fill_(1.0)
+    llm.core.ranks.runner.cache.blocks.fill_(1.0)
 sizes = [resident()]
 for level in (1, 2):
     llm.sleep(level=level)
@@ -171,8 +173,8 @@ def test_addresses_stay(folder, build, changed):
     llm = build(folder)
 
     def addresses():
-        runner = llm.core.runner
-        return [p.data_ptr() for p in runner.model.parameters()] + [runner.kv.data_ptr()]
+        runner = llm.core.ranks.runner
+        return [p.data_ptr() for p in runner.model.parameters()] + [runner.cache.blocks.data_ptr()]
 
     before = addresses()
     llm.sleep(level=2)
@@ -259,7 +261,7 @@ def test_level_1_after_level_2_does_not_bring_weights_back(folder, build, expect
 def test_level_2_loses_the_content_of_the_weights(folder, build):
     llm = build(folder)
     before = llm.check_weights()
-    num_bytes = {name: tensor.nbytes for name, tensor in weight_tensors(llm.core.runner.model)}
+    num_bytes = {name: tensor.nbytes for name, tensor in weight_tensors(llm.core.ranks.runner.model)}
     llm.sleep(level=2)
     llm.wake_up()
     lost = llm.check_weights()
@@ -358,13 +360,13 @@ def test_kept_requests_go_on_after_waking_as_if_nothing_had_been(
         for _ in range(i + 1):
             next(stream)
     llm.sleep(level=level, tags=tags, mode="keep")
-    assert llm.is_sleeping and (not llm.core.has_work or llm.core.late)
-    llm.core.scheduler.check()
+    assert llm.is_sleeping
+    llm.core.check()
     llm.wake_up()
     for stream, tokens_ in zip(streams, expected):
         *_, last = stream
         assert list(last.outputs[0].token_ids) == tokens_ and last.outputs[0].finish_reason == "length"
-    llm.core.scheduler.check()
+    llm.core.check()
 
 
 def test_kept_requests_with_penalties_and_seeds_draw_the_same(folder, build):
@@ -436,7 +438,7 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expect
     """As undefined as a woken cache on a GPU is."""
     llm = build(folder)
     with torch.inference_mode():
-        llm.core.runner.kv.fill_(float("nan"))
+        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
     assert tokens(llm) == expected
 
 
@@ -445,13 +447,12 @@ def test_an_interrupt_while_the_last_step_is_waited_for_leaves_a_whole_engine(
 ):
     llm = build(folder, async_scheduling=True)
     stream = begin(llm)
-    assert llm.core.in_flight
-    fail_once(monkeypatch, llm.core, "_complete", KeyboardInterrupt())
+    fail_once(monkeypatch, llm.core.ranks, "wait", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.sleep(level=1, mode="keep")
     *_, last = stream
     assert last.outputs[0].finish_reason == "abort"
-    llm.core.scheduler.check()
+    llm.core.check()
     llm.sleep(level=1)
     llm.wake_up()
     assert tokens(llm) == expected
@@ -514,7 +515,7 @@ def test_a_sleep_without_host_memory_changes_nothing(folder, build, expected, mo
     llm = build(folder)
     stream = llm.stream(PROMPTS[0], params())
     next(stream)
-    fail_once(monkeypatch, llm.core.runner.regions, "release", MemoryError("16 bytes needed, 3 free"))
+    fail_once(monkeypatch, CpuRegions, "release", MemoryError("16 bytes needed, 3 free"))
     with pytest.raises(UnavailableError, match="3 free"):
         llm.sleep(level=1)
     assert not llm.is_sleeping
@@ -532,7 +533,7 @@ def test_a_wake_that_fails_changes_nothing_and_can_be_tried_again(
     llm = build(folder)
     llm.sleep(level=level)
     asleep = llm.memory_usage()
-    fail_once(monkeypatch, llm.core.runner.regions, "take", MemoryError("the card is full"))
+    fail_once(monkeypatch, CpuRegions, "take", MemoryError("the card is full"))
     with pytest.raises(UnavailableError, match="full"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
@@ -547,7 +548,7 @@ def test_a_wake_whose_file_cannot_be_read_can_be_tried_again(folder, build, expe
     llm.sleep(level=1)
     asleep = llm.memory_usage()
     assert asleep["weights"]["host_bytes"] == asleep["weights"]["device_bytes"] == 0
-    fail_once(monkeypatch, llm.core.runner, "load_checkpoint", CheckpointError("cannot be read"))
+    fail_once(monkeypatch, Decoder, "load_weight", CheckpointError("cannot be read"))
     with pytest.raises(CheckpointError, match="cannot be read"):
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
@@ -651,7 +652,7 @@ def test_damaged_checkpoints_are_refused_before_anything_changes(folder, build, 
 
 def test_an_update_that_breaks_off_is_not_generated_from(folder, build, expected, monkeypatch, changed):
     llm = build(folder)
-    fail_once(monkeypatch, llm.core.runner.model, "load_weight", CheckpointError("a bad sector"), after=7)
+    fail_once(monkeypatch, Decoder, "load_weight", CheckpointError("a bad sector"), after=7)
     with pytest.raises(CheckpointError, match="bad sector"):
         llm.update_weights(changed)
     assert llm.weights_version == 0
@@ -682,7 +683,7 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
     llm = build(paths[0], **options)
     data = [
         m.packed.data.data_ptr()
-        for m in llm.core.runner.model.modules()
+        for m in llm.core.ranks.runner.model.modules()
         if getattr(m, "packed", None) is not None
     ]
     assert data, "nothing is packed"
@@ -695,7 +696,7 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
         assert tokens(llm) == wanted
     assert data == [
         m.packed.data.data_ptr()
-        for m in llm.core.runner.model.modules()
+        for m in llm.core.ranks.runner.model.modules()
         if getattr(m, "packed", None) is not None
     ]
     with pytest.raises(CheckpointError, match="packed from"):

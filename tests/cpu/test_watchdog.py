@@ -35,6 +35,15 @@ def test_a_core_without_work_and_one_that_is_called_may_take_their_time(doing):
     assert after(1000, Watchdog(10.0), doing) is None
 
 
+def test_a_quick_command_that_does_not_end_is_noticed():
+    assert after(9, Watchdog(10.0), "memory_usage") is None
+    assert "busy with memory_usage for 10 s" in after(12, Watchdog(10.0), "memory_usage")
+
+
+def test_one_quick_command_after_the_other_is_work():
+    assert after(1000, Watchdog(10.0), "stats", progress=lambda i: i) is None
+
+
 def test_a_step_that_does_not_end_is_noticed():
     assert after(9, Watchdog(10.0), "step") is None
     assert "completed no step for 10 s" in after(12, Watchdog(10.0), "step")

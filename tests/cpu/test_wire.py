@@ -4,6 +4,7 @@ import pytest
 
 from shoal.api import FinishReason, Logprob, Output, Request, SamplingParams, StructuredOutputsParams
 from shoal.config import EngineConfig
+from shoal.control import Sleep, UpdateWeights
 from shoal.errors import (
     CheckpointError,
     ConfigError,
@@ -18,6 +19,7 @@ from shoal.wire import (
     Call,
     Dead,
     Failure,
+    FlushKv,
     ModelInfo,
     Outputs,
     Ready,
@@ -28,7 +30,7 @@ from shoal.wire import (
     decode_from_core,
     decode_to_core,
     encode,
-    request_id_of,
+    refusal,
 )
 
 PARAMS = SamplingParams(
@@ -61,7 +63,8 @@ INFO = ModelInfo("m", 1, 2, 3, 4, (5,), {"top_p": 0.9}, 6, 7, 8, "cpu", "float32
         Start(EngineConfig(max_model_len=9, cudagraph_capture_sizes=[1, 2])),
         Add(REQUEST),
         Abort(["a", "b"]),
-        Call(3, "sleep", [1, None, "keep"]),
+        Call(3, Sleep(1, ["weights"], "keep")),
+        Call(4, FlushKv()),
     ],
     ids=lambda m: type(m).__name__,
 )
@@ -119,8 +122,22 @@ def test_the_engines_end_is_one_line_with_the_rest_as_a_note():
     assert str(error) == "rank 1 died" and error.__notes__ == ["Traceback: ..."]
 
 
-def test_a_request_that_cannot_be_read_still_has_a_name():
+def test_a_request_that_cannot_be_read_is_refused_by_its_name():
     data = encode(Add(Request("r", [1], SamplingParams(), priority="high")))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as error:
         decode_to_core(data)
-    assert request_id_of(data) == "r" and request_id_of(encode(Abort([]))) is None
+    answer = refusal(data, error.value)
+    assert answer.request_id == "r" and isinstance(answer.error.build(), RequestError)
+
+
+@pytest.mark.parametrize("command", [UpdateWeights(5), {"verb": "dance"}, {}], ids=str)
+def test_a_command_that_cannot_be_read_is_answered_with_an_error(command):
+    data = encode(Call(3, command))
+    with pytest.raises(ValueError) as error:
+        decode_to_core(data)
+    answer = refusal(data, error.value)
+    assert answer.call_id == 3 and isinstance(answer.error.build(), ConfigError)
+
+
+def test_nobody_waits_for_an_answer_to_an_abort():
+    assert refusal(encode(Abort([])), ValueError("no")) is None

@@ -18,7 +18,7 @@ from shoal.attention.triton import TritonBackend
 from shoal.kernels.attention import DecodeWorkspace, decode_attention
 from shoal.kernels.attention_reference import gather_kv, paged_attention
 from shoal.kernels.state import MAX_GROUPS, GroupField
-from shoal.kernels.step_input import SharedPrefixes, StepInput
+from shoal.kernels.step_input import HostView, SharedPrefixes, StepInput
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -90,20 +90,18 @@ class Case:
         self.table = table.to(DEVICE)
         prefills = sequences[num_decodes:]
         unused = torch.zeros(num_tokens, dtype=torch.int32, device=DEVICE)
-        self.step = StepInput(
-            unused,
-            unused,
-            unused,
-            self.ints(rows),
-            self.ints(starts),
-            self.ints([kv_len for _, kv_len in sequences]),
-            self.table[:, 16:],
+        self.step = StepInput.mixed(
+            token_ids_T=unused,
+            positions_T=unused,
+            rows_T=unused,
+            rows_S=self.ints(rows),
+            query_starts_S=self.ints(starts),
+            kv_lens_S=self.ints([kv_len for _, kv_len in sequences]),
+            block_tables_RM=self.table[:, 16:],
             num_decodes=num_decodes,
-            max_query_len=max((query_len for query_len, _ in prefills), default=1),
             max_kv_len=self.max_kv_len,
             fresh_prefills=bool(prefills) and all(query_len == kv_len for query_len, kv_len in prefills),
-            host_query_starts=tuple(starts),
-            host_kv_lens=tuple(kv_len for _, kv_len in sequences),
+            host=HostView(tuple(starts), tuple(kv_len for _, kv_len in sequences)),
         )
         self.backend = TritonBackend(*self.heads, block_size, len(sequences), self.max_kv_len, DEVICE, dtype)
 

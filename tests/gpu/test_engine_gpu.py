@@ -60,7 +60,7 @@ def test_tokens_do_not_depend_on_how_the_engine_runs(options, root, build):
     engine = build("qwen3", **options)
     for _ in range(2):
         assert ids_of(engine.generate(PROMPTS, greedy())) == expected
-        engine.core.scheduler.check()
+        engine.core.check()
 
 
 def test_a_seeded_draw_does_not_depend_on_graphs_neighbours_or_extras(build):
@@ -120,16 +120,15 @@ def test_shared_prefixes_change_no_token(options, build, monkeypatch):
     params = [greedy(max_tokens=10 + 3 * i) for i in range(16)]
     expected = ids_of(build("qwen3", disable_cascade_attn=True).generate(prompts, params))
     engine = build("qwen3", **options)
-    assert engine.core.builder.tree is not None
+    assert engine.core.loop.builder.tree is not None
     assert ids_of(engine.generate(prompts, params)) == expected
 
 
 def count_replays(engine, monkeypatch):
     """The number of mixed steps that are replayed, as it grows."""
-    replayed, replay = [], engine.core.runner._replay_mixed
-    monkeypatch.setattr(
-        engine.core.runner, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args)
-    )
+    steps = engine.core.ranks.runner.steps
+    replayed, replay = [], steps._replay_mixed
+    monkeypatch.setattr(steps, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args))
     return replayed
 
 

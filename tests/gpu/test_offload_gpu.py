@@ -58,7 +58,7 @@ def test_what_comes_back_from_host_memory_is_what_left(name, options, policy, ro
     assert tokens == expected(root, name) and cached.count(full) >= 9, cached
     for _ in range(3):
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy())] == tokens
-        llm.core.tiers.offloader.check()
+        llm.core.check()
     settle(llm)
 
 

@@ -65,7 +65,9 @@ def build(folder):
 def test_the_same_tokens_after_every_level_with_graphs(build, folder, expected, eager, offload):
     llm = build(enforce_eager=eager, sleep_offload=offload)
     assert tokens(llm) == expected
-    addresses = [p.data_ptr() for p in llm.core.runner.model.parameters()] + [llm.core.runner.kv.data_ptr()]
+    addresses = [p.data_ptr() for p in llm.core.ranks.runner.model.parameters()] + [
+        llm.core.ranks.runner.cache.blocks.data_ptr()
+    ]
     for level in (1, 2, 1, 2):
         llm.sleep(level=level)
         llm.wake_up(tags=["weights"])
@@ -73,8 +75,8 @@ def test_the_same_tokens_after_every_level_with_graphs(build, folder, expected, 
             llm.update_weights(folder)
         llm.wake_up(tags=["kv_cache"])
         assert tokens(llm) == expected
-    assert addresses == [p.data_ptr() for p in llm.core.runner.model.parameters()] + [
-        llm.core.runner.kv.data_ptr()
+    assert addresses == [p.data_ptr() for p in llm.core.ranks.runner.model.parameters()] + [
+        llm.core.ranks.runner.cache.blocks.data_ptr()
     ]
 
 
@@ -96,7 +98,7 @@ def test_the_memory_comes_back(build):
 
 def test_buffers_that_no_checkpoint_holds_survive_level_2(build, folder):
     llm = build()
-    before = {name: buffer.clone() for name, buffer in llm.core.runner.model.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in llm.core.ranks.runner.model.named_buffers()}
     assert "cos_sin" in before
     sums = llm.check_weights()
     llm.sleep(level=2)
@@ -108,7 +110,9 @@ def test_buffers_that_no_checkpoint_holds_survive_level_2(build, folder):
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)
     llm.update_weights(folder)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in llm.core.runner.model.named_buffers())
+    assert all(
+        torch.equal(buffer, before[name]) for name, buffer in llm.core.ranks.runner.model.named_buffers()
+    )
     assert llm.check_weights() == sums
 
 
@@ -157,7 +161,7 @@ def test_what_lies_in_unused_cache_slots_reaches_no_answer(build, expected, eage
     """A woken cache's content is undefined: NaN at worst."""
     llm = build(enforce_eager=eager)
     with torch.inference_mode():
-        llm.core.runner.kv.fill_(float("nan"))
+        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
     assert tokens(llm) == expected
     assert tokens(llm) == expected  # prompts found in the cache
 
@@ -168,7 +172,7 @@ def test_nor_with_attention_from_other_libraries(build, backend, package):
     llm = build(attention_backend=backend, block_size=256, dtype="bfloat16")
     before = tokens(llm)
     with torch.inference_mode():
-        llm.core.runner.kv.fill_(float("nan"))
+        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
     llm.reset_prefix_cache()
     assert tokens(llm) == before and tokens(llm) == before
 
@@ -180,7 +184,7 @@ def test_level_2_after_level_1_gives_the_hosts_memory_back(build, folder, expect
     llm.sleep(level=1)
     asleep = llm.memory_usage()["weights"]
     assert asleep["host_bytes"] > awake["host_bytes"] == 0 and asleep["ready_bytes"] < awake["ready_bytes"]
-    buffers = llm.core.runner.regions._regions.host_usage
+    buffers = llm.core.ranks.runner.memory.regions._regions.host_usage
     assert buffers()["used"] > 0
     assert llm.sleep(level=2).host_bytes == 0 and buffers()["bytes"] == 0
     llm.wake_up()

@@ -34,7 +34,7 @@ def llm(request, folder):
     } | request.param
     with LLM(str(folder), **options) as llm:
         yield llm
-        llm.core.scheduler.check()
+        llm.core.check()
 
 
 def test_answers_hold_and_plain_requests_beside_them_keep_their_tokens(llm):

@@ -26,7 +26,7 @@ def two_ranks(monkeypatch):
 
     torch.cuda.set_device(0)
     rendezvous = Rendezvous()
-    group = WorkerGroup(2, "toy_worker:ParallelToy", {"port": rendezvous.port, "device": "cuda"})
+    group = WorkerGroup(2, "toy_worker:parallel_toy", {"port": rendezvous.port, "device": "cuda"})
     tp = rendezvous.connect(0, 2, "cuda", group.check)
     yield group, tp, toy_worker
     group.close()
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_collective_does_not_hang_rank_0(two
 def test_ranks_stuck_in_a_collective_end_with_the_group(two_ranks):
     group, _, _ = two_ranks
     group.submit("about").results()
-    group.call("hold_the_line")
+    group.send("hold_the_line")
     time.sleep(0.2)
     begin = time.monotonic()
     group.close()

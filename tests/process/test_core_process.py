@@ -133,6 +133,24 @@ async def test_a_bad_request_is_refused_alone(llm):
 
 
 @with_engine()
+async def test_a_command_that_cannot_be_read_is_refused_alone(llm):
+    with pytest.raises(ConfigError, match="update_weights"):
+        await llm.update_weights(5)
+    assert await llm.reset_prefix_cache() and len((await run(llm, request(0)))[0]) == 8
+
+
+@with_engine()
+async def test_a_trace_of_what_runs(llm):
+    with pytest.raises(ConfigError, match="start_profile"):
+        await llm.stop_profile()
+    folder = Path(tempfile.mkdtemp())
+    await llm.start_profile(str(folder))
+    await run(llm, request(0))
+    [path] = await llm.stop_profile()
+    assert Path(path).parent == folder and Path(path).stat().st_size
+
+
+@with_engine()
 async def test_readers_that_leave_free_their_blocks(llm):
     async def leave(i):
         stream = llm.generate(request(i, 400))

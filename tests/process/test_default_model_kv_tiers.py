@@ -55,7 +55,7 @@ def test_conversations_survive_a_small_cache_and_a_restart(tmp_path):
     )
     with LLM("smollm2", **small, **tiers) as llm:
         assert talk(llm) == (want, most)
-        llm.core.tiers.offloader.check()
+        llm.core.check()
     with LLM("smollm2", **small, **tiers) as llm:
         answers, remembered = talk(llm)
         assert answers == want and remembered >= most

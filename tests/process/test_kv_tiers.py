@@ -57,7 +57,7 @@ def test_two_ranks_offload_and_fetch_their_shards(folder, expected, tmp_path):
         tokens, cached = one_by_one(llm)
         assert tokens == expected and sum(c == 96 for c in cached) >= 7, cached
         assert [o.outputs[0].token_ids for o in llm.generate(prompts(), params())] == expected
-        llm.core.tiers.offloader.check()
+        llm.core.check()
     written = files(tmp_path)
     assert len(written) == 2 * 48 and len({path.parents[1].name for path in written}) == 2, "a file a rank"
     random.Random(4).choice(written).write_bytes(b"torn")
@@ -71,7 +71,7 @@ def test_engines_share_a_store(folder, expected, tmp_path):
     options = dict(**SMALL, kv_store=f"file://{tmp_path}/store")
     with LLM(str(folder), **options) as first, LLM(str(folder), **options) as second:
         assert one_by_one(first)[0] == expected
-        first.core.tiers.flush()
+        first.core.flush_kv()
         tokens, cached = one_by_one(second)
         assert tokens == expected and sum(c == 96 for c in cached) >= 7, cached
         assert second.stats().kv_tiers["store"].fetched_blocks >= 40

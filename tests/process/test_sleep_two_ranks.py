@@ -14,8 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
+from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from shoal.models.decoder import Decoder
 from tests import tiny
+from tests.ranks import pids_of_ranks
 
 HERE = Path(__file__).parent
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((7, 33, 80))]
@@ -127,7 +130,7 @@ def test_a_wake_that_fails_on_rank_1_is_undone_on_both(build, expected):
     llm = build(sleep_offload="file")
     llm.sleep(level=1)
     asleep = llm.memory_usage()
-    pid = llm.core.group._monitor.ranks[0].process.pid
+    [pid] = pids_of_ranks()
     # it can open no file
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     with pytest.raises(CheckpointError, match="rank 1"):
@@ -141,39 +144,36 @@ def test_a_wake_that_fails_on_rank_1_is_undone_on_both(build, expected):
 
 
 @pytest.mark.parametrize("offload", ["host", "file"])
-def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload):
+def test_a_wake_that_fails_on_rank_0_is_undone_on_both(build, expected, offload, monkeypatch):
     llm = build(sleep_offload=offload)
     llm.sleep(level=1)
     asleep = llm.memory_usage()
-    real = llm.core.runner.take_memory
 
-    def fails(tags):
-        llm.core.runner.take_memory = real
+    def fails(self, tags):
         raise MemoryError("rank 0 finds its card full")
 
-    llm.core.runner.take_memory = fails
-    with pytest.raises(MemoryError, match="card full"):
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError, match="card full"):
+        patch.setattr(CpuRegions, "take", fails)
         llm.wake_up()
     assert llm.is_sleeping and llm.memory_usage() == asleep
     llm.wake_up()
     assert tokens(llm) == expected
 
 
-def test_an_update_that_fails_on_one_rank_stops_both(build, changed):
+def test_an_update_that_fails_on_one_rank_stops_both(build, changed, monkeypatch):
     llm = build()
-    real = llm.core.runner.model.load_weight
+    load = Decoder.load_weight
 
-    def fails(name, tensor):
+    def fails(self, name, tensor):
         if "norm" in name:
             raise CheckpointError("rank 0 cannot read it")
-        real(name, tensor)
+        load(self, name, tensor)
 
-    llm.core.runner.model.load_weight = fails
-    with pytest.raises(CheckpointError, match="rank 0 cannot"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="rank 0 cannot"):
+        patch.setattr(Decoder, "load_weight", fails)
         llm.update_weights(changed[0])
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)
-    llm.core.runner.model.load_weight = real
     llm.update_weights(changed[0])
     assert tokens(llm) == changed[1]
 

@@ -11,6 +11,7 @@ import pytest
 from shoal import LLM, SamplingParams
 from shoal.errors import EngineDeadError
 from tests import tiny
+from tests.ranks import pids_of_ranks
 
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 7, 33, 80))]
 
@@ -65,7 +66,7 @@ def test_no_rank_ever_differs_in_what_was_drawn(root):
 def test_a_rank_that_dies_ends_the_engine_with_its_name(root, capfd):
     llm = build(tiny.write_model(root, "qwen3"))
     try:
-        victim = llm.core.group._monitor.ranks[0].process.pid
+        [victim] = pids_of_ranks()
         llm.generate(PROMPTS, params())
         os.kill(victim, signal.SIGKILL)
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the ranks of test_workers.py run: a small object with methods that answer, sleep, print, raise and
+"""What the ranks of test_workers.py serve: the methods of a small object, which answer, sleep, print, raise and
 die."""
 
 from __future__ import annotations
@@ -137,15 +137,31 @@ def sums_on_a_side_stream(tp: Any, count: int) -> list[float]:
     return results.tolist()
 
 
+def table_of(toy: Toy) -> dict[str, Any]:
+    """Its methods as commands."""
+    return {name: getattr(toy, name) for name in dir(toy) if not name.startswith("_")}
+
+
+# Factories: what a WorkerGroup is given
+
+
+def toy(rank: int, world_size: int, **init: Any) -> dict[str, Any]:
+    return table_of(Toy(rank, world_size, **init))
+
+
+def parallel_toy(rank: int, world_size: int, port: int, device: str = "cpu") -> dict[str, Any]:
+    return table_of(ParallelToy(rank, world_size, port, device))
+
+
 def refusing_factory(rank: int, world_size: int) -> None:
     raise CheckpointError("model.safetensors is truncated: 5 bytes of 10; download it again")
 
 
-def choosy_factory(rank: int, world_size: int) -> Toy:
+def choosy_factory(rank: int, world_size: int) -> dict[str, Any]:
     if rank == 2:
         time.sleep(0.2)
         raise CheckpointError("not with me")
-    return Toy(rank, world_size)
+    return toy(rank, world_size)
 
 
 def broken_factory(rank: int, world_size: int) -> None:

@@ -2,11 +2,12 @@
 engine/runner/rank_memory.py's, on each rank.
 
 Level 0 pauses scheduling and needs no sleep mode. Level 1 drops the KV cache and keeps the weights: in host
-memory, or (sleep_offload="file") in the checkpoint they were read from. Level 2 drops both; weights then have
-to come back by an update before anything runs. `tags` restricts a sleep to some regions, and a wake-up. The
-engine sleeps until every region is awake. To sleep deeper is possible, to sleep twice harmless: level 2 after
-level 1 drops the copy on the host as well; level 1 after level 2 changes nothing, as what was dropped is
-gone.
+memory, or (sleep_offload="file") in the checkpoint they were read from. Level 2 drops both; an update has to
+bring the weights back before anything runs. `tags` restricts a sleep or a wake-up to some regions. The engine
+sleeps until every region is awake.
+
+Who sleeps can sleep deeper: level 2 after level 1 drops the copy on the host as well. To sleep again at the
+same level changes nothing. Level 1 after level 2 changes nothing either, as what was dropped is gone.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-from shoal.api import MemoryReport, SleepState, check_sleep, check_tags
+from shoal.api import MemoryReport, check_sleep, check_tags
+from shoal.config import ResolvedConfig
+from shoal.engine.lifecycle.standstill import Standstill
+from shoal.engine.lifecycle.weight_updates import Weights
+from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.runner import commands
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.step_loop import StepLoop
 from shoal.errors import ConfigError, UnavailableError
-
-if TYPE_CHECKING:
-    from shoal.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -29,47 +34,63 @@ GIB = 2**30
 
 
 class Sleeper:
-    """An EngineCore's sleep. Every call is made between steps. What fails changes nothing: a sleep that finds
-    no host memory fails before anything is unmapped or aborted, a wake-up that fails on one rank is undone on
-    all and can be tried again."""
+    """Puts one engine to sleep and wakes it. Every call is made between steps. What fails changes nothing: a
+    sleep that finds no host memory fails before anything is unmapped or aborted, and a wake-up that fails on
+    one rank is undone on all and can be tried again."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self.state = SleepState()
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        ranks: Ranks,
+        loop: StepLoop,
+        scheduler: Scheduler,
+        weights: Weights,
+        tiers: KvTiers | None,
+        standstill: Standstill,
+    ) -> None:
+        self._config, self._ranks, self._loop = config, ranks, loop
+        self._scheduler, self._weights, self._tiers = scheduler, weights, tiers
+        self._state = standstill.sleep
 
     def sleep(self, level: int, tags: Sequence[str] | None, mode: str) -> MemoryReport:
-        """`mode` "wait" is for a core without work: whoever drives it lets the requests end first."""
+        """Puts the regions `tags` (None: all) to sleep.
+
+        `mode` says what becomes of running requests: "abort", "keep" (they go on after waking), or "wait",
+        which needs an engine without work: its driver lets the requests end first. Raises ConfigError for
+        impossible values, UnavailableError if requests are running or host memory is short.
+        """
         chosen = check_sleep(level, tags, mode)
-        core, state, start = self.core, self.state, time.perf_counter()
-        if level and not core.config.enable_sleep_mode:
+        state, start = self._state, time.perf_counter()
+        if level and not self._config.enable_sleep_mode:
             raise ConfigError(
                 f"sleep level {level} needs memory that can be given back; start the engine "
                 "with the option enable_sleep_mode, or pause it with level 0"
             )
-        if mode == "wait" and core.has_work:
+        if mode == "wait" and self._loop.has_work:
             raise UnavailableError(
                 "requests are still running, and mode 'wait' sleeps when they have ended; step the engine "
                 "until then"
             )
         going = [tag for tag in chosen if tag not in state.asleep] if level else []
+        # the weights sleep already, and their kept copy is to be dropped
         deeper = level == 2 and WEIGHTS in chosen and WEIGHTS in state.asleep and state.kept != ""
-        kept = (
-            self._where_kept()
-            if level == 1 and WEIGHTS in going
-            else ""
-            if WEIGHTS in going or deeper
-            else state.kept
-        )
-        core.drain()
-        if core.tiers is not None and KV_CACHE in going:
-            core.tiers.offloader.quiesce()
-        reports = self._release([*going, WEIGHTS] if deeper else going, kept) if going or deeper else []
+        kept = state.kept
+        if level == 1 and WEIGHTS in going:
+            kept = self._where_kept()
+        elif WEIGHTS in going or deeper:
+            kept = ""
+        self._loop.drain()
+        if self._tiers is not None and KV_CACHE in going:
+            self._tiers.quiesce()
+        reports: list[dict[str, int]] = []
+        if going or deeper:
+            reports = self._release([*going, WEIGHTS] if deeper else going, kept)
         self._settle(mode, KV_CACHE in going)
         state.level = max(level, state.level or 0)
         state.asleep |= set(going)
         state.kept = kept
         if (WEIGHTS in going or deeper) and level == 2:
-            core.weights.lose("sleep level 2 dropped them")
+            self._weights.lose("sleep level 2 dropped them")
         report = total(reports, time.perf_counter() - start)
         what = ", ".join(sorted(state.asleep)) or "scheduling alone"
         if reports:
@@ -88,28 +109,22 @@ class Sleeper:
             logger.info("asleep at level %d (%s)", state.level, what)
         return report
 
-    def why(self) -> str:
-        """Why nothing is scheduled."""
-        what = f": {' and '.join(sorted(self.state.asleep))}" if self.state.asleep else ""
-        return f"the engine sleeps (level {self.state.level}{what}); wake it up first"
-
     def wake_up(self, tags: Sequence[str] | None) -> MemoryReport:
+        """Wakes the regions `tags` (None: all). Raises UnavailableError if there is no memory for them, and
+        CheckpointError if the weights were kept in a checkpoint that cannot be read."""
         chosen = check_tags(tags)
-        core, state, start = self.core, self.state, time.perf_counter()
+        state, start = self._state, time.perf_counter()
         coming = [tag for tag in chosen if tag in state.asleep]
         reread = WEIGHTS in coming and state.kept == "file"
-        reports = []
+        reports: list[dict[str, int]] = []
         if coming:
-            outcomes = core.each_rank("take_memory", coming)
-            errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            reports, errors = self._ranks.each(commands.TAKE_MEMORY, coming)
             if not errors and reread:
-                errors = core.weights.reread()
+                errors = self._weights.reread()
             if errors:
-                core.each_rank(
-                    "release_memory", coming, [WEIGHTS] if state.kept == "host" and WEIGHTS in coming else []
-                )
+                kept = [WEIGHTS] if state.kept == "host" and WEIGHTS in coming else []
+                self._ranks.each(commands.RELEASE_MEMORY, coming, kept)
                 raise errors[0]
-            reports = outcomes
         state.asleep -= set(coming)
         if WEIGHTS in coming:
             state.kept = ""
@@ -131,43 +146,42 @@ class Sleeper:
         return report
 
     def _settle(self, mode: str, cache_went: bool) -> None:
-        """With no step in flight. Requests are aborted, or kept: preempted if their KV is gone, else frozen
-        as they are. Under "wait" there are none but those that an earlier call kept."""
+        """Settles what becomes of the requests; no step is in flight. They are aborted or kept: preempted if
+        their KV is gone, else frozen as they are. Under "wait" there are only those that an earlier call
+        kept."""
         if mode == "abort":
-            self.core.scheduler.abort_all()
+            self._scheduler.abort_all()
         if cache_went:
-            self.core.scheduler.preempt_all()
-            # lower tiers keep what they have: it is of these weights
-            self.core.scheduler.reset_prefix_cache()
+            self._scheduler.preempt_all()
+            # Lower tiers keep what they have: these weights computed it.
+            self._scheduler.reset_prefix_cache()
 
-    def _release(self, tags: list[str], kept: str) -> list[Any]:
-        """The ranks' reports. A rank that fails has changed nothing; the others are woken again."""
-        core = self.core
-        outcomes = core.each_rank("release_memory", tags, [WEIGHTS] if kept == "host" else [])
-        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    def _release(self, tags: list[str], kept: str) -> list[dict[str, int]]:
+        """Has the ranks give their memory back; returns their reports. A rank that fails has changed nothing,
+        and the others are woken again."""
+        reports, errors = self._ranks.each(commands.RELEASE_MEMORY, tags, [WEIGHTS] if kept == "host" else [])
         if not errors:
-            return outcomes
-        if len(errors) < len(outcomes):
-            core.each_rank("take_memory", [tag for tag in tags if tag not in self.state.asleep])
+            return reports
+        if reports:
+            self._ranks.each(commands.TAKE_MEMORY, [tag for tag in tags if tag not in self._state.asleep])
             self._settle("keep", KV_CACHE in tags)  # what the others' caches held is gone
             if WEIGHTS in tags and kept != "host":
-                core.weights.lose("a sleep broke off")
+                self._weights.lose("a sleep broke off")
         raise errors[0]
 
     def _where_kept(self) -> str:
-        return (
-            "file" if self.core.config.sleep_offload == "file" and self.core.weights.unchanged() else "host"
-        )
+        """Where sleeping weights are kept at level 1: "file" or "host"."""
+        return "file" if self._config.sleep_offload == "file" and self._weights.unchanged() else "host"
 
 
 def total(reports: Sequence[dict[str, int]], seconds: float) -> MemoryReport:
-    """The ranks' figures as one."""
+    """The ranks' figures added up."""
     names = reports[0] if reports else ()
     return MemoryReport(seconds, **{name: sum(report[name] for report in reports) for name in names})
 
 
 def in_use(report: MemoryReport) -> str:
-    """In words, with whose it is where more than regions is known of."""
+    """The device memory in use, in words. Where more than the regions is known, it says whose it is."""
     text = f"{report.in_use_bytes / GIB:.2f} GiB in use"
     if report.in_use_bytes == report.region_bytes:
         return text

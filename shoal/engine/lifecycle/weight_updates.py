@@ -9,11 +9,19 @@ generate until a good one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
+from shoal.config import ResolvedConfig
+from shoal.engine.lifecycle.standstill import Standstill
+from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.runner import commands
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.step_loop import StepLoop
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.check import verify_weights
 from shoal.weights.loader import is_derived
@@ -21,21 +29,31 @@ from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.transfer import Handle, check_group, checkpoint_tensors, parse_tensors
 from shoal.weights.update import check_checkpoint, check_same_packing, check_tensor, fingerprint
 
-if TYPE_CHECKING:
-    from shoal.engine.core import EngineCore
-
 logger = logging.getLogger(__name__)
+
+Outcomes = tuple[list[None], list[Exception]]  # of Ranks.each
 
 
 class Weights:
-    """An EngineCore's. `version` counts updates. Every call is made between steps; running requests go on
-    under the new weights, their KV computed anew, and the prefix cache is reset."""
+    """The weights of one engine, loaded from `files`. Every call is made between steps. Running requests go
+    on under the new weights: their KV is computed anew, and the prefix cache is reset."""
 
-    def __init__(self, core: EngineCore, files: CheckpointFiles, keep_quantized: bool) -> None:
-        self.core, self.packed_as = core, files if keep_quantized else None
-        self.version = 0
-        self.lost: str | None = None  # why the weights are of no use
-        self._awaited: set[str] = set()  # of lost weights, the tensors that have not come back yet
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        files: CheckpointFiles,
+        ranks: Ranks,
+        loop: StepLoop,
+        scheduler: Scheduler,
+        tiers: KvTiers | None,
+        standstill: Standstill,
+    ) -> None:
+        self.version = 0  # the number of updates
+        self._config, self._model_config = config, files.config
+        self._ranks, self._loop, self._scheduler, self._tiers = ranks, loop, scheduler, tiers
+        self._standstill = standstill
+        self._packed_as = files if config.keep_quantized else None  # the checkpoint whose packing they have
+        self._awaited: set[str] = set()  # the tensors of lost weights that have not come back yet
         self._source: CheckpointFiles | None = None  # the whole checkpoint that the weights equal
         self._fingerprint: list[tuple[str, int, int]] = []
         if not self._is_dummy(files):
@@ -44,28 +62,30 @@ class Weights:
     # Updates
 
     def update(self, source: str) -> int:
-        """From a checkpoint. Returns the new version. Raises CheckpointError; if loading had begun, nothing
-        runs until a good update."""
-        config = self.core.config
+        """Loads a checkpoint (a folder, a file or a repository). Returns the new version. Raises
+        CheckpointError; if loading had begun, nothing runs until a good update."""
+        config = self._config
         revision = config.revision if source == config.model else None
         files = resolve(str(source), revision, config.download_dir)
         self._check_awake()
         dummy = self._is_dummy(files)
         if not dummy:
-            check_checkpoint(self.core.model_config, files)
-            if self.packed_as is not None:
-                check_same_packing(self.packed_as, files)
+            check_checkpoint(self._model_config, files)
+            if self._packed_as is not None:
+                check_same_packing(self._packed_as, files)
             if config.check_weights:
                 verify_weights(files)
-        self._load(f"from {files.path}", None, "load_checkpoint", str(files.path), dummy)
+        path = str(files.path)
+        self._load(f"from {path}", None, lambda: self._ranks.each(commands.LOAD_CHECKPOINT, path, dummy))
         if not dummy:
             self._remember(files)
         logger.info("weights version %d: %s", self.version, files.path)
         return self.version
 
     def update_from_tensors(self, tensors: Mapping[str, torch.Tensor] | Sequence[Handle]) -> int:
-        """From whole tensors under their Hugging Face names, some or all: of this process, or
-        SharedTensors.handles of another."""
+        """Loads whole tensors under their Hugging Face names, some or all of them: tensors of this process by
+        name, or the SharedTensors.handles of another. Returns the new version. Raises CheckpointError,
+        ConfigError."""
         if isinstance(tensors, Mapping):
             for name, tensor in tensors.items():
                 if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
@@ -81,13 +101,10 @@ class Weights:
                 (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
                 for name, tensor in tensors.items()
             ]
-            assert self.core.runner is not None
+            ranks = self._ranks
+            load_own = partial(ranks.runner.weights.load_tensors, tensors)
             self._load(
-                "from tensors",
-                names,
-                "load_broadcast",
-                described,
-                own=(self.core.runner.load_tensors, tensors),
+                "from tensors", names, lambda: ranks.each_with(load_own, commands.LOAD_BROADCAST, described)
             )
         else:
             try:
@@ -101,67 +118,71 @@ class Weights:
             names = self._check_tensors(
                 [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
             )
-            self._load(
-                "from shared tensors", names, "load_shared", [h for h in handles if h["name"] in names]
-            )
+            taken = [handle for handle in handles if handle["name"] in names]
+            self._load("from shared tensors", names, lambda: self._ranks.each(commands.LOAD_SHARED, taken))
         return self.version
 
     def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Joins a trainer's process group, this engine's rank r as rank_offset + r. Returns when all have
-        come."""
-        runner = self.core.runner
-        assert runner is not None
+        """Joins a trainer's process group; rank r of this engine joins as rank_offset + r. Returns when all
+        members have come. Raises ConfigError for impossible values, UnavailableError if they do not come."""
+        runner = self._ranks.runner
         check_group(address, port, rank_offset + runner.tp.size - 1, world_size, backend, runner.device)
-        if group_name in runner.weights_groups:
+        if group_name in runner.weights.groups:
             raise ConfigError(
                 f"group_name {group_name!r} is in use; destroy that weights update group first, or choose "
                 "another name"
             )
-        outcomes = self.core.each_rank(
-            "join_weights_group", address, port, rank_offset, world_size, group_name, backend
+        _, errors = self._ranks.each(
+            commands.JOIN_WEIGHTS_GROUP, address, port, rank_offset, world_size, group_name, backend
         )
-        if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
-            self.core.each_rank("leave_weights_group", group_name)
+        if errors:
+            self._ranks.each(commands.LEAVE_WEIGHTS_GROUP, group_name)
             raise UnavailableError(
                 f"the trainer's process group {group_name!r} at {address}:{port} did not come together: "
                 f"{errors[0]}"
             )
 
     def destroy_group(self, group_name: str) -> None:
+        """Leaves the group. Raises ConfigError if there is none of this name."""
         self._check_group(group_name)
-        self.core.each_rank("leave_weights_group", group_name)
+        self._ranks.each(commands.LEAVE_WEIGHTS_GROUP, group_name)
 
     def update_from_distributed(
         self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], group_name: str
     ) -> int:
-        """Rank 0 of the group broadcasts the whole tensors in this order."""
+        """Receives whole tensors that rank 0 of the group broadcasts in this order. Returns the new
+        version."""
         self._check_group(group_name)
         listed = parse_tensors(names, dtypes, shapes)
         taken = self._check_tensors(
             [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
         )
         self._load(
-            f"over the group {group_name!r}", taken, "receive_weights", listed, sorted(taken), group_name
+            f"over the group {group_name!r}",
+            taken,
+            lambda: self._ranks.each(commands.RECEIVE_WEIGHTS, listed, sorted(taken), group_name),
         )
         return self.version
 
     def check(self) -> dict[str, str]:
+        """A checksum of each tensor under "rank{i}.{name}"."""
         self._check_awake()
-        sums = self.core.collective_rpc("checksums")
+        sums = self._ranks.call(commands.CHECKSUMS)
         return {f"rank{rank}.{name}": value for rank, own in enumerate(sums) for name, value in own.items()}
 
-    # Of sleep
+    # For sleep (engine/lifecycle/sleep.py)
 
     def lose(self, reason: str) -> None:
-        self.lost = f"the weights are not there: {reason}; call update_weights first"
+        """Notes that the weights in memory are not whole any more. Nothing runs until all have come back."""
+        self._standstill.weights_lost = f"the weights are not there: {reason}; call update_weights first"
         self._awaited = set(self._shapes)
         self._source = None
 
     def unchanged(self) -> bool:
         """Whether reading the checkpoint again would bring back what lies in memory."""
-        if self._source is not None and self.lost is None:
+        if self._source is not None and self._standstill.weights_lost is None:
             try:
                 return fingerprint(self._source) == self._fingerprint
             except CheckpointError:
@@ -172,28 +193,25 @@ class Weights:
         return False
 
     def reread(self) -> list[Exception]:
-        """The checkpoint once more, after a sleep that relied on it. Returns the ranks' errors."""
+        """Reads the checkpoint again after a sleep that relied on it. Returns the ranks' errors."""
         source = self._source
         assert source is not None
         if not self.unchanged():
             self.lose(f"{source.path} changed while the engine slept and relied on it")
             return []
-        return [
-            o
-            for o in self.core.each_rank("load_checkpoint", str(source.path), False)
-            if isinstance(o, Exception)
-        ]
+        _, errors = self._ranks.each(commands.LOAD_CHECKPOINT, str(source.path), False)
+        return errors
 
     # Inside
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        assert self.core.runner is not None
-        return self.core.runner.model.checkpoint_shapes()
+        return self._ranks.runner.model.checkpoint_shapes()
 
     def _is_dummy(self, files: CheckpointFiles) -> bool:
-        """The engine's own model under load_format "dummy": made up again as at the start."""
-        config = self.core.config
+        """Whether these files are the engine's own model under load_format "dummy": its weights are made up
+        again as at the start."""
+        config = self._config
         return config.load_format == "dummy" and str(files.path) == str(
             resolve(config.model, config.revision, config.download_dir).path
         )
@@ -202,13 +220,13 @@ class Weights:
         self._source, self._fingerprint = files, fingerprint(files)
 
     def _check_awake(self) -> None:
-        if "weights" in self.core.sleeper.state.asleep:
+        if "weights" in self._standstill.sleep.asleep:
             raise UnavailableError(
                 "the weights are asleep; wake them up first (wake_up with the tag weights)"
             )
 
     def _check_group(self, group_name: str) -> None:
-        groups = self.core.runner.weights_groups if self.core.runner is not None else {}
+        groups = self._ranks.runner.weights.groups
         if group_name not in groups:
             raise ConfigError(
                 f"there is no weights update group {group_name!r} (there are {sorted(groups)}); "
@@ -218,15 +236,15 @@ class Weights:
     def _check_tensors(self, listed: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> set[str]:
         """The names to load. Raises CheckpointError, before anything changes, for what does not fit."""
         self._check_awake()
-        if self.packed_as is not None:
+        if self._packed_as is not None:
             raise CheckpointError(
-                f"the engine's weights are packed from {self.packed_as.path}, so plain tensors can't "
+                f"the engine's weights are packed from {self._packed_as.path}, so plain tensors can't "
                 "replace them; "
                 "build it with an explicit dtype, or name a GGUF file"
             )
         shapes, names = self._shapes, set()
         for name, dtype, shape in listed:
-            if is_derived(name, self.core.model_config):
+            if is_derived(name, self._model_config):
                 continue
             check_tensor(str(name), shapes.get(name), shape, dtype)
             if name in names:
@@ -234,27 +252,22 @@ class Weights:
             names.add(name)
         return names
 
-    def _load(
-        self, where: str, names: set[str] | None, method: str, *args: Any, own: tuple[Any, Any] | None = None
-    ) -> None:
-        """`names`: what is loaded; None for everything."""
-        core = self.core
-        core.drain()
-        core.scheduler.preempt_all()
-        core.scheduler.reset_prefix_cache()
-        if core.tiers is not None:
-            core.tiers.weights_changed()
-        outcomes = core.each_rank(method, *args, own=own)
-        if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+    def _load(self, where: str, names: set[str] | None, load: Callable[[], Outcomes]) -> None:
+        """`load` has the ranks load the tensors of these names (None: all of them)."""
+        self._loop.drain()
+        self._scheduler.preempt_all()
+        self._scheduler.reset_prefix_cache()
+        if self._tiers is not None:
+            self._tiers.weights_changed()
+        _, errors = load()
+        if errors:
             self.lose(f"the update {where} broke off")
             error = errors[0]
-            raise (
-                error
-                if isinstance(error, CheckpointError)
-                else CheckpointError(f"the update {where} broke off: {error}")
-            ) from error
+            if isinstance(error, CheckpointError):
+                raise error
+            raise CheckpointError(f"the update {where} broke off: {error}") from error
         self._source = None
         self._awaited = self._awaited - names if names is not None else set()
         if not self._awaited:
-            self.lost = None
+            self._standstill.weights_lost = None
         self.version += 1

@@ -7,24 +7,24 @@ import logging
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shoal.api import KvTierStats, Stats
+from shoal.config import ResolvedConfig
 from shoal.engine.offload.fetch import HOST
 from shoal.engine.offload.offloader import POLL_S, Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import RankTransfers
-from shoal.engine.scheduling.scheduler import StepPlan
+from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.runner import commands
+from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.errors import ConfigError
 from shoal.hashing import extend_keys
 from shoal.kv.disk import DiskTier
+from shoal.kv.event_publisher import KvEvents
 from shoal.kv.fingerprint import weights_fingerprint
 from shoal.kv.host import HostTier
 from shoal.kv.store import StoreTier
 from shoal.kv_event_format import CPU, STORAGE
-
-if TYPE_CHECKING:
-    from shoal.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,14 @@ WATERMARK = 2048  # blocks, or half of a small cache
 
 
 class KvTiers:
-    """An EngineCore's. Raises ConfigError where an option can't be met."""
+    """An engine's, whose options, ranks, scheduler and KV events it is given. Raises ConfigError where an
+    option can't be met."""
 
-    def __init__(self, core: EngineCore) -> None:
-        config, runner = core.config, core.runner
-        assert runner is not None
-        self.core = core
+    def __init__(
+        self, config: ResolvedConfig, ranks: Ranks, scheduler: Scheduler, events: KvEvents | None
+    ) -> None:
+        self.config, self.ranks, self.scheduler, self.events = config, ranks, scheduler, events
+        runner = ranks.runner
         block_bytes, keeps = runner.block_bytes * config.tensor_parallel_size, config.kv_host_bytes > 0
         num_slots = (
             config.kv_host_bytes // block_bytes
@@ -56,16 +58,16 @@ class KvTiers:
                 "raise it or leave "
                 "it out"
             )
-        core.collective_rpc("kv_open", num_slots)
+        ranks.call(commands.KV_OPEN, num_slots)
         self.num_slots = num_slots
-        self.persistent = runner.kv_tiers  # of rank 0, as they are opened and closed
+        self.persistent = runner.kv.tiers  # of rank 0, as they are opened and closed
         self.stale = False  # they are closed, as the weights have changed
         self.asking: list[tuple[Sequence, Future[int]]] = []
         self.completed_at = 0.0  # when a step last was, seconds
         self.open_persistent()
         token_s, block_s = 0.0, dict.fromkeys((HOST, *self.persistent), 0.0)
         if config.kv_load_policy == "cost":
-            measured = core.collective_rpc("kv_measure")
+            measured = ranks.call(commands.KV_MEASURE)
             token_s, host_s = (max(figures) for figures in zip(*measured))
             block_s = {
                 HOST: host_s,
@@ -76,7 +78,7 @@ class KvTiers:
                 token_s * config.block_size * 1e3,
                 ", ".join(f"{seconds * 1e3:.3f} ms from {name}" for name, seconds in block_s.items()),
             )
-        num_blocks = core.num_blocks
+        num_blocks = scheduler.pool.num_blocks
         # what two may take
         steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)
         policy = OffloadPolicy(
@@ -99,12 +101,12 @@ class KvTiers:
             bytes_per_s=config.kv_offload_bandwidth,
         )
         self.policy, self.token_s, self.block_s = policy, token_s, block_s
-        self.transfers = RankTransfers(runner, core.group)
+        self.transfers = RankTransfers(ranks)
         self.offloader = self._new_offloader()
 
     def _new_offloader(self) -> Offloader:
-        scheduler, policy = self.core.scheduler, self.core.config.kv_eviction_policy
-        slots = HostTier(self.num_slots, policy, record_events=self.core.events is not None)
+        scheduler, policy = self.scheduler, self.config.kv_eviction_policy
+        slots = HostTier(self.num_slots, policy, record_events=self.events is not None)
         offloader = Offloader(
             scheduler, slots, self.transfers, self.persistent, self.policy, self.token_s, self.block_s
         )
@@ -128,7 +130,7 @@ class KvTiers:
 
     def after_step(self, waits: bool) -> None:
         """`waits`: the step had nothing to do."""
-        if not self.core.scheduler.has_work:
+        if not self.scheduler.has_work:
             return  # `tick` comes when the last outputs have been passed on
         self.offloader.offload()
         if waits:
@@ -137,7 +139,7 @@ class KvTiers:
     def completed(self, plan: StepPlan, launched_at: float) -> None:
         """A step has run. Those with long prompts tell how quickly prompts are computed."""
         self.offloader.books.num_completed += 1
-        now, config = time.monotonic(), self.core.config
+        now, config = time.monotonic(), self.config
         num_tokens = plan.num_tokens - plan.num_decodes
         if num_tokens >= max(1, config.max_num_batched_tokens // 16):
             self.offloader.token.add(now - max(launched_at, self.completed_at), num_tokens)
@@ -146,12 +148,16 @@ class KvTiers:
     def tick(self) -> bool:
         under_way = self.offloader.tick()
         self._tell()
-        self.core.flush_events()
+        self._flush_events()
         return under_way
+
+    def _flush_events(self) -> None:
+        if self.events is not None:
+            self.events.flush()
 
     def _tell(self) -> None:
         """Listeners, of what lower tiers have."""
-        events = self.core.events
+        events = self.events
         if events is None:
             return
         disk = self.persistent.get("disk")
@@ -175,12 +181,10 @@ class KvTiers:
             or params.skip_reading_prefix_cache
         ):
             return
-        block_size = self.core.config.block_size
+        block_size = self.config.block_size
         extend_keys(seq.keys, seq.root, seq.token_ids, block_size)
         keys = seq.keys[: (seq.num_tokens - 1) // block_size]
-        if any(
-            self.core.scheduler.pool.find(key) is None and self.offloader.where(key) is None for key in keys
-        ):
+        if any(self.scheduler.pool.find(key) is None and self.offloader.where(key) is None for key in keys):
             seq.asking = True
             self.asking.append((seq, store.look_up(keys)))
 
@@ -189,20 +193,24 @@ class KvTiers:
     def open_persistent(self) -> None:
         """For the weights as they are now."""
         self.stale = False
-        if self.core.config.kv_disk_path is not None or self.core.config.kv_store is not None:
-            checksums = self.core.collective_rpc("checksums")
-            self.core.collective_rpc(
-                "kv_open_tiers",
-                weights_fingerprint(checksums, self.core.model_config),
-                self.core.events is not None,
+        if self.config.kv_disk_path is not None or self.config.kv_store is not None:
+            checksums = self.ranks.call(commands.CHECKSUMS)
+            self.ranks.call(
+                commands.KV_OPEN_TIERS,
+                weights_fingerprint(checksums, self.ranks.runner.model_config),
+                self.events is not None,
             )
 
     def _reopen_persistent(self) -> None:
         try:
             self.open_persistent()
         except ConfigError as error:
-            self.core.collective_rpc("kv_close_tiers")
+            self.ranks.call(commands.KV_CLOSE_TIERS)
             logger.warning("KV blocks are no longer kept on disk or in a store: %s", error)
+
+    def quiesce(self) -> None:
+        """Ends what uses the cache on the device, which is about to be given back."""
+        self.offloader.quiesce()
 
     def weights_changed(self) -> None:
         """What other weights computed is not found any more. There may be many changes before the next step,
@@ -211,10 +219,10 @@ class KvTiers:
         self._tell()
         if not self.stale:
             self.stale = True
-            self.core.collective_rpc("kv_close_tiers")
-            if self.core.events is not None:
-                self.core.events.cleared(STORAGE)
-        self.core.flush_events()
+            self.ranks.call(commands.KV_CLOSE_TIERS)
+            if self.events is not None:
+                self.events.cleared(STORAGE)
+        self._flush_events()
 
     # The rest of an engine's life
 
@@ -229,16 +237,16 @@ class KvTiers:
     def start_anew(self) -> None:
         """After an interrupt, nobody knows where. The requests are gone."""
         self.transfers.abandon()
-        self.core.scheduler.pool.listeners.remove(self.offloader)
-        for fetch in list(self.core.scheduler.fetches):
-            self.core.scheduler.fetched(fetch, 0)
+        self.scheduler.pool.listeners.remove(self.offloader)
+        for fetch in list(self.scheduler.fetches):
+            self.scheduler.fetched(fetch, 0)
         self.offloader = self._new_offloader()
-        if self.core.events is not None:
-            self.core.events.cleared(CPU)
+        if self.events is not None:
+            self.events.cleared(CPU)
 
     def flush(self) -> None:
         """As far as there is time."""
-        config = self.core.config
+        config = self.config
         if self.persistent and config.kv_flush_timeout:
             start = time.perf_counter()
             left = self.offloader.flush(config.kv_flush_timeout)
@@ -248,6 +256,10 @@ class KvTiers:
                 time.perf_counter() - start,
                 f"; {left} were not written within kv_flush_timeout" if left else "",
             )
+
+    def check(self) -> None:
+        """Proves the books."""
+        self.offloader.check()
 
     def fill_in(self, stats: Stats) -> Stats:
         stats.kv_tiers, stats.kv_dropped_blocks = self._tier_stats(), self.offloader.num_dropped
@@ -271,7 +283,7 @@ class KvTiers:
                 found[name] = replace(
                     stats,
                     block_bytes=block_bytes,
-                    used_bytes=num_bytes * self.core.config.tensor_parallel_size,
-                    capacity_bytes=self.core.config.kv_disk_bytes if name == "disk" else 0,
+                    used_bytes=num_bytes * self.config.tensor_parallel_size,
+                    capacity_bytes=self.config.kv_disk_bytes if name == "disk" else 0,
                 )
         return found

@@ -1,5 +1,5 @@
 """What the tiers ask of whoever moves blocks, and the rank-0 end of it. What each rank does:
-engine/runner/kv_commands.py.
+engine/runner/rank_kv.py.
 
 device block  --copy out-->  slot of the host slab  --write-->  file on disk, object in a store
 device block  <--copy in---  slot                   <--read---
@@ -7,16 +7,17 @@ device block  <--copy in---  slot                   <--read---
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVarTuple
 
+from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.ranks.workers import Pending
+from shoal.engine.runner import commands
+from shoal.engine.runner.commands import Command
 from shoal.kv.block_file import BlockMeta
 
-if TYPE_CHECKING:
-    from shoal.engine.ranks.workers import Pending, WorkerGroup
-    from shoal.engine.runner.kv_commands import KvCommands
+Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +64,36 @@ class RankTransfers:
     """Has every rank do its part. Tickets of one rank end when its own poll says so; of several, when all
     have said so."""
 
-    def __init__(self, runner: KvCommands, group: WorkerGroup | None) -> None:
-        self._runner, self._group = runner, group
-        self._num_ranks = group.world_size if group is not None else 1
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._last = 0
-        self._replies: Pending | None = None
+        self._replies: Pending[dict[str, Any]] | None = None
         self._told: dict[int, list[Done]] = {}  # by the ranks that have ended it, while some have not
         self._ready: dict[int, int] = {}  # slot -> ranks where it is
         self._usable: list[int] = []  # not announced yet
         self._announced: list[int] = []
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int:
-        return self._begin("kv_copy_out", list(blocks), list(slots), wait)
+        return self._begin(commands.KV_COPY_OUT, list(blocks), list(slots), wait)
 
     def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int:
-        return self._begin("kv_copy_in", list(slots), list(blocks), wait, behind)
+        return self._begin(commands.KV_COPY_IN, list(slots), list(blocks), wait, behind)
 
     def write(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int:
-        return self._begin("kv_write", tier, [pack_meta(meta) for meta in metas], list(slots))
+        return self._begin(commands.KV_WRITE, tier, [meta.to_plain() for meta in metas], list(slots))
 
     def read(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int:
-        return self._begin("kv_read", tier, [pack_meta(meta) for meta in metas], list(slots))
+        return self._begin(commands.KV_READ, tier, [meta.to_plain() for meta in metas], list(slots))
 
     def order_behind(self, ticket: int) -> None:
-        self._call("kv_order_behind", ticket)
+        self._ranks.send(commands.KV_ORDER_BEHIND, ticket)
 
     def disown(self, tier: str, keys: Sequence[bytes]) -> None:
-        if self._group is not None:  # a single rank's tier knows
-            self._call("kv_forget", tier, list(keys))
+        if self._ranks.size > 1:  # a single rank's tier knows
+            self._ranks.send(commands.KV_FORGET, tier, list(keys))
 
     def forget(self, tier: str) -> None:
-        self._call("kv_forget", tier, None)
+        self._ranks.send(commands.KV_FORGET, tier, None)
 
     def take_ready_slots(self) -> list[int]:
         usable, self._usable = self._usable, []
@@ -102,58 +102,39 @@ class RankTransfers:
 
     def abandon(self) -> None:
         """Waits for what is under way, of which nobody is told; slots are announced anew. For one rank."""
-        self._runner.kv_abandon()
+        self._ranks.runner.kv.abandon()
         self._told.clear()
         self._usable += self._announced
         self._announced.clear()
 
     def poll(self) -> list[Done]:
-        reports = [self._runner.kv_poll()]
-        if self._group is not None:
-            if self._replies is not None and self._replies.complete:
-                reports += self._replies.results()
-                self._replies = None
-            if self._replies is None:
-                self._replies = self._group.submit("kv_poll")
+        reports = [self._ranks.runner.kv.poll()]
+        if self._replies is not None and self._replies.complete:
+            reports += self._replies.results()
+            self._replies = None
+        if self._replies is None:
+            self._replies = self._ranks.ask_others(commands.KV_POLL)
         ended = []
         for report in reports:
             for slot in (slot for start, end in report["ready"] for slot in range(start, end)):
                 self._ready[slot] = self._ready.get(slot, 0) + 1
-                if self._ready[slot] == self._num_ranks:
+                if self._ready[slot] == self._ranks.size:
                     self._usable.append(slot)
                     del self._ready[slot]
             for ticket, intact, seconds in report["done"]:
                 told = self._told.setdefault(ticket, [])
                 told.append(Done(ticket, intact, seconds))
-                if len(told) == self._num_ranks:
+                if len(told) == self._ranks.size:
                     del self._told[ticket]
                     ended.append(_all_of(told))
         return ended
 
-    def _begin(self, method: str, *args: Any) -> int:
+    def _begin(self, command: Command[None, int, *Arguments], *args: *Arguments) -> int:
         self._last += 1
-        self._call(method, self._last, *args)
+        self._ranks.send(command, self._last, *args)
         return self._last
-
-    def _call(self, method: str, *args: Any) -> None:
-        if self._group is not None:
-            self._group.call(method, *args)
-        getattr(self._runner, method)(*args)
 
 
 def _all_of(told: list[Done]) -> Done:
     intact = [all(of_block) for of_block in zip(*(done.intact for done in told))]
     return Done(told[0].ticket, intact, max(done.seconds for done in told))
-
-
-Packed = tuple[bytes, bytes | None, bytes, str | None, str | None]
-
-
-def pack_meta(meta: BlockMeta) -> Packed:
-    """As plain data, for the channel between ranks."""
-    return meta.key, meta.parent, array("I", meta.token_ids).tobytes(), *meta.extra
-
-
-def unpack_meta(packed: Sequence[Any]) -> BlockMeta:
-    key, parent, tokens, adapter, salt = packed
-    return BlockMeta(key, parent, array("I", tokens), (adapter, salt))

@@ -9,33 +9,49 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
-from shoal.api import MemoryReport, Output, Request, SleepState, Stats
+from shoal.api import Output, Request, Stats
 from shoal.config import EngineConfig
+from shoal.control import Command, Control, UpdateWeights, result_type
 from shoal.engine.process.core_process import CoreProcess
 from shoal.engine.process.watchdog import Watchdog
 from shoal.errors import EngineDeadError, RequestError, ShoalError
-from shoal.wire import BEAT_S, Abort, Add, Beat, Call, FromCore, ModelInfo, Outputs, Refused, Reply
+from shoal.wire import (
+    BEAT_S,
+    Abort,
+    Add,
+    Beat,
+    Call,
+    CheckBooks,
+    CoreCommand,
+    FlushKv,
+    FromCore,
+    ModelInfo,
+    Outputs,
+    ReadStats,
+    Refused,
+    Reply,
+)
 
 T = TypeVar("T")
 
-MOST_RESTARTS = 3  # in RESTART_WINDOW_S; then the engine stays dead
+MOST_RESTARTS = 3  # within RESTART_WINDOW_S; then the engine stays dead
 RESTART_WINDOW_S = 600.0
-FLUSH_GRACE_S = 5.0  # beyond kv_flush_timeout: the step in flight ends first
-# Where the system has no process or descriptor left, tries are so far apart, and they do not count.
+FLUSH_GRACE_S = 5.0  # added to kv_flush_timeout, as the step in flight ends first
+# The time between two tries while the system has no process or descriptor left. Such tries do not count.
 SHORTAGE_PAUSE_S = 5.0
-# before each: the first gives a dead process's device memory time to come back
+# The pause before each restart. The first one gives a dead process's device memory time to come back.
 RESTART_PAUSES_S = (0.5, 5.0, 30.0)
 
 logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """One request's outputs on their way to a reader. What a slow reader leaves lying is merged, so it holds
-    one Output at most."""
+    """One request's outputs on their way to a reader. Outputs that a slow reader leaves waiting are merged,
+    so there is one at most."""
 
     def __init__(self) -> None:
         self.output: Output | None = None
@@ -50,16 +66,16 @@ class Collector:
         self._wake()
 
     def fail(self, error: ShoalError) -> None:
-        """What was put before is still delivered."""
+        """Outputs that were put before are still delivered."""
         self.error = error
         self._wake()
 
     async def get(self) -> Output:
-        """All that has come since the last call; waits for something to come. Raises what `fail` was
-        given."""
+        """All that has come since the last call. Waits if nothing has. Raises the error that `fail` was
+        given, once all outputs are delivered."""
         while self.output is None:
             if self.error is not None:
-                # many share it: without this each would add its frames, for ever
+                # Many share this error. Without this each raise would add its frames to it, for ever.
                 raise self.error.with_traceback(None)
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -86,14 +102,15 @@ def merge(first: Output, then: Output) -> None:
     first.embedding = then.embedding if first.embedding is None else first.embedding
 
 
-class AsyncLLM:
+class AsyncLLM(Control):
     """Built by `start`; used in the loop that it was started in.
 
-    `info`: what the engine says of itself. `dead`: why it does not work, now or for good. With restart=True a
-    dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last
-    update and awake; the requests that it took with it are not repeated. A core that hangs (engine_timeout
-    seconds without a sign of life, or without the end of a step) counts as dead: with restart=True it is
-    killed and started again, otherwise it is well again as soon as it goes on.
+    `info` is what the engine says of itself. `dead` is why it does not work, now or for good. With
+    restart=True a dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the
+    weights of the last update and awake; the requests that it took with it are not repeated. A core hangs
+    after engine_timeout seconds without a sign of life, or without the end of a step or of a quick command.
+    It then counts as dead: with restart=True it is killed and started again, otherwise it is well again as
+    soon as it goes on.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
@@ -104,10 +121,10 @@ class AsyncLLM:
         self._collectors: dict[str, Collector] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)  # when
+        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)  # the times of the last ones
         self._restarting: asyncio.Task[None] | None = None
-        self._is_hung = False  # `dead` says so, and the core's process is still there
-        self._watchdog: Watchdog  # of the core that runs, and made with it
+        self._is_hung = False  # the core counts as dead, but its process is still there
+        self._watchdog: Watchdog  # made anew with each core
         self._watching: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -147,9 +164,7 @@ class AsyncLLM:
             and (self.config.kv_disk_path or self.config.kv_store)
         ):
             with contextlib.suppress(TimeoutError, ShoalError):
-                await asyncio.wait_for(
-                    self._call(Any, "flush_kv"), self.config.kv_flush_timeout + FLUSH_GRACE_S
-                )
+                await asyncio.wait_for(self._call(FlushKv()), self.config.kv_flush_timeout + FLUSH_GRACE_S)
         self.dead = self.dead or EngineDeadError("the engine was closed")
         self._stop_watching()
         if self._is_hung:
@@ -184,49 +199,26 @@ class AsyncLLM:
             self._core.send(Abort([request_id]))
 
     async def stats(self) -> Stats:
-        return await self._call(Stats, "stats")
+        return await self._call(ReadStats())
 
     # Control
 
-    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        return await self._call(MemoryReport, "sleep", level, tags, mode)
-
-    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
-        return await self._call(MemoryReport, "wake_up", tags)
-
-    async def sleep_state(self) -> SleepState:
-        return await self._call(SleepState, "sleep_state")
-
-    async def reset_prefix_cache(self) -> bool:
-        return await self._call(bool, "reset_prefix_cache")
-
-    async def update_weights(self, source: str) -> int:
-        version: int = await self._call(int, "update_weights", source)
-        # what a core that is started again loads
-        self.config = dataclasses.replace(self.config, model=source)
-        return version
-
-    async def check_weights(self) -> dict[str, str]:
-        return await self._call(dict[str, str], "check_weights")
-
-    async def memory_usage(self) -> dict[str, dict[str, int]]:
-        return await self._call(dict[str, dict[str, int]], "memory_usage")
-
-    async def start_profile(self, folder: str) -> None:
-        await self._call(Any, "start_profile", folder)
-
-    async def stop_profile(self) -> list[str]:
-        return await self._call(list[str], "stop_profile")
+    async def control(self, command: Command[T]) -> T:
+        result = await self._call(command)
+        if isinstance(command, UpdateWeights):
+            # what a core that is started again loads
+            self.config = dataclasses.replace(self.config, model=command.source)
+        return result
 
     async def check(self) -> None:
-        """Proves the scheduler's books, for tests. Raises ShoalError."""
-        await self._call(Any, "check")
+        """Proves the books of scheduler and tiers, for tests. Raises ShoalError."""
+        await self._call(CheckBooks())
 
     # Inside
 
     def _send(self, message: Add | Call) -> None:
         if self.dead is not None:
-            # it is raised again and again: the frames of each time would pile up on it
+            # The same error is raised again and again, and the frames of each time would pile up on it.
             raise self.dead.with_traceback(None)
         self._core.send(message)
 
@@ -258,19 +250,19 @@ class AsyncLLM:
             logger.warning("the engine core (pid %d) goes on after its silence", self._core.pid)
             self._is_hung, self.dead = False, None
 
-    async def _call(self, kind: type[T] | Any, method: str, *args: Any) -> T:
+    async def _call(self, command: Command[T]) -> T:
         call_id = next(self._call_ids)
-        self._send(Call(call_id, method, list(args)))
+        self._send(Call(call_id, cast(CoreCommand, command)))
         reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            return msgspec.convert(await reply, kind)
+            return msgspec.convert(await reply, result_type(command))
         finally:
             del self._calls[call_id]
 
     def _on_message(self, message: FromCore) -> None:
         if isinstance(message, Outputs):
             for output in message.outputs:
-                # None: its reader has left
+                # None if its reader has left.
                 if (collector := self._collectors.get(output.request_id)) is not None:
                     collector.put(output)
         elif isinstance(message, Refused):
@@ -313,8 +305,7 @@ class AsyncLLM:
             if len(recent) == MOST_RESTARTS:
                 self.dead = EngineDeadError(
                     f"{self.dead}; it has been started again {MOST_RESTARTS} times in "
-                    f"{RESTART_WINDOW_S:.0f} s "
-                    "and is left alone now: restart the server"
+                    f"{RESTART_WINDOW_S:.0f} s and is left alone now: restart the server"
                 )
                 logger.error("%s", self.dead)
                 return
@@ -331,11 +322,10 @@ class AsyncLLM:
                 continue
             except ShoalError as error:
                 logger.error("the engine did not start again: %s", error)
-                self.dead = (
-                    error
-                    if isinstance(error, EngineDeadError)
-                    else EngineDeadError(f"the engine did not start again: {error}")
-                )
+                if isinstance(error, EngineDeadError):
+                    self.dead = error
+                else:
+                    self.dead = EngineDeadError(f"the engine did not start again: {error}")
                 continue
             logger.warning("the engine core was started again (pid %d)", self.info.pid)
             return

@@ -1,10 +1,10 @@
 """The core's process: `python -m shoal.engine.process.core_main FOLDER LOG_LEVEL LOG_STYLE`, run by
 core_process.py.
 
-The main thread steps the engine. One thread decodes what comes, another encodes what goes, so that a big
-message never waits for a step nor a step for it. Between two steps all that has come is taken in: requests,
-aborts, calls. Without work the main thread sleeps in the queue. The process ends, whatever it is doing, when
-its standard input does: that is the end of its parent; its ranks end with it.
+The main thread steps the engine. One thread decodes incoming messages and another encodes outgoing ones, so
+that a big message never waits for a step, nor a step for it. Between two steps the main thread takes in all
+that has come: requests, aborts, calls. Without work it sleeps in the queue. When the parent ends, the
+standard input of this process closes. The process then ends whatever it is doing, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,27 @@ import threading
 import time
 import traceback
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, NoReturn, assert_never
 
 import msgspec
 import zmq
 
 from shoal import logs, wire
-from shoal.api import MemoryReport, SleepState, check_sleep
+from shoal.api import MemoryReport
+from shoal.control import (
+    CheckWeights,
+    MemoryUsage,
+    ReadSleepState,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    WakeUp,
+    name_of,
+)
 from shoal.engine.core import EngineCore
-from shoal.errors import RequestError, ShoalError, UnavailableError
+from shoal.errors import ShoalError, UnavailableError
 from shoal.weights.source import resolve
 from shoal.wire import (
     BEAT_S,
@@ -36,10 +48,14 @@ from shoal.wire import (
     Add,
     Beat,
     Call,
+    CheckBooks,
+    CoreCommand,
     Dead,
     Failure,
+    FlushKv,
     ModelInfo,
     Outputs,
+    ReadStats,
     Ready,
     Refused,
     Reply,
@@ -47,8 +63,8 @@ from shoal.wire import (
     ToCore,
 )
 
-LAST_WORDS_S = 5.0  # for the messages that are still to be sent when the process ends
-TICK_S = 0.002  # between looks at what goes on while there is no request
+LAST_WORDS_S = 5.0  # to send the messages that are left when the process ends
+TICK_S = 0.002  # between looks at copies to lower tiers while there is no request
 PR_SET_PDEATHSIG = 1
 IN, OUT = "in", "out"  # the sockets' names in the folder, as the core sees them
 
@@ -63,15 +79,16 @@ class CoreLoop:
 
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
-        self.sleepers: list[Call] = []  # sleep in mode "wait": run when the requests have ended
-        self.progress = 0  # steps so far; both are read by the thread that sends beats
+        self.postponed: list[Call] = []  # sleeps in mode "wait", which run when the requests have ended
+        # What Beat tells. The thread that sends beats reads both.
+        self.progress = 0
         self.doing = ""
 
     def run(self) -> NoReturn:
-        """Raises what ended the engine."""
+        """Steps until the engine ends. Raises the error that ended it."""
         core = self.core
         while True:
-            if self.sleepers and not core.has_work:
+            if self.postponed and not core.has_work:
                 self._sleep_at_last()
             while not core.has_work and core.tick():  # KV blocks are on their way to lower tiers
                 self.take_in(block=True, timeout_s=TICK_S)
@@ -109,20 +126,19 @@ class CoreLoop:
             raise message
 
     def _call(self, call: Call) -> None:
-        self.doing = call.method
+        command = call.command
+        if isinstance(command, Sleep) and command.mode == "wait" and self.core.has_work:
+            self.postponed.append(call)
+            self.core.refuse(
+                "the engine goes to sleep when its running requests have ended; try again when it is awake"
+            )
+            return
+        self.doing = name_of(command)
         try:
-            if call.method == "sleep" and call.args[2] == "wait" and self.core.has_work:
-                check_sleep(*call.args)
-                self.sleepers.append(call)
-                self.core.refuse(
-                    "the engine goes to sleep when its running requests have ended; try again when it is "
-                    "awake"
-                )
-                return
-            result = getattr(self, "do_" + call.method)(*call.args)
+            result = self._run(command)
         except Exception as error:
             if not isinstance(error, ShoalError):
-                logger.exception("%s failed", call.method)
+                logger.exception("%s failed", name_of(command))
             self.outbox.put(Reply(call.call_id, error=Failure.of(error)))
             if self.core.error is not None:
                 raise self.core.error from error
@@ -130,78 +146,68 @@ class CoreLoop:
             self.outbox.put(Reply(call.call_id, result))
         finally:
             self.doing = ""
+            self.progress += 1
+
+    def _run(self, command: CoreCommand) -> Any:
+        core = self.core
+        match command:
+            case Sleep(level, tags, mode):
+                return core.sleep(level, tags, mode)
+            case WakeUp(tags):
+                return self._wake_up(tags)
+            case ReadSleepState():
+                return core.sleep_state()
+            case ResetPrefixCache():
+                return core.reset_prefix_cache()
+            case UpdateWeights(source):
+                return core.update_weights(source)
+            case CheckWeights():
+                return core.check_weights()
+            case MemoryUsage():
+                return core.memory_usage()
+            case StartProfile(folder):
+                return core.start_profile(folder)
+            case StopProfile():
+                return core.stop_profile()
+            case ReadStats():
+                return core.stats()
+            case FlushKv():
+                return core.flush_kv()
+            case CheckBooks():
+                return core.check()
+            case _:
+                assert_never(command)
+
+    def _wake_up(self, tags: list[str] | None) -> MemoryReport:
+        """Calls off a sleep that still waits for running requests: the last word counts."""
+        calls, self.postponed = self.postponed, []
+        error = Failure.of(UnavailableError("wake_up came before the running requests had ended"))
+        for call in calls:
+            self.outbox.put(Reply(call.call_id, error=error))
+        if calls:
+            self.core.refuse(None)
+        return self.core.wake_up(tags)
+
+    def _sleep_at_last(self) -> None:
+        calls, self.postponed = self.postponed, []
+        self.core.refuse(None)
+        for call in calls:
+            self._call(call)
 
     def send_beats(self) -> NoReturn:
         """Runs in a thread of its own."""
         # Beside a GPU a host may spin while it waits, so its processor time proves nothing.
         on_cpu = self.core.config.device == "cpu"
         while True:
-            self.outbox.put(Beat(self.progress, self.doing, time.process_time() if on_cpu else 0.0))
+            cpu_seconds = time.process_time() if on_cpu else 0.0
+            self.outbox.put(Beat(self.progress, self.doing, cpu_seconds))
             time.sleep(BEAT_S)
-
-    def _sleep_at_last(self) -> None:
-        calls, self.sleepers = self.sleepers, []
-        self.core.refuse(None)
-        for call in calls:
-            self._call(call)
-
-    # What can be called: api.Control and two more
-
-    def do_sleep(self, level: int, tags: list[str] | None, mode: str) -> MemoryReport:
-        return self.core.sleep(level, tags, mode)
-
-    def do_wake_up(self, tags: list[str] | None) -> MemoryReport:
-        """Calls off a sleep that still waits for running requests: the last word counts."""
-        sleepers, self.sleepers = self.sleepers, []
-        for call in sleepers:
-            self.outbox.put(
-                Reply(
-                    call.call_id,
-                    error=Failure.of(UnavailableError("wake_up came before the running requests had ended")),
-                )
-            )
-        if sleepers:
-            self.core.refuse(None)
-        return self.core.wake_up(tags)
-
-    def do_sleep_state(self) -> SleepState:
-        return self.core.sleep_state()
-
-    def do_reset_prefix_cache(self) -> bool:
-        return self.core.reset_prefix_cache()
-
-    def do_update_weights(self, source: str) -> int:
-        return self.core.update_weights(source)
-
-    def do_check_weights(self) -> dict[str, str]:
-        return self.core.check_weights()
-
-    def do_memory_usage(self) -> dict[str, dict[str, int]]:
-        return self.core.memory_usage()
-
-    def do_start_profile(self, folder: str) -> None:
-        self.core.start_profile(folder)
-
-    def do_stop_profile(self) -> list[str]:
-        return self.core.stop_profile()
-
-    def do_flush_kv(self) -> None:
-        """What an engine does at its end, ahead of it."""
-        if self.core.tiers is not None:
-            self.core.tiers.flush()
-
-    def do_stats(self) -> Any:
-        return self.core.stats()
-
-    def do_check(self) -> None:
-        """Proves the scheduler's books, for tests."""
-        self.core.scheduler.check()
 
 
 def main() -> NoReturn:
     folder, level, style = sys.argv[1:]
     logs.set_up(int(level), style)
-    # a service manager signals the whole group: it is the parent that decides
+    # A service manager signals the whole group, but the parent decides when this process ends.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(
@@ -220,7 +226,7 @@ def main() -> NoReturn:
         outbox.put(Ready(info))
         loop = CoreLoop(core, inbox, outbox)
         threading.Thread(target=loop.send_beats, name="shoal-beats", daemon=True).start()
-        # once anything comes the parent has heard that we are ready, and has removed the folder:
+        # Once anything comes the parent has heard that we are ready, and has removed the folder.
         loop.take_in(block=True)
         _die_with_parent()  # from here on the kernel itself may end us
         loop.run()
@@ -237,7 +243,7 @@ def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
     files = resolve(config.model, config.revision, config.download_dir)
     core = EngineCore(config, files)
-    # what is there now stays: a full collection would look at all of it, for 0.1 s in the middle of some step
+    # All that exists now stays. A full collection would look at it in the middle of some step.
     gc.freeze()
     vocab_size, resolved = core.model_config.vocab_size, core.config
     return core, ModelInfo(
@@ -265,16 +271,11 @@ def _receive(folder: str, inbox: Inbox, outbox: Outbox) -> NoReturn:
             try:
                 inbox.put(wire.decode_to_core(data))
             except (msgspec.DecodeError, ShoalError) as error:
-                request_id = wire.request_id_of(data)
-                if request_id is None:
+                answer = wire.refusal(data, error)
+                if answer is None:
                     inbox.put(error)
                 else:
-                    outbox.put(
-                        Refused(
-                            request_id,
-                            Failure.of(RequestError(f"the engine cannot read this request: {error}")),
-                        )
-                    )
+                    outbox.put(answer)
 
 
 def _send(folder: str, outbox: Outbox) -> None:
@@ -290,7 +291,7 @@ def _send(folder: str, outbox: Outbox) -> None:
 
 def _end_with_parent(folder: str) -> NoReturn:
     try:
-        # the parent writes nothing: this returns when it closes our standard input, or dies
+        # The parent writes nothing, so this returns when it closes our standard input, or dies.
         while os.read(0, 1):
             pass
     finally:
@@ -299,7 +300,8 @@ def _end_with_parent(folder: str) -> NoReturn:
 
 
 def _die_with_parent() -> None:
-    """A second rope: a native call that never returns would hold up _end_with_parent."""
+    """A second way to end with the parent, as a native call that never returns would hold up
+    _end_with_parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

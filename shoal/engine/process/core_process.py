@@ -2,9 +2,9 @@
 asyncio loop.
 
 Messages go through two ZMQ sockets in a private temporary folder. The folder is removed as soon as both are
-connected, so nothing is left behind whoever dies when. The child's standard input is its life line: it ends
-when that closes. Its output is passed on to our stderr, and its end is a note of the EngineDeadError when it
-dies.
+connected, so nothing is left behind, whichever process dies when. The child ends when its standard input
+closes. Its output is passed on to our stderr. When it dies, the end of its output is a note of the
+EngineDeadError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.wire import Dead, FromCore, Message, ModelInfo, Ready, Start
 
 STDERR_TAIL = 2000  # characters of a dead core's last words that its error quotes
 CONNECT_POLL_S = 0.02
-# a core that ends by itself says why: how long its message may take after its death is known
+# A core that ends by itself says why. Its message may come so long after its death is known.
 LAST_WORDS_S = 0.5
 EXIT_TIMEOUT_S = 10.0
 MESSAGES_A_TURN = 64  # read before the loop gets to do something else
@@ -51,7 +51,7 @@ class CoreProcess:
         self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._gone = asyncio.Event()
         self._tail = ""
-        with contextlib.ExitStack() as undo:  # It gives back what there is when something cannot be had.
+        with contextlib.ExitStack() as undo:  # gives everything back if something cannot be had
             try:
                 self._context = zmq.Context()
                 undo.callback(self._context.destroy, linger=0)
@@ -84,8 +84,9 @@ class CoreProcess:
         on_message: Callable[[FromCore], None],
         on_end: Callable[[EngineDeadError], None],
     ) -> CoreProcess:
-        """Raises the UserError that kept the engine from starting, or EngineDeadError. on_end is not called
-        for those. Raises OSError where the system has no process or no descriptors left for it."""
+        """Returns when the engine is ready. Raises the UserError that kept the engine from starting, or
+        EngineDeadError; on_end is not called for these. Raises OSError where the system has no process or no
+        descriptor left for it."""
         self = cls(on_message, lambda error: None)
         try:
             await self._send_first(Start(config))
@@ -108,7 +109,7 @@ class CoreProcess:
         """Never waits. Raises EngineDeadError, and TypeError, ValueError or OverflowError for what cannot be
         encoded."""
         if self.ended is not None:
-            raise self.ended.with_traceback(None)  # as often as it is asked: frames would pile up
+            raise self.ended.with_traceback(None)  # it is raised often, and frames would pile up on it
         with contextlib.suppress(zmq.Again):  # nobody is connected any more: its death is about to be noticed
             self._to_core.send(wire.encode(message), zmq.NOBLOCK)
 
@@ -129,7 +130,7 @@ class CoreProcess:
     # Inside
 
     async def _send_first(self, message: Start) -> None:
-        """As soon as the core has connected."""
+        """Sends it as soon as the core has connected."""
         data = wire.encode(message)
         while not self._ready.done():
             try:
@@ -139,7 +140,7 @@ class CoreProcess:
                 await asyncio.sleep(CONNECT_POLL_S)
 
     def _read(self) -> None:
-        """Takes what is there. The descriptor tells of news only once, so this goes on until nothing is
+        """Takes in all messages. The descriptor tells of news only once, so this goes on until none is
         left."""
         for _ in range(MESSAGES_A_TURN):
             if self._from_core.closed:
@@ -203,12 +204,12 @@ class CoreProcess:
         self._remove_folder()
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # it may be that nobody waits any more
+            self._ready.exception()  # marks it as seen, as nobody may wait any more
         if tell:
             self._on_end(error)
 
     def _remove_folder(self) -> None:
-        """It holds two sockets at the most. rmtree would need a descriptor, and there may be none left."""
+        """Removes the folder of the sockets. rmtree would need a descriptor, and there may be none left."""
         for name in ("in", "out"):
             (self._folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it has gone already
@@ -227,15 +228,16 @@ class CoreProcess:
             text = data.decode(errors="replace")
             self._tail = (self._tail + text)[-STDERR_TAIL:]
             if sys.stderr is not None:
-                with contextlib.suppress(OSError, ValueError):  # our stderr is closed: no reason to stop
+                with contextlib.suppress(OSError, ValueError):  # our stderr may be closed
                     sys.stderr.write(text)
                     sys.stderr.flush()
 
 
 def _spawn(folder: Path) -> subprocess.Popen[bytes]:
-    """In a process group of its own, so that Ctrl-C reaches us alone."""
+    """Starts the child in a process group of its own, so that Ctrl-C reaches us alone."""
     level = str(logging.getLogger().getEffectiveLevel())
-    # -P with our own sys.path: what we can import, and nothing else. -u: what it prints is seen at once.
+    # With -P and our sys.path the child can import what we can, and nothing else. With -u its output is
+    # seen at once.
     command = [
         sys.executable,
         "-P",

@@ -1,8 +1,9 @@
 """Many models on one device: one is awake, the others sleep, and requests wake what they need. Torch-free.
 
-    turns    who may run, and when another model's turn comes: pure decisions, no clock and no engine Swapper
-    does what they say: waits for the running requests, puts the awake model to sleep, wakes the wanted one
-    SwappedModel  one model of it, as an Engine with its Control
+- Turns decides who may run, and when another model's turn comes, without a clock and without an engine.
+- Swapper does what they say: it waits for the running requests, puts the awake model to sleep, and wakes the
+  wanted one.
+- SwappedModel is one of the models, as an Engine with its Control.
 
 The model that goes to sleep keeps its weights in host memory (level 1) while that lasts; then those that were
 used least recently give theirs up (level 2, read again from their files on waking).
@@ -18,7 +19,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.api import Control, Engine, FinishReason, MemoryReport, Output, Request, SleepState, Stats
+from shoal.api import Engine, FinishReason, Output, Request, Stats
+from shoal.control import CheckWeights, Command, Control, Result, Sleep, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError
 from shoal.memory.available import available_bytes
 
@@ -29,11 +31,11 @@ WEIGHTS = "weights"
 
 
 class SwapEngine(Engine, Control, Protocol):
-    """With sleep mode on."""
+    """An engine whose sleep mode is on."""
 
 
 class Turns:
-    """Which model's requests run. Times are seconds of any clock.
+    """Decides which model's requests run. Times are seconds of any clock.
 
     A request of the awake model begins at once, unless another model's oldest request has waited for longer
     than `patience`; then it queues, so that the running ones end and the turn passes on. The next turn is
@@ -45,7 +47,7 @@ class Turns:
         self.awake: str | None = None
         self.switching = False
         self.running: dict[str, int] = {}
-        self.waiting: dict[str, deque[float]] = {}  # when each came, oldest first
+        self.waiting: dict[str, deque[float]] = {}  # the times when requests came, oldest first
         self.last_used: dict[str, float] = {}
 
     def may_begin(self, name: str, now: float) -> bool:
@@ -55,8 +57,8 @@ class Turns:
         return all(not queue or now - queue[0] <= self.patience for queue in self.waiting.values())
 
     def next(self) -> str | None:
-        """Whose waiting requests should begin, asked when one has come or ended. None: nobody waits, or the
-        awake model's requests run and have to end first."""
+        """The model whose waiting requests should begin. It is asked whenever a request has come or ended.
+        None: nobody waits, or the awake model's requests have to end first."""
         oldest = {name: queue[0] for name, queue in self.waiting.items() if queue}
         if self.switching or not oldest:
             return None
@@ -69,11 +71,13 @@ class Turns:
 
 
 @dataclass(slots=True)
-class _Sleeper:
+class _Swapped:
+    """What the swapper knows of one model."""
+
     engine: SwapEngine
-    path: str  # of its weights
-    level: int | None = None  # it sleeps at; None: awake
-    queue: deque[asyncio.Future[None]] = field(default_factory=deque)  # in step with Turns.waiting
+    path: str  # where its weights are
+    level: int | None = None  # the level at which it sleeps; None: awake
+    queue: deque[asyncio.Future[None]] = field(default_factory=deque)  # the requests of Turns.waiting
 
 
 @dataclass(slots=True)
@@ -88,29 +92,29 @@ class Switch:
 
 
 class Swapper:
-    """All models asleep at level 1 but one at most, which is how `add` finds and leaves them."""
+    """Changes which model is awake: one at most. The others sleep, as `add` leaves each."""
 
     def __init__(self, patience: float, available: Callable[[], int] | None = None) -> None:
         """available: bytes of host memory that can be had; default: what the kernel says."""
         self.turns = Turns(patience)
-        self.models: dict[str, _Sleeper] = {}
+        self.models: dict[str, _Swapped] = {}
         self.last_switch: Switch | None = None
         self._available = available or available_bytes
         self._switch: asyncio.Task[None] | None = None
 
     async def add(self, name: str, engine: SwapEngine, path: str) -> SwappedModel:
         """Takes an awake engine and puts it to sleep, so that the next one has room to start."""
-        self.models[name] = _Sleeper(engine, path)
+        self.models[name] = _Swapped(engine, path)
         await self._put_to_sleep(name)
         return SwappedModel(self, name)
 
     # Requests
 
     async def begin(self, name: str, on_wait: Callable[[asyncio.Future[None]], None] | None = None) -> None:
-        """Returns when a request of the model may run; then `end` must follow. Raises what kept the model
-        from waking.
+        """Returns when a request of the model may run; `end` must follow. Raises the error that kept the
+        model from waking.
 
-        on_wait: is given the future that is waited for, so that it can be cancelled.
+        on_wait: called with the future that is waited for, so that it can be cancelled.
         """
         turns, model, now = self.turns, self.models[name], time.monotonic()
         if not turns.may_begin(name, now):
@@ -172,8 +176,8 @@ class Swapper:
     # Switching
 
     async def _make_awake(self, switch: Switch) -> None:
-        """Ends with the model awake and its requests let in, or with them sent away and everything as
-        consistent as before."""
+        """Wakes the model and lets its requests in. If that fails, it sends them away and leaves the books as
+        they were."""
         turns, name = self.turns, switch.model
         try:
             start = time.monotonic()
@@ -208,8 +212,8 @@ class Swapper:
         self._go_on()
 
     async def _retire(self, name: str) -> None:
-        """Puts an awake model to sleep. A dead one gives its memory back by itself. One that hangs, or was
-        started again, does not, so it stays awake in our books, and the next switch tries again."""
+        """Puts an awake model to sleep. A dead engine has given its memory back. One that hangs, or was
+        started again, has not, so it stays awake in our books, and the next switch tries again."""
         try:
             await self._put_to_sleep(name)
         except EngineDeadError:
@@ -234,8 +238,8 @@ class Swapper:
         model.level = level
 
     async def _make_host_room(self, name: str) -> bool:
-        """Whether the model's weights fit into host memory, once others that slept longer have given theirs
-        up."""
+        """Whether the model's weights fit into host memory. If necessary, models that slept longer give
+        theirs up."""
         needed = await self._host_need(name)
         sleeping = self.turns.least_recent(
             [other for other, model in self.models.items() if model.level == 1]
@@ -274,9 +278,9 @@ class Swapper:
         self.turns.awake = name
 
 
-class SwappedModel:
-    """One of the models, as an Engine with its Control. Waking it takes a request; sleep and wake-up are the
-    swapper's alone."""
+class SwappedModel(Control):
+    """One of the models, as an Engine with its Control. A request wakes it; nobody but the swapper puts it to
+    sleep."""
 
     def __init__(self, swapper: Swapper, name: str) -> None:
         self.swapper, self.name = swapper, name
@@ -329,47 +333,25 @@ class SwappedModel:
         stats.num_deferred += len(self._model.queue)
         return stats
 
-    async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        raise ConfigError(
-            "sleep and wake_up are up to the server, which swaps its models (--swap); a request wakes the "
-            "one that it names"
-        )
-
-    async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
-        return await self.sleep()
-
-    async def sleep_state(self) -> SleepState:
-        return await self._model.engine.sleep_state()
-
-    async def reset_prefix_cache(self) -> bool:
-        return await self._model.engine.reset_prefix_cache()
-
-    async def update_weights(self, source: str) -> int:
-        """Takes the model's turn. From now on its weights are those of `source`."""
+    async def control(self, command: Command[Result]) -> Result:
+        """Weights that are read or replaced must be on the device, so such a command takes the model's
+        turn."""
+        if isinstance(command, (Sleep, WakeUp)):
+            raise ConfigError(
+                "sleep and wake_up are up to the server, which swaps its models (--swap); a request wakes "
+                "the one that it names"
+            )
+        needs_turn = isinstance(command, (UpdateWeights, CheckWeights))
+        if not needs_turn:
+            return await self._model.engine.control(command)
         await self.swapper.begin(self.name)
         try:
-            version = await self._model.engine.update_weights(source)
-            self._model.path = source
-            return version
+            result = await self._model.engine.control(command)
+            if isinstance(command, UpdateWeights):  # from now on these are the model's weights
+                self._model.path = command.source
+            return result
         finally:
             self.swapper.end(self.name)
-
-    async def check_weights(self) -> dict[str, str]:
-        """Takes the model's turn."""
-        await self.swapper.begin(self.name)
-        try:
-            return await self._model.engine.check_weights()
-        finally:
-            self.swapper.end(self.name)
-
-    async def memory_usage(self) -> dict[str, dict[str, int]]:
-        return await self._model.engine.memory_usage()
-
-    async def start_profile(self, folder: str) -> None:
-        await self._model.engine.start_profile(folder)
-
-    async def stop_profile(self) -> list[str]:
-        return await self._model.engine.stop_profile()
 
 
 def _is_cancelled() -> bool:

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from shoal.wire import BEAT_S, Beat
+from shoal.wire import BEAT_S, QUICK_COMMANDS, Beat
 
 CPU_PATIENCE = 10.0  # a step that computes on the CPU may take so many times as long as one that does not
 BUSY_SHARE = 0.1  # of a core: a process that uses more of it computes
+MUST_END = {"step", *QUICK_COMMANDS}  # what a core that works completes soon
 MOST_TICK_S = 1.0  # a longer time without a tick means that the watcher stood still, not the watched
 
 
 class Watchdog:
-    """Watches one core. It is silent if no beat comes, or if beats tell of a step that does not end.
+    """Watches one core. It is silent if no beat comes, or if beats tell of a step or a quick command that
+    does not end.
 
-    Calls (waking, new weights, a profile) may take as long as they like, and so may a core without work. A
-    step on the CPU may take minutes, and is told from a hung one by the processor time that it uses.
+    Other commands (waking, new weights, a profile) may take as long as they like, and so may a core without
+    work. A step on the CPU may take minutes. It is told from a hung one by the processor time that it uses.
     """
 
     def __init__(self, timeout_s: float) -> None:
         """timeout_s: the silence after which a core counts as hung; 0: it never does."""
         self.timeout_s = timeout_s
         self.unheard_s = 0.0  # since the last beat
-        self.stuck_s = 0.0  # of the step that runs; on the CPU, time in which it computes counts less
+        # How long the step or command has run. On the CPU, time in which it computes counts less.
+        self.stuck_s = 0.0
         self._last = Beat(-1, "", 0.0)
 
     def beat(self, beat: Beat) -> None:
         last, self._last = self._last, beat
         used = beat.cpu_seconds - last.cpu_seconds
         self.unheard_s = 0.0
-        if beat.doing != "step" or beat.progress != last.progress:
+        if beat.doing not in MUST_END or beat.progress != last.progress:
             self.stuck_s = 0.0
         elif used > BUSY_SHARE * BEAT_S:
             self.stuck_s += BEAT_S / CPU_PATIENCE
@@ -42,5 +45,7 @@ class Watchdog:
         if self.unheard_s >= self.timeout_s:
             return f"has shown no sign of life for {self.timeout_s:g} s"
         if self.stuck_s >= self.timeout_s:
-            return f"has completed no step for {self.timeout_s:g} s while requests wait"
+            if self._last.doing == "step":
+                return f"has completed no step for {self.timeout_s:g} s while requests wait"
+            return f"has been busy with {self._last.doing} for {self.timeout_s:g} s"
         return None

@@ -1,10 +1,10 @@
 """Messages between processes without pickle, and the shared-memory ring that carries commands from rank 0 to
 every other rank.
 
-A message is plain data (what msgpack knows: None, bool, int, float, str, bytes, lists, dicts; tuples arrive
-as lists) with numpy arrays and CPU tensors anywhere in it. Arrays travel as raw bytes behind the msgpack
-head: one copy in, one copy out. Who sends what, and what happens when a side dies, is in
-engine/ranks/workers.py.
+A message is plain data with numpy arrays and CPU tensors anywhere in it. Plain data is what msgpack knows:
+None, bool, int, float, str, bytes, lists, dicts; tuples arrive as lists. Arrays travel as raw bytes behind
+the msgpack head, with one copy in and one copy out. engine/ranks/workers.py says who sends what, and what
+happens when a side dies.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 
 from shoal.errors import EngineDeadError
 
-if TYPE_CHECKING:  # who sends no tensors does not pay for the import
+if TYPE_CHECKING:  # a process that sends no tensors does not pay for the import
     import torch
 
 PREFIX = struct.Struct("<QQ")  # bytes of the head, bytes of the body
-ALIGNMENT = 64  # of an array within the body
+ALIGNMENT = 64  # bytes; each array in the body begins at a multiple
 NDARRAY, TENSOR = 1, 2  # msgpack extension types: [offset in the body, dtype, shape]
 RING_BYTES = 4 << 20
 
@@ -35,8 +35,8 @@ RING_BYTES = 4 << 20
 
 
 def pack(message: Any) -> list[memoryview]:
-    """The message as pieces to be written one after the other. Raises TypeError for what is not plain
-    data."""
+    """The message as pieces that are to be written one after the other. Raises TypeError for a value that is
+    not plain data."""
     pieces: list[memoryview] = []
     size = 0
 
@@ -78,7 +78,7 @@ def unpack(head: bytes | memoryview, body: np.ndarray) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # without it there are no tensors
+    torch = sys.modules.get("torch")  # if it was never imported, there are no tensors
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -87,7 +87,7 @@ def _array_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """numpy knows no bfloat16 or fp8, so every tensor goes as bytes under torch's own name for its dtype."""
+    """The tensor's bytes. numpy has no bfloat16 or fp8, so tensors travel under torch's names of dtypes."""
     import torch
 
     if tensor.device.type != "cpu":
@@ -102,25 +102,23 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 #   [freed, announced)       some reader may still be reading it
 #   [announced, written)     copied in, the readers don't know of it yet
 #
-# The ring holds bytes and nothing else. How many there are is told through eventfds, which the kernel keeps
-# as 64-bit counters: announcing adds to the reader's counter, and the reader takes all of it, sleeping while
-# it is 0. So there is no shared counter to tear, no wake-up to lose, and no memory order to argue about from
-# Python: both system calls take the counter's spinlock, so bytes stored before the write() are visible after
-# the read() that returns their number, on x86 and on ARM alike. Room travels the other way in the same
-# manner.
+# The ring holds bytes and nothing else. Eventfds, which the kernel keeps as 64-bit counters, tell how many
+# bytes there are: the writer announces bytes by adding to a reader's counter, and the reader takes the whole
+# counter, sleeping while it is 0. So there is no shared counter to tear and no wake-up to lose. There is no
+# memory order to argue about from Python either: both system calls take the counter's spinlock, so bytes
+# stored before the write() are visible after the read() that returns their number, on x86 and on ARM. Readers
+# give room back in the same manner.
 #
-# Neither side spins. A rank that has slept for a millisecond takes 0.25 ms to start on a command (4 KB or 200
-# KB; H200 in a virtual machine; the command costs rank 0 10 to 40 us). Spinning for 50 us changed nothing,
-# for 2 ms it made that 0.03 ms, at the price of a core per rank. With asynchronous scheduling the command for
-# step n+1 leaves while the GPU is in step n, so nobody waits for it.
+# Neither side spins. A rank that sleeps takes a moment to wake, but with asynchronous scheduling the command
+# for step n+1 leaves while the GPU is in step n, so nobody waits for it. Spinning long enough to help takes a
+# core per rank (benchmarks/results/steps.md).
 
 
 class ChannelWriter:
     """Rank 0's end. To be used by one thread at a time.
 
-    `put` returns once the message is in the ring (for one larger than the ring: once its last piece is). It
-    waits for the slowest reader to make room; when `interrupt_fd` becomes readable meanwhile it calls
-    `on_interrupt`, which must raise.
+    `put` returns when the last piece of the message is in the ring. It waits for the slowest reader to make
+    room. If `interrupt_fd` becomes readable meanwhile, it calls `on_interrupt`, which must raise.
     """
 
     def __init__(
@@ -139,15 +137,15 @@ class ChannelWriter:
         self.interrupt_fd, self.on_interrupt = interrupt_fd, on_interrupt
         self.written = self.announced = 0
         self.freed = [0] * num_readers
-        self.whole = True  # no message is half written
+        self.whole = True  # False while a message is half written
 
     def reader_fds(self, reader: int) -> tuple[int, int, int]:
-        """What ChannelReader needs, to be inherited by the reader's process."""
+        """The file descriptors that ChannelReader needs; the reader's process inherits them."""
         return self.memory_fd, self.data_fds[reader], self.room_fds[reader]
 
     def put(self, pieces: list[memoryview]) -> None:
-        """Takes what `pack` returned. An exception that ends it half way (Ctrl-C while it waits) leaves the
-        channel unusable."""
+        """Writes what `pack` returned. An exception that ends it half way (Ctrl-C while it waits) leaves the
+        channel unusable: every later call raises EngineDeadError."""
         if not self.whole:
             raise EngineDeadError(
                 "an earlier command to the ranks was interrupted half way; build a new engine"
@@ -167,8 +165,8 @@ class ChannelWriter:
                 self._wait_for_room()
                 continue
             start = self.written % self.size
-            # In quarters of the ring, so that readers copy the first pieces out while we copy the next ones
-            # in.
+            # Pieces are at most a quarter of the ring, so that readers copy the first ones out while we copy
+            # the next ones in.
             count = min(len(data) - at, room, self.size - start, self.size // 4)
             self.ring[start : start + count] = data[at : at + count]
             at += count
@@ -207,13 +205,13 @@ class ChannelReader:
         self.view = memoryview(self.ring)
         self.size = len(self.ring)
         self.data_fd, self.room_fd = data_fd, room_fd
-        self.position = 0  # in the stream: what we have copied out
-        self.available = 0  # announced bytes from there on
-        self.returned = 0  # what the writer knows to be free
+        self.position = 0  # in the stream: all before it is copied out
+        self.available = 0  # how many announced bytes lie behind it
+        self.returned = 0  # the position that the writer knows of
 
     def get(self) -> Any:
-        """The next message; sleeps until there is one. What it returns is the caller's own: the ring's bytes
-        are already free again."""
+        """The next message; sleeps until there is one. The caller owns what it returns: the ring's bytes are
+        free again already."""
         head_size, body_size = PREFIX.unpack(self._read(PREFIX.size).data)
         head, body = self._read(head_size), self._read(body_size)
         self._return_room()
@@ -235,7 +233,7 @@ class ChannelReader:
         return data
 
     def _wait_for_data(self) -> int:
-        """How many more bytes are announced; sleeps while there are none."""
+        """The number of newly announced bytes; sleeps while there are none."""
         return os.eventfd_read(self.data_fd)
 
     def _return_room(self) -> None:

@@ -1,10 +1,11 @@
 """The process of a rank other than 0: `python -m shoal.engine.ranks.worker_main`, started by
 engine/ranks/workers.py with inherited file descriptors.
 
-Builds the object that rank 0 names and calls its methods in the order rank 0 asks for. It ends, whatever it
-is doing, when the socket to rank 0 closes: on WorkerGroup.close() and on any death of rank 0. (Not by
-PR_SET_PDEATHSIG, which fires when the *thread* that started us ends.) Nothing it holds outlives the process,
-so it always leaves by os._exit: finalizers could wait for ranks that are gone.
+It calls the factory that rank 0 names, which returns a table of commands: a name and the function it runs.
+Then it runs the commands in the order in which rank 0 gives them. It ends, whatever it is doing, when the
+socket to rank 0 closes: on WorkerGroup.close() and on any death of rank 0. (PR_SET_PDEATHSIG would not do, as
+it fires when the *thread* that started us ends.) Nothing it holds outlives the process, so it always leaves
+by os._exit: finalizers could wait for ranks that are gone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from shoal.engine.ranks.channel import ChannelReader, pack
@@ -42,32 +44,31 @@ def _end_with_rank_0(link: socket.socket) -> NoReturn:
 
 
 def _serve(rank: int, world_size: int, channel_fds: tuple[int, int, int], link: socket.socket) -> NoReturn:
-    commands = ChannelReader(*channel_fds)
-    _, target, (init,) = commands.get()
-    module, _, factory = target.partition(":")
+    channel = ChannelReader(*channel_fds)
+    _, target, (init,) = channel.get()
+    module, _, name = target.partition(":")
     try:
-        served = getattr(importlib.import_module(module), factory)(rank=rank, world_size=world_size, **init)
+        factory = getattr(importlib.import_module(module), name)
+        table: Mapping[str, Callable[..., Any]] = factory(rank=rank, world_size=world_size, **init)
     except UserError as error:
         _reply(link, None, False, _describe(error))
         os._exit(1)
     while True:
-        call_id, method, args = commands.get()
+        call_id, command, args = channel.get()
         if call_id is None:
-            getattr(served, method)(*args)
+            table[command](*args)
             continue
         try:
-            result = getattr(served, method)(*args)
-            _reply(link, call_id, True, result)
+            _reply(link, call_id, True, table[command](*args))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is rank 0's to judge
             _reply(link, call_id, False, _describe(error))
 
 
 def _describe(error: Exception) -> tuple[str, str]:
     """The name of the class, and what to say."""
-    known = isinstance(error, (UserError, UnavailableError))
-    return type(error).__name__, str(
-        error
-    ) if known else f"{error}\n{''.join(traceback.format_exception(error))}"
+    if isinstance(error, (UserError, UnavailableError)):
+        return type(error).__name__, str(error)
+    return type(error).__name__, f"{error}\n{''.join(traceback.format_exception(error))}"
 
 
 def _reply(link: socket.socket, call_id: int | None, ok: bool, value: Any) -> None:

@@ -1,9 +1,9 @@
 """WorkerGroup: how rank 0, the user's process, starts, commands, watches and ends the other ranks.
 
 A rank is a fresh Python process (engine/ranks/worker_main.py) that inherits file descriptors and nothing
-else. Commands go to all ranks through the ring of engine/ranks/channel.py. Replies, and each side's notice of
-the other's death (end of file), go through a socket pair per rank. Everything shared is anonymous, so nothing
-can collide or be left behind: when rank 0 dies, even by SIGKILL, its ranks end themselves.
+else. Commands go to all ranks through the ring of engine/ranks/channel.py. Replies come back through a socket
+pair per rank, whose end of file also tells each side of the other's death. Everything shared is anonymous, so
+nothing can collide or be left behind: when rank 0 dies, even by SIGKILL, its ranks end themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -29,11 +29,13 @@ from shoal import errors
 from shoal.engine.ranks.channel import PREFIX, ChannelWriter, pack, unpack
 from shoal.errors import EngineDeadError, UnavailableError, UserError
 
-STDERR_TAIL = 2000  # characters of a dead rank's last words that its error quotes
-EXIT_TIMEOUT_S = 5.0
-# a rank whose socket closed is dead or about to be; its exit code comes when the kernel has freed its memory
+Result = TypeVar("Result")
+
+STDERR_TAIL = 2000  # so many characters of a dead rank's last words are quoted in the error
+EXIT_TIMEOUT_S = 5.0  # a rank that has not ended itself by then is killed
+# A rank whose socket closed is dead or about to be. Its exit code comes when the kernel has freed its memory.
 REAP_TIMEOUT_S = 0.8
-LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 16  # bytes; a longer line of output is passed on in pieces
 
 
 @dataclass(slots=True)
@@ -48,15 +50,15 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error as it travels: rebuilt where it is raised, so that a UserError of a rank is one for the caller
-    too."""
+class _RankFailure:
+    """What went wrong in a rank, as it arrives. `build` makes the exception where it is raised, so that a
+    rank's UserError is a UserError for the caller too."""
 
     kind: type[Exception]
     message: str
 
     @classmethod
-    def from_reply(cls, rank: int, kind: str, message: str) -> _Failure:
+    def from_reply(cls, rank: int, kind: str, message: str) -> _RankFailure:
         found = getattr(errors, kind, None)
         if isinstance(found, type) and issubclass(found, (UserError, UnavailableError)):
             return cls(found, f"rank {rank}: {message}")
@@ -66,30 +68,31 @@ class _Failure:
         return self.kind(self.message)
 
 
-class Pending:
-    """A command whose replies are awaited. If it is dropped, they are too."""
+class Pending(Generic[Result]):
+    """A command whose replies are awaited. If the object is dropped, so are the replies."""
 
-    def __init__(self, monitor: _Monitor, method: str, num_ranks: int) -> None:
-        self.monitor, self.method, self.num_ranks = monitor, method, num_ranks
-        self.replies: dict[int, Any] = {}  # rank -> result or _Failure
+    def __init__(self, monitor: _Monitor, command: str, num_ranks: int) -> None:
+        self.monitor, self.command, self.num_ranks = monitor, command, num_ranks
+        self.replies: dict[int, Any] = {}  # rank -> result or _RankFailure
 
     @property
     def complete(self) -> bool:
         """Whether results() would return, or raise, at once."""
         return len(self.replies) == self.num_ranks or self.monitor.failure is not None
 
-    def results(self, timeout_s: float | None = None) -> list[Any]:
-        """What ranks 1 and up returned, in rank order. If the method raised, so does this (for the lowest
-        rank): the same UserError, or a RuntimeError with the traceback. Raises EngineDeadError when a rank
+    def results(self, timeout_s: float | None = None) -> list[Result]:
+        """What ranks 1 and up returned, in rank order. If the command raised, this raises the lowest rank's
+        error: the same UserError, or a RuntimeError with the traceback. Raises EngineDeadError when a rank
         dies, and when one has not answered in time."""
-        replies = self.outcomes(timeout_s)
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        return replies
+        results = []
+        for outcome in self.outcomes(timeout_s):
+            if isinstance(outcome, Exception):
+                raise outcome
+            results.append(outcome)
+        return results
 
-    def outcomes(self, timeout_s: float | None = None) -> list[Any]:
-        """As results, but what a rank's method raised is a value among the others."""
+    def outcomes(self, timeout_s: float | None = None) -> list[Result | Exception]:
+        """As `results`, but an error of a rank is a value among the others."""
         monitor = self.monitor
         with monitor.news:
             monitor.news.wait_for(
@@ -98,20 +101,20 @@ class Pending:
         if len(self.replies) < self.num_ranks:
             monitor.check()
             silent = sorted({r.rank for r in monitor.ranks} - self.replies.keys())
-            raise EngineDeadError(f"ranks {silent} did not answer {self.method!r} within {timeout_s} s")
+            raise EngineDeadError(f"ranks {silent} did not answer {self.command!r} within {timeout_s} s")
         replies = [self.replies[rank] for rank in sorted(self.replies)]
-        return [reply.build() if isinstance(reply, _Failure) else reply for reply in replies]
+        return [reply.build() if isinstance(reply, _RankFailure) else reply for reply in replies]
 
 
 class WorkerGroup:
-    """Ranks 1 to world_size - 1, each serving the object that `target` ("package.module:factory") returns for
-    (rank=, world_size=, **init). To be used by one thread at a time: the ranks do everything in the order it
-    is asked for.
+    """Ranks 1 to world_size - 1. Each serves the table of commands (a name and the function it runs) that
+    `target` ("package.module:factory") returns for (rank=, world_size=, **init). To be used by one thread at
+    a time: the ranks run the commands in the order in which they are given.
 
-    Returns at once; the ranks start meanwhile. An error in a factory is raised by whatever is called next: as
-    the same UserError, or as EngineDeadError. The ranks are in a process group of their own, so Ctrl-C
-    reaches rank 0 alone, which decides. They end with close(), with the last reference to the group, at exit,
-    and when this process dies.
+    The constructor returns at once; the ranks start meanwhile. An error in a factory is raised by the next
+    call: as the same UserError, or as EngineDeadError. The ranks are in a process group of their own, so
+    Ctrl-C reaches rank 0 alone, which decides. They end with close(), with the last reference to the group,
+    at exit, and when this process dies.
     """
 
     def __init__(self, world_size: int, target: str, init: dict[str, Any]) -> None:
@@ -125,36 +128,36 @@ class WorkerGroup:
             for rank in range(1, world_size):
                 self._monitor.ranks.append(_start_rank(rank, world_size, self._channel.reader_fds(rank - 1)))
             self._monitor.start()
-            self._send(None, target, (init,))
+            self._put(None, target, (init,))
         except BaseException:
             self.close()
             raise
 
-    def call(self, method: str, *args: Any) -> None:
-        """Has every rank call `method`; nothing comes back. If it raises in a rank, that rank dies of it."""
-        self._send(None, method, args)
+    def send(self, command: str, *args: Any) -> None:
+        """Has every rank run the command; nothing comes back. A rank in which it raises dies of it."""
+        self._put(None, command, args)
 
-    def submit(self, method: str, *args: Any) -> Pending:
-        """Has every rank call `method` and return or raise; collect that with `.results()`. Rank 0 can do its
-        own part in between."""
+    def submit(self, command: str, *args: Any) -> Pending[Any]:
+        """Has every rank run the command and answer. `.results()` collects the answers; rank 0 can do its own
+        part before."""
         self._last_id += 1
-        pending = Pending(self._monitor, method, self.world_size - 1)
+        pending: Pending[Any] = Pending(self._monitor, command, self.world_size - 1)
         self._monitor.pending[self._last_id] = pending
-        self._send(self._last_id, method, args)
+        self._put(self._last_id, command, args)
         return pending
 
-    def _send(self, call_id: int | None, method: str, args: tuple[Any, ...]) -> None:
+    def _put(self, call_id: int | None, command: str, args: tuple[Any, ...]) -> None:
         self.check()
         try:
-            pieces = pack((call_id, method, args))
+            pieces = pack((call_id, command, args))
         except (TypeError, ValueError, OverflowError) as error:
-            raise _name_culprit(method, args, error) from error
+            raise _name_culprit(command, args, error) from error
         self._channel.put(pieces)
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raises if a rank has died: EngineDeadError, or the UserError that kept it from starting. After an
-        error of our own that a dying rank may have caused (a collective that broke), `wait_s` gives that news
-        time to arrive."""
+        """Raises if a rank has died: EngineDeadError, or the UserError that kept it from starting. A dying
+        rank can cause an error of our own first (a collective that breaks); `wait_s` gives the news of its
+        death that long to arrive."""
         if wait_s:
             with self._monitor.news:
                 self._monitor.news.wait_for(lambda: self.failed, wait_s)
@@ -162,17 +165,17 @@ class WorkerGroup:
 
     @property
     def failed(self) -> bool:
-        """For loops that wait for something else; then `check()` raises."""
+        """Whether `check()` would raise. For loops that wait for something else."""
         return self._monitor.failure is not None
 
     def when_failed(self, callback: Callable[[], None]) -> None:
-        """`callback` is called once, from the watching thread, when a rank has died or the group is
+        """Has `callback` called once, from the watching thread, when a rank has died or the group is
         closed."""
         self._monitor.callbacks.append(callback)
 
     def close(self) -> None:
-        """Ends all ranks, whatever they are doing, within EXIT_TIMEOUT_S, and frees what was shared. Safe to
-        call twice."""
+        """Ends all ranks, whatever they are doing, within EXIT_TIMEOUT_S, and frees the shared memory. Safe
+        to call twice."""
         self._finalizer()
 
 
@@ -183,8 +186,7 @@ def _start_rank(rank: int, world_size: int, channel_fds: tuple[int, ...]) -> _Ra
     output = os.fdopen(output_fd, "rb", buffering=0)
     os.set_blocking(output_fd, False)
     fds = (*channel_fds, their_link.fileno())
-    # -P with our own sys.path: what rank 0 can import, and nothing else. -u: print() in a rank is seen at
-    # once.
+    # -P and our own sys.path let a rank import what rank 0 can, and nothing else. -u shows its prints soon.
     command = [
         sys.executable,
         "-P",
@@ -209,23 +211,23 @@ def _start_rank(rank: int, world_size: int, channel_fds: tuple[int, ...]) -> _Ra
     return _Rank(rank, process, link, output)
 
 
-def _name_culprit(method: str, args: tuple[Any, ...], error: Exception) -> TypeError:
+def _name_culprit(command: str, args: tuple[Any, ...], error: Exception) -> TypeError:
     for i, arg in enumerate(args):
         try:
             pack(arg)
         except (TypeError, ValueError, OverflowError) as reason:
-            return TypeError(f"argument {i} of {method!r} cannot be sent to the other ranks: {reason}")
-    return TypeError(f"the arguments of {method!r} cannot be sent to the other ranks: {error}")
+            return TypeError(f"argument {i} of {command!r} cannot be sent to the other ranks: {reason}")
+    return TypeError(f"the arguments of {command!r} cannot be sent to the other ranks: {error}")
 
 
 class _Monitor:
-    """The ranks' processes and the thread that listens to them: takes in replies, passes on their output,
-    notices deaths."""
+    """The ranks' processes and the thread that listens to them. The thread takes in replies, passes output
+    on, and notices deaths."""
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
-        self.pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-        self.failure: _Failure | None = None
+        self.pending: weakref.WeakValueDictionary[int, Pending[Any]] = weakref.WeakValueDictionary()
+        self.failure: _RankFailure | None = None
         self.failed_fd = os.eventfd(0)  # readable from the first failure on
         self.news = threading.Condition()
         self.callbacks: list[Callable[[], None]] = []
@@ -239,7 +241,7 @@ class _Monitor:
             raise self.failure.build()
 
     def _run(self) -> None:
-        """Until every rank has closed its socket, which is when it ends."""
+        """Listens until every rank has closed its socket, as it does when it ends."""
         with selectors.DefaultSelector() as selector:
             for rank in self.ranks:
                 selector.register(rank.link, selectors.EVENT_READ, partial(self._take_replies, rank))
@@ -254,7 +256,7 @@ class _Monitor:
                         num_alive -= 1
 
     def _take_replies(self, rank: _Rank) -> bool:
-        """False at the end: the rank is dead, and that has been recorded."""
+        """Returns False at the end of file: the rank is dead, and that has been recorded."""
         try:
             data = rank.link.recv(1 << 20)
         except BlockingIOError:
@@ -270,7 +272,7 @@ class _Monitor:
             body = np.frombuffer(rank.inbox, np.uint8, body_size, PREFIX.size + head_size).copy()
             call_id, ok, reply = unpack(bytes(rank.inbox[PREFIX.size : end - body_size]), body)
             del rank.inbox[:end]
-            self._deliver(rank, call_id, reply if ok else _Failure.from_reply(rank.rank, *reply))
+            self._deliver(rank, call_id, reply if ok else _RankFailure.from_reply(rank.rank, *reply))
         if not data:
             self._bury(rank)
         return bool(data)
@@ -292,20 +294,21 @@ class _Monitor:
                 code: int | None = rank.process.wait(REAP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 code = None
-            how = (
-                "is ending"
-                if code is None
-                else f"was killed by {_signal_name(-code)}"
-                if code < 0
-                else f"exited with code {code}"
-            )
+            if code is None:
+                how = "is ending"
+            elif code < 0:
+                how = f"was killed by {_signal_name(-code)}"
+            else:
+                how = f"exited with code {code}"
             words = f"; the end of its output:\n{rank.tail.rstrip()}" if rank.tail else "; it printed nothing"
-            self._fail(_Failure(EngineDeadError, f"rank {rank.rank} (pid {rank.process.pid}) {how}{words}"))
+            self._fail(
+                _RankFailure(EngineDeadError, f"rank {rank.rank} (pid {rank.process.pid}) {how}{words}")
+            )
         for other in self.ranks:  # they could only wait for the dead one
             other.process.kill()
 
-    def _fail(self, failure: _Failure) -> None:
-        """The first failure is the one that counts."""
+    def _fail(self, failure: _RankFailure) -> None:
+        """Records a failure. Only the first one counts."""
         with self.news:
             if self.failure is not None:
                 return
@@ -316,7 +319,7 @@ class _Monitor:
             callback()
 
     def _pass_on(self, rank: _Rank) -> bool:
-        """Copies a rank's output to our stderr, line by line. False at its end."""
+        """Copies a rank's output to our stderr, line by line. Returns False at its end."""
         while True:
             data = rank.output.read(1 << 16)
             if data is None:
@@ -336,7 +339,7 @@ class _Monitor:
                 return False
 
     def end_ranks(self, timeout_s: float) -> None:
-        self._fail(_Failure(EngineDeadError, "the worker group is closed; build a new engine"))
+        self._fail(_RankFailure(EngineDeadError, "the worker group is closed; build a new engine"))
         deadline = time.monotonic() + timeout_s
         for rank in self.ranks:
             rank.link.shutdown(socket.SHUT_WR)  # a thread of the rank waits for just this
@@ -362,7 +365,7 @@ def _signal_name(number: int) -> str:
 
 
 def _end(monitor: _Monitor, channel: ChannelWriter, owner_pid: int) -> None:
-    if os.getpid() != owner_pid:  # a fork of rank 0 that exits: the ranks aren't its own
+    if os.getpid() != owner_pid:  # a fork of rank 0 exits, and the ranks are not its own
         return
     monitor.end_ranks(EXIT_TIMEOUT_S)
     channel.close()

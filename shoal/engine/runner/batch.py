@@ -1,10 +1,10 @@
 """From a StepPlan to the one packed int32 buffer that a step sends to the device (and, with tensor
 parallelism, to every rank).
 
-The batch state lives on the device in rows that stay put while a sequence runs; `BatchBuilder` keeps the
-host's mirror of what the device holds and sends differences: (address, value) pairs into the flat state,
-then, unless every sequence decodes, the step's tokens. Numpy only; what the addresses mean is in
-kernels/state.py, who reads the buffer is engine/runner/runner.py.
+The batch state lives on the device, in rows that stay put while a sequence runs. `BatchBuilder` keeps the
+host's mirror of what the device holds, and sends differences: (address, value) pairs for the flat state. If
+any sequence computes its prompt, the step's tokens follow. kernels/state.py says what the addresses mean;
+steps.py reads the buffer. There is no torch here.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from shoal.engine.scheduling.shared_prefixes import PrefixTree
 from shoal.kernels.state import FIELDS, MAX_GROUPS, Field, GroupField, StateLayout, seed_words
 
 INT32_MAX = 2**31 - 1
-# int32s: sections start on 16 bytes, so that Triton sees one alignment and compiles one variant
+# Sections start at multiples of as many int32s, 16 bytes, so that Triton sees one alignment and compiles one
+# variant.
 ALIGNMENT = 4
 
 
 class Header(IntEnum):
     """The first HEADER_SIZE ints of a packed step."""
 
-    NUM_UPDATES = 0
+    NUM_UPDATES = 0  # (address, value) pairs
     NUM_SEQS = 1
     NUM_DECODES = 2
     NUM_TOKENS = 3
     NUM_SAMPLES = 4
-    MAX_QUERY_LEN = 5
-    MAX_KV_LEN = 6
-    DECODE_ONLY = 7  # every sequence decodes: no token sections, the device knows all
-    FRESH_PREFILLS = 8  # every prefill chunk starts at position 0
-    EXTRAS = 9  # rank 0 samples once more, with what the state rows can't say
-    NUM_PROMPT_LOGITS = 10  # tokens of prompts whose logits are asked for
-    NUM_GROUPS = 11  # of decodes that share a prefix
-    LOGITS = 12  # rank 0 looks at the logits of a captured mixed step
-    # room for tokens in the captured mixed step that this one is padded to; 0: it runs eagerly
-    GRAPH_TOKENS = 13
-    GRAPH_DECODES = 14
-    GRAPH_PREFILLS = 15
-    GRAPH_SAMPLES = 16
-    GRAPH_SHARING = 17
+    MAX_KV_LEN = 5
+    DECODE_ONLY = 6  # Every sequence decodes. There are no token sections, as the device knows everything.
+    FRESH_PREFILLS = 7  # Every prefill starts at position 0.
+    EXTRAS = 8  # Rank 0 samples once more, because some request asks for more than the state rows can say.
+    NUM_PROMPT_LOGITS = 9  # tokens of prompts whose logits are asked for
+    NUM_GROUPS = 10  # groups of decodes that share a prefix
+    LOGITS = 11  # Rank 0 looks at the logits of a captured mixed step.
+    # The shape of the captured mixed step that this one is padded to. GRAPH_TOKENS 0: it runs eagerly.
+    GRAPH_TOKENS = 12
+    GRAPH_DECODES = 13
+    GRAPH_PREFILLS = 14
+    GRAPH_SAMPLES = 15
+    GRAPH_SHARING = 16
 
 
 HEADER_SIZE = 32
-SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # a MixedShape
+SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # the fields of a MixedShape
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class MixedShape:
-    """What a captured mixed step has room for. Its sequences are `decodes` places for decodes, then
-    `prefills` for the others; padding has row -1 and length 0. Tokens stay in one piece, decodes first,
-    padding last."""
+    """What a captured mixed step has room for. It has `decodes` places for sequences that decode, then
+    `prefills` places for the others; an empty place has row -1 and length 0. Tokens stay in one piece, those
+    of the decodes first, padding last."""
 
     tokens: int
     decodes: int
     prefills: int
     samples: int
-    sharing: bool  # decodes may share prefixes
+    sharing: bool  # whether decodes may share prefixes
 
     def fits(self, num_tokens: int, num_decodes: int, num_prefills: int, sharing: bool) -> bool:
         return (
@@ -107,7 +107,8 @@ class MixedShape:
 
 
 def section_sizes(header: np.ndarray) -> dict[str, int]:
-    """Names and lengths (int32s) of the sections behind the header, in order; each is padded to ALIGNMENT."""
+    """Names and lengths (int32s) of the sections behind the header, in order. In the buffer each is padded to
+    a multiple of ALIGNMENT."""
     updates, seqs, tokens, samples = (
         int(header[h]) for h in (Header.NUM_UPDATES, Header.NUM_SEQS, Header.NUM_TOKENS, Header.NUM_SAMPLES)
     )
@@ -132,6 +133,7 @@ def section_sizes(header: np.ndarray) -> dict[str, int]:
 
 
 def pack(header: np.ndarray, sections: dict[str, np.ndarray]) -> np.ndarray:
+    """The buffer of a step: the header, then the sections."""
     sizes = section_sizes(header)
     packed = np.zeros(HEADER_SIZE + sum(padded_size(n) for n in sizes.values()), np.int32)
     packed[:HEADER_SIZE] = header
@@ -168,14 +170,14 @@ def _fill(values: np.ndarray, size: int, padding: int) -> np.ndarray:
     return np.concatenate((values, np.full(size - len(values), padding, np.int32)))
 
 
-@functools.lru_cache(maxsize=4096)  # most requests ask for one of a few
+@functools.lru_cache(maxsize=4096)  # Most requests ask for one of a few values.
 def float_bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
 @dataclass(slots=True)
 class PenaltyRow:
-    """A state row whose penalties start from these tokens."""
+    """The penalties of a state row start from these tokens."""
 
     row: int
     prompt_ids: list[int]
@@ -184,7 +186,7 @@ class PenaltyRow:
 
 @dataclass(slots=True)
 class GrammarRow:
-    """A sample whose token a grammar chooses among, less what the request bans or does not allow."""
+    """A sample whose token must fit a grammar, and must be allowed and not banned by the request too."""
 
     sample: int
     grammar: Grammar
@@ -194,31 +196,30 @@ class GrammarRow:
 
 @dataclass(slots=True)
 class Extras:
-    """What rank 0's sampler needs beyond the state rows, for the rare sequences that ask. Indices count the
-    step's samples.
+    """What rank 0's sampler needs beyond the state rows, for the rare sequences that ask for it. A sample is
+    an index into the step's samples. What is banned or allowed for a sample under a grammar is in its mask
+    alone."""
 
-    Bias, banned and allowed ids are (sample, token id) pairs; bias has its value too. What is banned or
-    allowed under a grammar is in its mask alone.
-    """
-
-    bias: list[tuple[int, int, float]] = field(default_factory=list)
-    banned: list[tuple[int, int]] = field(default_factory=list)
-    allowed: list[tuple[int, list[int]]] = field(default_factory=list)
+    bias: list[tuple[int, int, float]] = field(default_factory=list)  # sample, token id, bias
+    banned: list[tuple[int, int]] = field(default_factory=list)  # sample, token id
+    allowed: list[tuple[int, list[int]]] = field(default_factory=list)  # sample, token ids
     # sample, row, repetition, presence, frequency
     penalties: list[tuple[int, int, float, float, float]] = field(default_factory=list)
     new_penalty_rows: list[PenaltyRow] = field(default_factory=list)
     grammars: list[GrammarRow] = field(default_factory=list)
-    # int32 [grammars, words]: a bit for each token that may be drawn (engine/scheduling/grammar.py)
+    # int32 [grammars, words]: a bit for each token, set if it may be drawn (engine/scheduling/grammar.py)
     masks: np.ndarray | None = None
     embeds: list[int] = field(default_factory=list)  # samples whose hidden state is asked for
-    num_logprobs: int | None = None  # the most that any sample of the step asks for; -1: the whole vocabulary
+    num_logprobs: int | None = (
+        None  # the most that any sample of the step asks for (-1: the whole vocabulary)
+    )
     num_prompt_logprobs: int | None = None
     # the token that follows each prompt token whose logits are asked for
     prompt_targets: list[int] = field(default_factory=list)
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether tokens must be drawn again, from logits changed by these extras."""
+        """Whether tokens must be drawn again, from logits that these extras change."""
         return bool(self.bias or self.banned or self.allowed or self.penalties or self.grammars)
 
     def __bool__(self) -> bool:
@@ -240,23 +241,23 @@ class BatchBuilder:
         share_from: int | None = None,
         mixed_shapes: Iterable[MixedShape] = (),
     ) -> None:
-        """`share_from`: the fewest decodes among which groups are looked for. `mixed_shapes`: captured ones,
-        small to large."""
+        """`share_from`: the fewest decodes among which groups are looked for; None: never. `mixed_shapes`:
+        those of the captured mixed steps, small to large."""
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
         self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
-        self.decode_rows = np.zeros(0, np.int32)  # of the last step
-        self.num_groups = 0  # that they made
+        self.decode_rows = np.zeros(0, np.int32)  # the rows of the last step's decodes
+        self.num_groups = 0  # the groups among them
         self.prefixes = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address
-        self.active = np.full(layout.num_rows, -1, np.int32)  # what rows_B holds on the device
-        # (sequence, its admission) whose fields a row holds
+        self.active = np.full(layout.num_rows, -1, np.int32)  # what the device holds at active_address
+        # The sequence whose fields each row holds, and at which of its admissions they were sent.
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
         self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
-        self.num_sent = [0] * layout.num_rows  # block ids of the row's table that the device has
+        self.num_sent = [0] * layout.num_rows  # how many block ids of each row's table the device has
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, Extras]:
-        """The packed step and the sampler's extras. A decode step padded to `graph_size` rows clears the rows
-        behind its last."""
+        """The packed step, and the sampler's extras. `graph_size`: how many rows the step is padded to if
+        every sequence decodes; those behind the last decode become -1."""
         addresses: list[int] = []
         values: list[int] = []
         extras = Extras()
@@ -285,7 +286,6 @@ class BatchBuilder:
         header[Header.NUM_DECODES] = plan.num_decodes
         header[Header.NUM_TOKENS] = plan.num_tokens
         header[Header.NUM_SAMPLES] = sample
-        header[Header.MAX_QUERY_LEN] = max(entry.num_tokens for entry in plan.scheduled)
         header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
         header[Header.DECODE_ONLY] = decode_only
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
@@ -305,7 +305,7 @@ class BatchBuilder:
         return pack(header, sections), extras
 
     def _captured_shape(self, plan: StepPlan, extras: Extras) -> MixedShape | None:
-        """The smallest captured mixed step that has room for this one."""
+        """The smallest shape that has room for this step. None: it must run eagerly."""
         if extras.prompt_targets:
             return None
         size = plan.num_tokens, plan.num_decodes, len(plan.scheduled) - plan.num_decodes, self.num_groups > 0
@@ -314,8 +314,8 @@ class BatchBuilder:
     def _update_row(
         self, entry: ScheduledSeq, addresses: list[int], values: list[int], extras: Extras
     ) -> None:
-        """Differences of one sequence's state row: everything at its admission, later only the blocks that
-        were added."""
+        """Sends the differences of one sequence's state row: everything at its admission, later only the
+        blocks that were added."""
         seq, row = entry.seq, entry.row
         base = self.row_addresses[row]
         if self.owner[row] != (seq, seq.num_admissions):
@@ -325,7 +325,7 @@ class BatchBuilder:
                 self.tree.place(row, seq.block_ids)
             params = seq.request.params
             low, high = seed_words(params.seed or 0)
-            addresses.extend(range(base, base + len(Field)))  # in the order of Field
+            addresses.extend(range(base, base + len(Field)))  # The values are in the order of Field.
             values.extend(
                 (
                     seq.token_ids[entry.start],
@@ -362,8 +362,8 @@ class BatchBuilder:
     def _update_prefixes(
         self, tree: PrefixTree, decode_rows: np.ndarray, addresses: list[int], values: list[int]
     ) -> None:
-        """Who decodes has changed, and so may the groups. A row changes hands only with a step between in
-        which it does not decode."""
+        """Sends the groups anew, because others decode than in the last step. (Before a row gets another
+        sequence, there is a step in which it does not decode, so a change of the rows tells.)"""
         self.decode_rows = decode_rows
         rows = decode_rows.tolist()
         groups = tree.groups(rows) if len(rows) >= self.share_from else []
@@ -387,7 +387,8 @@ class BatchBuilder:
 
     @staticmethod
     def _token_sections(plan: StepPlan) -> dict[str, np.ndarray]:
-        """The flattened step. A decode's token is -1: the device takes it from the sequence's row."""
+        """The sections that describe tokens. A decode's token is -1: the device takes it from the sequence's
+        row."""
         entries = plan.scheduled
         rows = np.array([e.row for e in entries], np.int32)
         starts = np.array([e.start for e in entries], np.int32)
@@ -442,7 +443,7 @@ class BatchBuilder:
             stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
             banned.extend(stops)
         for word in request.bad_word_ids:
-            before = len(word) - 1  # of an answer's tokens; never reaching into the prompt
+            before = len(word) - 1  # The answer's last tokens decide, never those of the prompt.
             at = len(entry.seq.token_ids) - before
             if at >= entry.seq.num_prompt_tokens and tuple(entry.seq.token_ids[at:]) == word[:-1]:
                 banned.append(word[-1])
@@ -466,12 +467,12 @@ class BatchBuilder:
 
 
 def num_prompt_targets(entry: ScheduledSeq) -> int:
-    """How many tokens of a chunk are followed by a prompt token, whose log-probability they give."""
+    """How many tokens of a prefill are followed by a token of the prompt. They give its log-probability."""
     return max(0, min(entry.num_tokens, entry.seq.num_prompt_tokens - 1 - entry.start))
 
 
 def _more(a: int | None, b: int | None) -> int | None:
-    """The larger of two numbers of logprobs; None is none, -1 is all."""
+    """The larger of two numbers of log-probabilities, where None means none and -1 means all."""
     if a is None or b is None:
         return b if a is None else a
     return -1 if -1 in (a, b) else max(a, b)

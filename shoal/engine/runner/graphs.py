@@ -1,10 +1,9 @@
 """CUDA graphs of decode steps, at a ladder of batch sizes, and of small mixed steps, at a ladder of token
 counts.
 
-Each runs before any is captured (kernels compile, workspaces grow), one layer of each kind, which is all
-there is to load. Graphs are captured from large to small, all in one memory pool, so that the smaller ones
-live in the largest one's memory. A decode step takes everything from the batch state; a mixed step its tokens
-from one static buffer; both write the sampled tokens back into the state.
+Before any step is captured, each runs once with one layer of each kind. So kernels are compiled and loaded,
+and workspaces grow, outside of a capture. Graphs are captured from large to small in one memory pool, so that
+the smaller ones live in the memory of the largest. What a captured step computes is in steps.py.
 """
 
 from __future__ import annotations
@@ -18,10 +17,16 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from shoal.engine.runner.batch import MixedShape
+from shoal.models.decoder import Decoder
 
-FEW_DECODES, FEW_PREFILLS = 16, 8  # of a step with room for few sequences
-FEW_FROM = 128  # tokens: smaller steps lose nothing by room for many
-TOKENS_PER_PREFILL = 16  # room for many: that many prompts, for attention's grid to stay in bounds
+FEW_DECODES, FEW_PREFILLS = 16, 8  # the places of a shape for few sequences
+FEW_FROM = (
+    128  # From as many tokens on there are shapes for few sequences; smaller steps lose nothing by more.
+)
+TOKENS_PER_PREFILL = 16  # A shape for many sequences has a place for a prompt for as many of its tokens.
+# What decides how large a mixed step is worth a graph: seconds in which Python launches a layer, half as much
+# again, and the products a second of a fast GPU.
+LAUNCH_S, FLOPS = 750e-6, 6e14
 
 Key = TypeVar("Key")
 
@@ -29,15 +34,16 @@ Key = TypeVar("Key")
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     graph: torch.cuda.CUDAGraph
-    output: torch.Tensor  # of the captured launch, overwritten by each replay of any graph of the pool
+    # What the captured launch returned. Every replay of a graph of the pool overwrites it.
+    output: torch.Tensor
 
     def replay(self) -> None:
         self.graph.replay()
 
 
 class StepGraphs(Generic[Key]):
-    """`launch(key)` launches a step on the current stream; `keys` come from large to small; `rehearsal` makes
-    steps short."""
+    """`launch(key)` launches a step on the current stream. `keys` come from large to small. Inside
+    `rehearsal()` a step runs one layer of each kind."""
 
     def __init__(
         self,
@@ -49,13 +55,13 @@ class StepGraphs(Generic[Key]):
         self.graphs: dict[Key, StepGraph] = {}
 
     def capture(self, pool: Any) -> None:
-        """`pool`: the id of the memory pool that the graphs live in."""
+        """Captures a graph for each key. `pool`: the id of the memory pool that they live in."""
         self.rehearse()
         self.graphs = {key: self._capture_one(key, pool) for key in self.keys}
 
     def measure(self) -> int:
-        """Bytes all graphs will take: the two largest are captured on trial; the second shows what each
-        further one adds."""
+        """The bytes that all graphs will take. The two largest are captured on trial: the second shows what
+        each further one adds."""
         if not self.keys:
             return 0
         pool = torch.cuda.graph_pool_handle()
@@ -71,6 +77,7 @@ class StepGraphs(Generic[Key]):
         return max(0, free[0] - free[1]) + max(0, free[1] - free[-1]) * (len(self.keys) - 1)
 
     def rehearse(self, most: int | None = None) -> None:
+        """Runs the steps of the `most` largest keys, or of all."""
         with self.rehearsal():
             for key in self.keys[:most]:
                 self.launch(key)
@@ -84,8 +91,8 @@ class StepGraphs(Generic[Key]):
 
 
 class DecodeGraphs(StepGraphs[tuple[int, bool]]):
-    """Keys are (rows, sharing), outputs logits [rows, V]. Sizes from `share_from` on are captured with
-    `sharing` too, as looking for shared prefixes that are not there costs 2 % of a step."""
+    """Keys are (rows, sharing), outputs are logits [rows, V]. Sizes from `share_from` on are captured twice,
+    without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a step."""
 
     def __init__(
         self,
@@ -104,38 +111,57 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
         super().__init__(decode, keys, rehearsal)
 
     def fitting(self, size: int, sharing: bool) -> tuple[int, StepGraph] | None:
-        """The fewest captured rows, at least `size`, and their graph."""
+        """The fewest captured rows that are at least `size`, and their graph. None: there are not so many."""
         i = bisect.bisect_left(self.sizes, size)
         return (self.sizes[i], self.graphs[self.sizes[i], sharing]) if i < len(self.sizes) else None
 
     def padded(self, size: int) -> int:
-        """How many rows a step of `size` decodes runs."""
+        """How many rows a step of `size` decodes has, with its padding."""
         i = bisect.bisect_left(self.sizes, size)
         return self.sizes[i] if i < len(self.sizes) else size
 
 
+def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:
+    """The ladder of decode steps, small to large: those `wanted`, or nano-vllm's 1, 2, 4, 8, then every 16.
+    max_num_seqs itself is on nano-vllm's ladder too, so that no batch falls off its end."""
+    sizes = wanted or [1, 2, 4, 8, *range(16, max_num_seqs + 1, 16), max_num_seqs]
+    return sorted({min(size, max_num_seqs) for size in sizes})
+
+
+def most_captured_tokens(model: Decoder) -> int:
+    """The most tokens of a mixed step that is worth a graph. For more, the GPU takes longer than Python does
+    to launch the step."""
+    config, dense, experts = model.config, 0, 0
+    for name, parameter in model.layers.named_parameters():
+        if ".experts." in name:
+            experts += parameter.numel()
+        else:
+            dense += parameter.numel()
+    active = dense
+    if config.num_experts:
+        active += experts * config.num_experts_per_tok // config.num_experts
+    return int(LAUNCH_S * config.num_layers * FLOPS / (2 * active))
+
+
 def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> list[MixedShape]:
-    """The ladder of mixed steps up to `max_tokens`, small to large. From 256 tokens on rungs are at most a
-    quarter apart, which costs 10 % of padding in the mean; below, products take the time of their weights.
-    From FEW_FROM on each comes twice: for few sequences, whose decodes are split finely, and for many, whose
-    decodes may share prefixes."""
-    rungs = [
-        32,
-        64,
-        128,
-        192,
-        256,
-        *(octave * quarters // 4 for octave in (256, 512, 1024, 2048) for quarters in (5, 6, 7, 8)),
-    ]
+    """The ladder of mixed steps up to `max_tokens`, small to large. From 256 tokens on, rungs are at most a
+    quarter apart, which costs 10 % of padding in the mean. Below, products take the time of reading their
+    weights, whatever the padding. From FEW_FROM on each rung comes twice: for few sequences, whose decodes
+    are split finely, and for many, whose decodes may share prefixes."""
+    rungs = [32, 64, 128, 192, 256]
+    rungs += [octave * quarters // 4 for octave in (256, 512, 1024, 2048) for quarters in (5, 6, 7, 8)]
     shapes = set()
+
+    def add(tokens: int, decodes: int, prefills: int, may_share: bool) -> None:
+        decodes, prefills = min(decodes, max_num_seqs), min(prefills, max_num_seqs)
+        samples = min(decodes + prefills, max_num_seqs)
+        sharing = may_share and share_from is not None and decodes >= share_from
+        shapes.add(MixedShape(tokens, decodes, prefills, samples, sharing))
+
     for tokens in rungs:
         if tokens > max_tokens:
             break
-        many = min(tokens, max_num_seqs), min(max(FEW_PREFILLS, tokens // TOKENS_PER_PREFILL), max_num_seqs)
-        few = min(FEW_DECODES, max_num_seqs), min(FEW_PREFILLS, max_num_seqs)
-        sharing = share_from is not None and many[0] >= share_from
-        for (decodes, prefills), shares in (
-            ((many, sharing), (few, False)) if tokens >= FEW_FROM else ((many, sharing),)
-        ):
-            shapes.add(MixedShape(tokens, decodes, prefills, min(decodes + prefills, max_num_seqs), shares))
+        add(tokens, tokens, max(FEW_PREFILLS, tokens // TOKENS_PER_PREFILL), may_share=True)
+        if tokens >= FEW_FROM:
+            add(tokens, FEW_DECODES, FEW_PREFILLS, may_share=False)
     return sorted(shapes)

@@ -1,7 +1,8 @@
-"""One rank's weights and KV cache as memory that can be given back and taken again at the same addresses.
+"""One rank's weights and KV cache as memory that can be given back and taken again at the same addresses, for
+sleep.
 
-On a GPU it lies in regions of shoal/memory, the graphs' own memory with the cache; on the CPU in ordinary
-memory whose pages are dropped.
+There are two regions, named by the tags "weights" and "kv_cache". On a GPU they are regions of shoal/memory,
+and the graphs' own memory lies with the cache. On the CPU they are ordinary memory, whose pages are dropped.
 """
 
 from __future__ import annotations
@@ -11,33 +12,79 @@ import dataclasses
 import logging
 import mmap
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from shoal.api import MemoryReport
-from shoal.memory.regions import Regions
+from shoal.engine.runner.sampling import LogitShaper
+from shoal.errors import UnavailableError
+from shoal.memory.regions import Regions as VirtualRegions
 
 logger = logging.getLogger(__name__)
 
 MADV_DONTNEED = 4
 
 
+class RankMemory:
+    """One rank's part in sleep, which engine/lifecycle/sleep.py commands."""
+
+    def __init__(self, regions: Regions, shaper: LogitShaper, device: torch.device) -> None:
+        self.regions, self.shaper, self.device = regions, shaper, device
+
+    def release(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
+        """Gives back the memory of `tags`, after copying that of the tags in `kept` to the host. A tag that
+        is asleep already stays so, and its copy on the host is dropped if `kept` does not name it. Returns
+        figures in bytes. Raises UnavailableError, with nothing changed, if there is no host memory to copy
+        to."""
+        with not_now():
+            report = self.regions.release(list(tags), list(kept))
+        if "kv_cache" in tags:
+            self.shaper.forget()  # every sequence has given back its row
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the activations of the largest step
+        return report | self.regions.in_use()
+
+    def take(self, tags: Sequence[str]) -> dict[str, int]:
+        """Takes the memory of `tags` again, at the same addresses, with the content that was kept. Returns
+        figures in bytes. Raises UnavailableError, with nothing changed, if there is not enough memory."""
+        with not_now():
+            return self.regions.take(list(tags))
+
+    def wait_for_host(self) -> float:
+        """Returns when the host memory for a sleep at level 1 is ready: the seconds since its preparation
+        began."""
+        return self.regions.wait_for_host()
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """Bytes by tag and kind."""
+        return self.regions.usage()
+
+
+@contextmanager
+def not_now() -> Iterator[None]:
+    """Turns a lack of memory into UnavailableError."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise UnavailableError(f"{error}; nothing has changed, try again when there is more") from error
+
+
 class CpuRegions:
-    """Tensors in ordinary memory, by tag. Released, their pages go back to the kernel and read as zeros from
-    then on; what is kept stays where it is. Without sleep mode this only counts."""
+    """Tensors in ordinary memory, by tag. When they are released, their pages go back to the kernel, and read
+    as zeros from then on. What is kept stays where it is. Without sleep mode this only counts bytes."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Callable[[], Iterable[torch.Tensor]]] = {}
         self._asleep: dict[str, bool] = {}  # tag -> whether its content is kept
 
     def holding(self, tag: str) -> AbstractContextManager[None]:
-        """Tensors that are made meanwhile lie in the region."""
+        """Tensors that are made inside this context lie in the region."""
         return nullcontext()
 
     def adopt(self, tag: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Names the tensors of a region."""
+        """Says which tensors a region consists of."""
         self._tensors[tag] = tensors
 
     def release(self, tags: list[str], kept: list[str]) -> dict[str, int]:
@@ -66,19 +113,20 @@ class CpuRegions:
         }
 
     def in_use(self) -> dict[str, int]:
-        """Device memory in use: in all, in regions, by PyTorch elsewhere. Here regions alone are counted."""
+        """Bytes of device memory in use: in all, in regions, by PyTorch elsewhere. Here regions alone are
+        counted."""
         mapped = sum(entry["device_bytes"] for entry in self.usage().values())
         return {"in_use_bytes": mapped, "region_bytes": mapped, "process_bytes": 0}
 
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
-        """Where a graph's own memory comes from. None: wherever."""
+        """The pool that a graph's own memory comes from. None: any will do."""
         return None
 
     def prepare_host(self) -> None:
-        """Has what a sleep needs on the host made ready in the background."""
+        """Starts to make ready, in the background, what a sleep needs on the host."""
 
     def wait_for_host(self) -> float:
-        """Until that is ready. Seconds since it began."""
+        """Returns when that is ready: the seconds since it began."""
         return 0.0
 
     def close(self) -> None:
@@ -97,17 +145,17 @@ class CpuRegions:
 
 
 class GpuRegions:
-    """The same for a GPU with sleep mode."""
+    """As CpuRegions, for a GPU with sleep mode."""
 
     def __init__(self) -> None:
-        self._regions = Regions("cuda")
+        self._regions = VirtualRegions("cuda")
         self._began = 0.0
 
     def holding(self, tag: str) -> AbstractContextManager[None]:
         return self._regions.region(tag, offload=tag == "weights")
 
     def adopt(self, tag: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Nothing to do: a region knows what lies in it."""
+        """There is nothing to do, because a region knows what lies in it."""
 
     def release(self, tags: list[str], kept: list[str]) -> dict[str, int]:
         return _figures(self._regions.pause(tags, kept))
@@ -143,6 +191,14 @@ class GpuRegions:
         self._regions.close()
 
 
+Regions = CpuRegions | GpuRegions
+
+
+def new_regions(device: torch.device, enable_sleep_mode: bool) -> Regions:
+    """Made before the model and the cache, which are to lie in them."""
+    return GpuRegions() if device.type == "cuda" and enable_sleep_mode else CpuRegions()
+
+
 def _figures(report: MemoryReport) -> dict[str, int]:
     figures = dataclasses.asdict(report)
     del figures["seconds"]
@@ -150,7 +206,8 @@ def _figures(report: MemoryReport) -> dict[str, int]:
 
 
 def drop_pages(tensor: torch.Tensor) -> None:
-    """Gives a CPU tensor's memory back to the kernel, whole pages of it; all of it reads as zeros then."""
+    """Gives the whole pages of a CPU tensor's memory back to the kernel. All of the tensor reads as zeros
+    then. Raises OSError."""
     assert tensor.is_contiguous()
     start, size, page = tensor.data_ptr(), tensor.nbytes, mmap.PAGESIZE
     lead = min(-start % page, size)

@@ -1,9 +1,10 @@
-"""Rank 0's sampler for what the captured step can't say: penalties, bias, allowed and banned ids,
-log-probabilities.
+"""How a step's tokens are drawn, and what rank 0 does for the rare requests that ask for more than plain
+sampling.
 
-Plain sampling (temperature, top-k, top-p, min-p, seed) is one op of the step itself (kernels' `sample`). Rows
-with more get their logits changed here, outside the graph, and every row of the step is drawn again: the draw
-depends on seed and position alone, so rows without extras draw the same token twice.
+Plain sampling (temperature, top-k, top-p, min-p, seed) is one op at the end of every step, captured with it.
+If a request of the step asks for more (penalties, bias, allowed or banned ids, a grammar), the logits are
+changed here after the step, and all rows are drawn again. A draw depends on seed and position alone, so the
+other rows draw the same token twice.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ import numpy as np
 import torch
 
 from shoal.engine.runner.batch import Extras
+from shoal.engine.runner.batch_state import BatchState
 from shoal.kernels import logits as shaping
 from shoal.kernels.ops import Ops
+from shoal.kernels.state import Field
+from shoal.layers.parallel import TensorParallel
 
-# of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB
+# Elements of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB.
 MAX_PIECE_ELEMENTS = 1 << 24
-FEW_ELEMENTS = 1 << 22  # an operation on so many takes some milliseconds on one thread
+FEW_ELEMENTS = 1 << 22  # One thread takes some milliseconds for an operation on as many.
 
 
 @dataclass(slots=True)
 class LogprobLists:
-    """LogprobTensors in Python's own numbers."""
+    """LogprobTensors as Python's own numbers."""
 
     chosen: list[float]
     ranks: list[int]
@@ -49,12 +53,12 @@ class LogprobTensors:
         )
 
     def to_host(self) -> LogprobTensors:
-        """Starts the copies; they are complete when an event recorded after this call has passed."""
+        """Starts the copies. They are complete when an event recorded after this call has passed."""
         return LogprobTensors(*(start_copy(x) for x in (self.chosen, self.ranks, self.top_ids, self.top)))
 
 
 def start_copy(x: torch.Tensor) -> torch.Tensor:
-    """To the host; complete when an event recorded after this call has passed."""
+    """Starts a copy to the host. It is complete when an event recorded after this call has passed."""
     if x.device.type == "cpu":
         return x
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
@@ -62,11 +66,11 @@ def start_copy(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
-    """On a CPU, PyTorch's operations on few elements run on one thread meanwhile.
+    """On a CPU, PyTorch's operations on few elements run on one thread inside this context.
 
-    Its threads meet at the end of each operation, and all wait where another process has the core of one:
-    beside a busy process that took most of a constrained token's time. Threads save such operations next to
-    nothing.
+    PyTorch's threads meet at the end of each operation. Where another process has the core of one of them,
+    all wait, and beside a busy process that was most of a constrained token's time. Threads save such
+    operations next to nothing.
     """
     if device.type != "cpu" or num_elements > FEW_ELEMENTS:
         yield
@@ -79,9 +83,41 @@ def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+class Sampler:
+    """Ends every step of one rank. Rank 0 draws, and tells the other ranks, so that one decision fixes each
+    token."""
+
+    def __init__(self, ops: Ops, tp: TensorParallel, state: BatchState, shaper: LogitShaper) -> None:
+        self.ops, self.tp, self.state, self.shaper = ops, tp, state, shaper
+
+    def draw(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        extras: Extras | None = None,
+    ) -> None:
+        """Draws a token for each sample whose row is not -1, into `sampled_S` and into its row's TOKEN and
+        POSITION. `positions_S`: the position of the last token before it."""
+        num_samples = rows_S.shape[0]
+        if num_samples == 0:
+            return
+        table, sampled_S = self.state.table, self.state.sampled_S[:num_samples]
+        if self.tp.rank == 0:
+            if extras is not None and extras.shapes_logits:
+                logits_SV = self.shaper.shape(logits_SV, extras)
+            self.ops.sample(logits_SV, rows_S, positions_S, table, sampled_S)
+        if self.tp.size > 1:
+            self.tp.broadcast(sampled_S)
+            if self.tp.rank:  # Padding rows of -1 land in the table's last row, which is nobody's.
+                at_S = rows_S.long()
+                table[at_S, Field.TOKEN] = sampled_S
+                table[at_S, Field.POSITION] = positions_S + 1
+
+
 class LogitShaper:
-    """Owns the token counts that penalties need: [rows, V], allocated when the first request with a penalty
-    arrives."""
+    """Changes logits for the requests that ask for it. It owns the token counts that penalties need, [rows,
+    V], and allocates them when the first request with a penalty arrives."""
 
     def __init__(self, ops: Ops, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.ops, self.num_rows, self.vocab_size, self.device = ops, num_rows, vocab_size, device
@@ -90,17 +126,17 @@ class LogitShaper:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the counts will take when a penalty is first asked for."""
+        """Bytes that the counts will take when a penalty is first asked for."""
         return self.num_rows * self.vocab_size * (torch.bool.itemsize + torch.int32.itemsize)
 
     def forget(self) -> None:
-        """Gives the counts back. To be called when no sequence has a row: each that gets one again brings its
-        tokens."""
+        """Gives the counts' memory back. This is for when no sequence has a row: each one that gets a row
+        again brings its tokens (`start_rows`)."""
         self.prompt_mask = self.output_counts = None
 
     def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
-        """float32 [S, V] in vLLM's order: grammars, allowed ids, bias, penalties, then banned ids (which
-        nothing may lift)."""
+        """The changed logits, float32 [S, V]. The order is vLLM's: grammars, allowed ids, bias, penalties,
+        and banned ids last, because nothing may lift a ban."""
         with few_threads(self.device, logits_SV.numel()):
             return self._shape(logits_SV.float().clone(), extras)
 
@@ -150,8 +186,8 @@ class LogitShaper:
         )
 
     def _mask(self, logits_SV: torch.Tensor, samples: list[int], masks: np.ndarray) -> None:
-        """Only tokens whose bit is set stay possible. One asynchronous copy: each row's sample index travels
-        before its mask."""
+        """Only tokens whose bit is set stay possible. One asynchronous copy is enough, because each row's
+        sample index travels before its mask."""
         packed = upload(
             torch.from_numpy(np.concatenate([np.array(samples, np.int32)[:, None], masks], axis=1)),
             self.device,
@@ -173,7 +209,8 @@ class LogitShaper:
 
 
 def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> LogprobTensors:
-    """Log-probabilities of the raw logits, as vLLM's default `raw_logprobs`. num -1: the whole vocabulary."""
+    """Log-probabilities of the raw logits, as vLLM's default `raw_logprobs`: of `tokens_S`, and of the `num`
+    best (-1: of the whole vocabulary)."""
     vocab_size = logits_SV.shape[1]
     k = vocab_size if num < 0 else min(num, vocab_size)
     with few_threads(logits_SV.device, logits_SV.numel()):
@@ -181,14 +218,14 @@ def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> Logpr
 
 
 def unit_rows(hidden_SD: torch.Tensor, samples: list[int]) -> torch.Tensor:
-    """These rows as float32, of unit length: embeddings."""
+    """Embeddings: these rows as float32, of unit length."""
     return torch.nn.functional.normalize(
         hidden_SD[upload(torch.tensor(samples), hidden_SD.device)].float(), dim=-1
     )
 
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From the host, without waiting for what the device does."""
+    """Copies from the host, without waiting for what the device does."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,13 +1,13 @@
-"""Grammars at work: compiled in the background for the model's tokens, and a mask of what may follow for each
-row of a step.
+"""Grammars at work: they are compiled in the background for the model's tokens, and give each row of a step
+that is under one a mask of the tokens that may follow.
 
-A matcher depends on a sequence's output tokens alone, so it outlives preemption. A row under a grammar is in
-lockstep: its mask needs its last token. What a grammar is: structured.py; how masks reach the logits:
-engine/runner/sampling.py.
+A matcher knows a sequence's output tokens and nothing else of it, so it outlives preemption. A sequence under
+a grammar is in lockstep: its next mask needs its last token. What a grammar is: structured.py. How masks
+reach the logits: engine/runner/sampling.py.
 
-Most masks take some microseconds, but a stranger's grammar may need much longer. A sequence whose masks are
-slow gets them from one thread beside the steps and is left out of steps meanwhile. If it stays slow, it ends
-with an error.
+Most masks are computed within a step, in much less time than the step takes. A stranger's grammar may need
+much longer. A sequence whose masks are slow gets them from one thread beside the steps, and is left out of
+steps meanwhile. If it stays slow, it ends with an error.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ from shoal.errors import RequestError
 from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
 from shoal.tokenizer import Tokenizer, end_token_ids
 
-AheadMask = tuple[np.ndarray, float]  # int32 [words], and the seconds it took
+AheadMask = tuple[np.ndarray, float]  # a mask, int32 [words], and the seconds it took
 
-KEPT = 64  # compiled grammars, for requests that bring the same
-SLOW_S = 0.01  # a step's masks that take longer are slow, ...
-SLOW_ROW_S = 0.0005  # ... by so much more for each of its rows
-MOST_SLOW_S = 2.0  # that one sequence's slow masks may take together, ...
-TOKEN_S = 0.02  # ... and so much more for each of its tokens
-# So many masks have to be fast before a sequence's next one belongs to a step again; twice as many each time.
+KEPT = 64  # compiled grammars that are kept for requests that bring the same
+# A step's masks are slow if they take longer than SLOW_S together, and SLOW_ROW_S more for each of them.
+SLOW_S = 0.01
+SLOW_ROW_S = 0.0005
+# The slow masks of one sequence may take MOST_SLOW_S together, and TOKEN_S more for each of its tokens.
+MOST_SLOW_S = 2.0
+TOKEN_S = 0.02
+# A slow sequence returns to the steps after so many fast masks in a row, and after twice as many each time
+# that it was slow again.
 FAST_AGAIN = 8
 
 
 class Grammar:
-    """One sequence's way through its grammar."""
+    """Where one sequence is in its grammar. `end_ids` are the tokens that end a text."""
 
     def __init__(
         self,
@@ -48,32 +51,34 @@ class Grammar:
     ) -> None:
         self.matcher, self.end_ids = matcher, end_ids
         self.ended = False
-        self.dead_end = False  # the request's other wishes left no token
+        self.dead_end = False  # the request's other options left no token that the grammar allows
         self.error: str | None = None
         self._compute_ahead = compute_ahead
-        self._ahead: Future[AheadMask] | None = None  # the next token's mask
+        self._ahead: Future[AheadMask] | None = None  # the next token's mask, if it is computed beside steps
         self._is_slow = False
-        self._slow_s = 0.0  # that slow masks took
-        self._num_tokens = self._num_fast = 0  # so far; in a row
+        self._slow_s = 0.0  # seconds of all slow masks
+        self._num_tokens = 0
+        self._num_fast = 0  # masks in a row that were fast
         self._fast_again = FAST_AGAIN
 
     @property
     def is_ready(self) -> bool:
+        """Whether a step may draw the next token now."""
         return self._ahead is None or self._ahead.done()
 
     def note_slow(self, seconds: float) -> None:
-        """The mask of the step took so long: the next ones come ahead."""
+        """The mask took so many seconds in a step. The next masks will be computed beside the steps."""
         if not self._is_slow:
             self._is_slow, self._num_fast = True, 0
             self._fast_again *= 2
         self._slow_s += seconds
 
     def begin_ahead(self) -> None:
-        """Has the next token's mask computed beside the steps."""
+        """Begins to compute the next token's mask beside the steps."""
         self._ahead = self._compute_ahead(self.matcher)
 
     def take_ahead(self) -> np.ndarray | None:
-        """The mask that was computed ahead, if one was."""
+        """The next token's mask, int32 [words], if it was computed beside the steps. Otherwise None."""
         if self._ahead is None:
             return None
         mask, seconds = self._ahead.result()
@@ -87,11 +92,12 @@ class Grammar:
         return mask
 
     def close(self) -> None:
+        """The sequence has ended: its next mask is not needed."""
         if self._ahead is not None:
             self._ahead.cancel()
 
     def accept(self, token_id: int) -> bool:
-        """Takes the drawn token. False if it does not fit: `error` says why, and the sequence must end."""
+        """Takes the drawn token. Returns False if the sequence must end: `error` says why."""
         if self.matcher.consume_token(token_id):
             self.ended = token_id in self.end_ids
             self._num_tokens += 1
@@ -107,6 +113,7 @@ class Grammar:
         return False
 
     def _goes_on(self) -> bool:
+        """Begins a slow sequence's next mask. Returns False and sets `error` if it was slow for too long."""
         if self._slow_s > MOST_SLOW_S + TOKEN_S * self._num_tokens:
             took_ms, most_ms = 1000 * self._slow_s / self._num_tokens, 1000 * TOKEN_S
             self.error = (
@@ -119,9 +126,11 @@ class Grammar:
 
 
 class Grammars:
-    """Nothing is loaded before the first grammar. `load_tokenizer` is called in the background then.
+    """All grammars of an engine. Nothing is loaded before the first: then `load_tokenizer` is called, in the
+    background.
 
-    end_ids: what ends a text, beside the tokenizer's own. closes_objects: as in structured.grammar_of.
+    end_ids: the tokens that end a text, beside the tokenizer's own. closes_objects: as in
+    structured.grammar_of.
     """
 
     def __init__(
@@ -135,21 +144,24 @@ class Grammars:
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, tuple(end_ids)
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
-        # Computes masks ahead, in one thread: the engine's own thread and the compiler's both ask it to.
+        # One thread that computes masks beside the steps, for the engine's own thread and for the compiler's.
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-slow-masks")
         self._beside_executor: LLExecutor | None = None  # made and used in that thread only
-        self.under_way: set[Future[AheadMask]] = set()  # those masks
+        self.under_way: set[Future[AheadMask]] = set()  # the masks that are computed beside the steps
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
         self._tokenizer: LLTokenizer | None = None
 
     def start(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """Compiles, in the background. The future raises RequestError or CheckpointError."""
+        """Compiles a grammar in the background. The future raises RequestError for a grammar that is not
+        usable, and CheckpointError for a tokenizer that is not."""
         return in_deep_thread(lambda: self._new(params))
 
     def masks(self, rows: list[GrammarRow]) -> np.ndarray:
-        """int32 [rows, words]: the bit of each token that may be drawn. What a row must not draw otherwise is
-        taken out. Where nothing is left, the end of text is: if the grammar does not end there, `accept`
-        refuses it."""
+        """The masks of a step, int32 [rows, words], with a bit for each token that may be drawn.
+
+        A token that the request's other options forbid is taken out. Where no token is left, the end of text
+        may be drawn; if the grammar does not end there, `accept` refuses it.
+        """
         words = self._num_words
         masks = np.zeros((len(rows), words), np.int32)
         grammars: list[Grammar] = [row.grammar for row in rows]  # type: ignore[misc]
@@ -173,7 +185,8 @@ class Grammars:
         return masks
 
     def _compute_now(self, grammars: list[Grammar], indices: list[int], masks: np.ndarray) -> None:
-        """In the step, by many threads."""
+        """Computes masks within the step, in many threads: those of `grammars`, into the rows `indices` of
+        `masks`."""
         if self._executor is None:
             self._executor = LLExecutor()
         begin = time.perf_counter()
@@ -181,7 +194,8 @@ class Grammars:
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * self._num_words, len(masks))
         seconds = time.perf_counter() - begin
         if seconds > SLOW_S + SLOW_ROW_S * len(grammars):
-            for grammar in grammars:  # which of them it was shows itself when they are computed one by one
+            # Which of them is slow shows when they are computed one by one, beside the steps.
+            for grammar in grammars:
                 grammar.note_slow(seconds / len(grammars))
 
     def _compute_ahead(self, matcher: LLMatcher) -> Future[AheadMask]:
@@ -211,7 +225,7 @@ class Grammars:
         return grammar
 
     def _compile(self, grammar: str) -> tuple[LLMatcher, float]:
-        """Also says how many seconds the first mask took."""
+        """A matcher at the grammar's beginning, and the seconds that its first mask took."""
         if self._tokenizer is None:
             tokenizer = self._load_tokenizer()
             self._end_ids = end_token_ids(self._end_ids, tokenizer, self._vocab_size)
@@ -224,7 +238,8 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         first = matcher.deep_copy()
         begin = time.perf_counter()
-        # It is mostly the costliest: here it stalls nobody and shows what is too complex.
+        # The first mask is mostly the costliest. Computed here it holds nobody up, and shows a grammar that
+        # is too complex.
         first.compute_bitmask()
         seconds = time.perf_counter() - begin
         for m in (matcher, first):
@@ -236,22 +251,23 @@ class Grammars:
 
 
 def token_table(tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
-    """The tokens as our detokenizer spells them: a grammar speaks of the very text that is shown. Hidden
-    tokens match no text."""
+    """The tokens as our detokenizer spells them, so that a grammar speaks of the very text that is shown.
+    Special tokens, which are not shown, match no text."""
     return LLTokenizer(
         TokenizerWrapper(_Tokens(tokenizer, vocab_size, tuple(end_ids))), eos_token=list(end_ids)
     )
 
 
 class _Tokens:
-    """What llguidance reads of a tokenizer, and calls to spell forced text as the model would."""
+    """A tokenizer as llguidance wants it: fields that it reads, and a call that spells forced text as the
+    model would."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id, self.bos_token_id = end_ids[0], None
         hidden = {*tokenizer.all_special_ids, *end_ids}
         self.special_token_ids = sorted(i for i in hidden if i < vocab_size)
-        # empty beyond the tokenizer's end: never drawn
+        # An id beyond the tokenizer's end has no bytes and is never drawn.
         self.tokens = [tokenizer.token_bytes[i] for i in range(vocab_size)]
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -261,6 +277,7 @@ class _Tokens:
 
 
 def _bits(token_ids: Iterable[int], words: int) -> np.ndarray:
+    """A mask, int32 [words], that allows these tokens."""
     bits = np.zeros(words * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

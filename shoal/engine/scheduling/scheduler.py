@@ -1,9 +1,16 @@
 """The scheduler: which tokens of which sequences the next step computes, and what its drawn tokens mean.
 
-A sequence catches num_computed up with num_tokens; one token budget a step is shared by all. `schedule` may
-be called again before `update` has told the tokens of earlier steps (at any depth): a decode needs to know
-that a token will be there, not which. Every plan must be run, in order. Which block is where: kv/blocks.py.
-What goes to the device: engine/runner/batch.py.
+Each sequence has num_tokens tokens, and the KV of num_computed of them is in the cache. A step brings some
+sequences nearer to num_computed == num_tokens. First come the decodes: a decode has one token left to
+compute, and draws the next. Then come chunks of prompts, as many tokens as the step has room for. A sequence
+that runs owns a row of the device's batch state and KV blocks for all its tokens. A sequence that waits owns
+nothing.
+
+`schedule` makes a plan and counts it as done at once: the caller must run every plan, in order. It may be
+called again before `update` has brought the tokens that earlier plans draw. A decode can be planned
+nevertheless, because the scheduler needs to know that a token will be there, and the device has the token
+itself. Who runs first, who is preempted and how long a step may be: policy.py. Which block holds what:
+kv/blocks.py. What is sent to the device: engine/runner/batch.py.
 """
 
 from __future__ import annotations
@@ -12,13 +19,17 @@ import heapq
 import sys
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shoal.api import STEP_TOKENS, FinishReason, Request, Stats
+from shoal.engine.scheduling import policy
+from shoal.engine.scheduling.policy import PromptBudget
 from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus, Tiers
+from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
 from shoal.hashing import common_length, extend_keys
 from shoal.kv.blocks import BlockPool
@@ -28,25 +39,26 @@ if TYPE_CHECKING:
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
 DECODE, FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
-NEVER = sys.maxsize
+NEVER = sys.maxsize  # a register_at that is not reached: the sequence's blocks must not be found
 
 
 @dataclass(slots=True)  # frozen would triple the cost of making one, and a step makes hundreds
 class ScheduledSeq:
-    """Tokens [start, start + num_tokens) of a sequence. Read its block_ids and token_ids before the scheduler
-    is called again."""
+    """One sequence's part of a step: its tokens [start, start + num_tokens). Its block_ids and token_ids must
+    be read before the scheduler is called again."""
 
     seq: Sequence
     row: int
     start: int
     num_tokens: int
-    samples: bool  # reaches the sequence's last token, so the next one is drawn
+    samples: bool  # the step reaches the sequence's last token and draws the next
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """First `num_decodes` sequences whose one input token lies in their row on the device, the longest first,
-    then prefill chunks."""
+    """What one step computes. The first `num_decodes` entries are decodes, the longest first: their one input
+    token lies in their row on the device. The others are chunks of prompts, which bring their tokens along.
+    `num_tokens` is the sum over all entries."""
 
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
@@ -55,7 +67,8 @@ class StepPlan:
 
 @dataclass(slots=True)
 class TokenResult:
-    """A token that counts. `sample`: which of the step's drawn tokens it was."""
+    """A drawn token that belongs to its sequence. `sample` is its index among the tokens that the step
+    drew."""
 
     seq: Sequence
     token_id: int
@@ -64,8 +77,13 @@ class TokenResult:
 
 
 class Scheduler:
-    """`waiting` and `running` are sorted by turn: whoever is preempted comes from the end of `running` and
-    finds its place in `waiting`."""
+    """Both queues, `waiting` and `running`, are sorted by the turn that the policy gives a request. A
+    sequence that is preempted goes from `running` to its place in `waiting`.
+
+    target_itl_s: while sequences decode, a step takes only so many prompt tokens that it should end within so
+    many seconds; None: no target. step_sizes: the token counts, ascending, that the runner has captured steps
+    for; a step that is cut short by the target prefers one of them.
+    """
 
     def __init__(
         self,
@@ -76,8 +94,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
-        policy: str = "fcfs",
+        scheduling_policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
+        target_itl_s: float | None = None,
+        step_sizes: AnySequence[int] = (),
         events: KvEvents | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, enable_prefix_caching, events)
@@ -86,19 +106,22 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self.tiers: Tiers | None = None
-        self.fetches: list[Fetch] = []  # under way, also for sequences that have left meanwhile
-        self._arriving: set[bytes] = set()  # keys of those that will be findable
-        self._promised: dict[bytes, int] = {}  # keys -> prefills that will make them findable
-        self.ended: list[Sequence] = []  # from outside, and not yet told (take_ended)
-        # a heap: the lowest is given first, so that the rows in use stay dense
+        self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
+        self._arriving: set[bytes] = set()  # keys of the blocks that fetches will make findable
+        # key of a block -> how many of the sequences that compute prompts now will make it findable
+        self._promised: dict[bytes, int] = {}
+        self.ended: list[Sequence] = []  # what take_ended returns next
+        # A heap: the lowest row is given first, so that the rows in use stay dense.
         self._free_rows = list(range(max_num_seqs))
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._by_priority = policy == "priority"
+        self._turn_of = policy.POLICIES[scheduling_policy]
         self._long_prefill_token_threshold = long_prefill_token_threshold
-        # a prompt's root, tokens and keys
+        self._target_itl_s = target_itl_s
+        self._step_sizes = step_sizes
+        # the prompt that was looked up last: its root, tokens and keys
         self._last_looked_up: tuple[bytes, list[int], list[bytes]] = b"", [], []
         self._num_added = 0
         self._num_preemptions = 0
@@ -130,23 +153,22 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> Sequence:
-        """Raises RequestError as check_request does."""
+        """Puts the request among the waiting ones. Raises RequestError as check_request does."""
         self.check_request(request)
-        order, max_tokens = self._num_added, 1 if request.embed else request.params.max_tokens
+        turn = self._turn_of(request, self._num_added)
         self._num_added += 1
-        turn = (request.priority, request.arrival, order) if self._by_priority else (order,)
-        # the token that an embedding draws, for nobody, is never an input
-        limit = self._max_num_tokens + request.embed
-        seq = Sequence(
-            request,
-            turn,
-            limit if max_tokens is None else min(limit, len(request.prompt_token_ids) + max_tokens),
-        )
+        limit, max_tokens = self._max_num_tokens, request.params.max_tokens
+        if request.embed:  # it draws one token, which nobody reads and which needs no room in the cache
+            limit, max_tokens = limit + 1, 1
+        if max_tokens is not None:
+            limit = min(limit, len(request.prompt_token_ids) + max_tokens)
+        seq = Sequence(request, turn, limit)
         insort(self.waiting, seq, key=_turn)
         self._sequences[request.request_id] = seq
         return seq
 
     def abort(self, request_id: str) -> Sequence | None:
+        """As `finish`."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def abort_all(self) -> None:
@@ -154,10 +176,10 @@ class Scheduler:
             self.abort(request_id)
 
     def preempt_all(self) -> None:
-        """Puts every running sequence back among the waiting ones, empty-handed: its KV is about to be lost.
-        To be called with no step in flight, so that all drawn tokens are known."""
+        """Preempts every running sequence, as its KV is about to be lost. No step may be in flight, so that
+        all drawn tokens are known."""
         while self.running:
-            self._preempt_last()
+            self._preempt(self.running[-1])
 
     def finish(
         self,
@@ -166,8 +188,8 @@ class Scheduler:
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> Sequence | None:
-        """Ends a request from outside, wherever it is; tokens still in flight are dropped. None if it has
-        ended already or never was."""
+        """Ends a request from outside, whatever its sequence is doing. Tokens of it that are still in flight
+        are dropped. Returns None if the request has ended already or never was."""
         seq = self._sequences.get(request_id)
         if seq is not None:
             self._finish(seq, reason, stop_reason, error)
@@ -175,39 +197,38 @@ class Scheduler:
         return seq
 
     def take_ended(self) -> list[Sequence]:
-        """Those ended from outside or with an error since the last call: no `update` tells of them."""
+        """The sequences that ended from outside or with an error since the last call. `update` does not tell
+        of them."""
         ended, self.ended = self.ended, []
         return ended
 
     # Steps
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can run before an `update` (or `add`)."""
+    def schedule(self, costs: StepCosts | None = None) -> StepPlan | None:
+        """The next step, or None if nothing can run before an `update` (or `add`). `costs` says what steps
+        have cost so far; without it the target is not looked at."""
         scheduled: list[ScheduledSeq] = []
-        budget = self._schedule_decodes(scheduled, self._max_num_batched_tokens)
-        # attention begins with the longest and ends with short ones
+        self._schedule_decodes(scheduled)
+        # Attention begins with the longest, so that the short ones fill the gaps at its end.
         scheduled.sort(key=attrgetter("start"), reverse=True)
-        num_decodes = len(scheduled)
-        cap = self._prefill_cap()
-        for seq in self.running:
-            if budget == 0:
-                break
-            if seq.status is PREFILL:
-                budget -= self._schedule_chunk(scheduled, seq, min(budget, cap))
-        budget = self._admit(scheduled, budget, cap)
+        num_tokens = num_decodes = len(scheduled)
+        if self.waiting or num_decodes < len(self.running):
+            budget = self._prompt_budget(num_decodes, costs)
+            self._schedule_prompts(scheduled, budget)
+            self._admit(scheduled, budget)
+            num_tokens += budget.num_taken
         if not scheduled:
             return None
-        num_tokens = self._max_num_batched_tokens - budget
         self._step_tokens += num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
         return StepPlan(tuple(scheduled), num_decodes, num_tokens)
 
     def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenResult]:
-        """Takes in the tokens that a step has drawn, one for each of its entries that samples. Plans are
-        updated in order.
+        """Takes in the tokens that a step has drawn, one for each of its entries that samples. It must be
+        called for every plan, in the order of the plans.
 
-        Tokens of sequences that have ended meanwhile are dropped, and those that a grammar does not take:
-        they end their sequence.
+        Returns the tokens that count. The token of a sequence that has ended meanwhile is dropped. A token
+        that a grammar refuses is dropped too, and ends its sequence with an error.
         """
         results = []
         sample = -1
@@ -219,7 +240,7 @@ class Scheduler:
             if seq.status is FINISHED:
                 continue
             token_id, grammar = token_ids[sample], seq.grammar
-            if seq.request.embed:  # drawn only because sampled rows give their hidden state
+            if seq.request.embed:  # a row gives its hidden state only if it draws a token
                 self._finish(seq, FinishReason.STOP)
                 results.append(TokenResult(seq, token_id, sample, FinishReason.STOP))
                 continue
@@ -228,7 +249,9 @@ class Scheduler:
                 continue
             known = seq.token_ids
             known.append(token_id)
-            if seq.num_computed >= seq.register_at <= len(known):
+            # A block becomes findable when all its tokens are computed, and known, as its key is made of
+            # them.
+            if seq.num_computed >= seq.register_at and len(known) >= seq.register_at:
                 self._register(seq)
             reason = None
             if grammar is not None and grammar.ended:
@@ -247,23 +270,24 @@ class Scheduler:
         return results
 
     def fetched(self, fetch: Fetch, num_blocks: int) -> None:
-        """Its first `num_blocks` have arrived intact, the others will not: the sequence computes them."""
+        """Ends a fetch. Its first `num_blocks` blocks have arrived intact. The sequence computes the
+        others."""
         self.fetches.remove(fetch)
         if fetch.findable:
             self._arriving.difference_update(fetch.keys)
             self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_blocks])
         seq = fetch.seq
-        if seq.fetch is fetch:
+        if seq.fetch is fetch:  # otherwise the sequence has ended or was preempted meanwhile
             seq.fetch, seq.status = None, PREFILL
             num_tokens = num_blocks * self._block_size
             seq.num_computed += num_tokens
             if seq.register_at != NEVER:
-                seq.register_at += num_tokens
+                seq.register_at += num_tokens  # the blocks that have arrived are findable already
             if seq.num_admissions == 1:
                 seq.num_cached_tokens += num_tokens
                 self._external_hits += num_tokens
         if self.tiers is not None:
-            self.tiers.released(fetch.held)
+            self.tiers.released(fetch.held)  # before others can get the blocks
         self.pool.release(fetch.held)
 
     # Everything else
@@ -274,8 +298,13 @@ class Scheduler:
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens of prompts that are being computed."""
+        """How many tokens are left to compute of the prompts that have begun."""
         return sum(seq.num_tokens - seq.num_computed for seq in self.running if seq.status is PREFILL)
+
+    @property
+    def num_decoding(self) -> int:
+        """How many sequences have computed their prompt and draw tokens."""
+        return sum(seq.status is DECODE for seq in self.running)
 
     def stats(self) -> Stats:
         return Stats(
@@ -294,21 +323,21 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; False if some are in use. What runs now goes on, but none of its KV will
-        be found by others."""
+        """Forgets all cached blocks. Returns False if some are in use: the sequences that run go on, but
+        others will find none of their KV."""
         for seq in self.running:
-            self._keep_promises(seq)
+            self._drop_promises(seq)
             seq.register_at = NEVER
         for fetch in self.fetches:
             fetch.findable = False
         self._arriving.clear()
         idle = self.pool.reset()
         if self.events is not None:
-            self.events.flush()  # there may be no step for long
+            self.events.flush()  # the next step, which would do it, may be far away
         return idle
 
     def check(self) -> None:
-        """Proves the books: blocks, references, rows, queues."""
+        """Proves the books: blocks, references, rows and queues. Raises AssertionError."""
         size = self._block_size
         self.pool.check(
             [
@@ -357,10 +386,11 @@ class Scheduler:
 
     # Inside a step
 
-    def _schedule_decodes(self, scheduled: list[ScheduledSeq], budget: int) -> int:
-        """Returns what is left of the budget."""
-        block_size = self._block_size
-        # preemption shortens it at its end meanwhile: by `seq` at worst, never by one that is scheduled
+    def _schedule_decodes(self, scheduled: list[ScheduledSeq]) -> None:
+        """Adds every sequence that can draw its next token, in turn, as far as the step's tokens reach."""
+        budget, block_size = self._max_num_batched_tokens, self._block_size
+        # _grow may preempt sequences, which removes them from `running` within this loop. It removes only
+        # sequences behind `seq`, which the loop has not met, or `seq` itself, and then the loop ends.
         for seq in self.running:
             if seq.status is not DECODE:
                 continue
@@ -368,86 +398,126 @@ class Scheduler:
                 break
             start = seq.num_computed
             if start + 1 >= seq.max_num_tokens:
-                continue  # its last token is on the way
-            if seq.lockstep and (seq.num_tokens > len(seq.token_ids) or seq.is_delayed):
-                continue
+                continue  # a step in flight draws its last token
+            if seq.lockstep and (seq.num_pending or seq.is_delayed):
+                continue  # what it may draw depends on a token that the host has not seen, or on its grammar
             if start % block_size == 0 and not self._grow(seq):
                 break
             seq.num_computed = start + 1
             seq.num_tokens = start + 2
             scheduled.append(ScheduledSeq(seq, seq.row, start, 1, True))
             budget -= 1
-        return budget
 
     def _grow(self, seq: Sequence) -> bool:
-        """One block more, if need be at the cost of those behind. False if that put out `seq` itself: it was
-        the last."""
+        """Gives the sequence one block more. Where none is free, sequences are preempted until one is.
+        Returns False if `seq` itself was preempted."""
         while (blocks := self.pool.try_allocate(1)) is None:
-            victim = self._preempt_last()
-            if victim is seq:
+            # Those before it in turn may be part of the step already.
+            candidates = self.running[bisect_left(self.running, seq.turn, key=_turn) :]
+            chosen = candidates[policy.victim(candidates)]
+            self._preempt(chosen)
+            if chosen is seq:
                 return False
         seq.block_ids += blocks
         return True
 
-    def _preempt_last(self) -> Sequence:
-        victim = self.running.pop()
-        self._let_go(victim)
-        victim.status, victim.num_computed = WAITING, 0
-        insort(self.waiting, victim, key=_turn)
+    def _preempt(self, seq: Sequence) -> None:
+        """Puts a running sequence back among the waiting ones. When it runs again it computes all its tokens,
+        but for those whose blocks are still in the cache."""
+        _remove(self.running, seq)
+        self._let_go(seq)
+        seq.status, seq.num_computed = WAITING, 0
+        insort(self.waiting, seq, key=_turn)
         self._num_preemptions += 1
-        return victim
 
-    def _schedule_chunk(self, scheduled: list[ScheduledSeq], seq: Sequence, budget: int) -> int:
-        """Returns the number of tokens scheduled. Blocks are there since admission."""
+    def _prompt_budget(self, num_decodes: int, costs: StepCosts | None) -> PromptBudget:
+        """What the step may take of prompts beside its decodes."""
+        max_tokens, threshold = self._max_num_batched_tokens, self._long_prefill_token_threshold
+        cap = max_tokens
+        if threshold:
+            num_begun = sum(seq.status is PREFILL for seq in self.running)
+            cap = policy.prompt_cap(max_tokens, threshold, num_begun + len(self.waiting))
+        tokens = max_tokens - num_decodes
+        if costs is None or self._target_itl_s is None:
+            return PromptBudget(tokens, cap)
+        # A sequence that decodes may be left out of this step, as it waits for its grammar or for a token in
+        # flight. The step delays it all the same.
+        if not num_decodes and not any(seq.status is DECODE for seq in self.running):
+            return PromptBudget(tokens, cap)
+        return policy.prompt_budget(
+            tokens, cap, num_decodes, self._target_itl_s, costs, self._block_size, self._step_sizes
+        )
+
+    def _schedule_prompts(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
+        """Goes on with the prompts that have begun, in turn."""
+        for seq in self.running:
+            if budget.is_spent:
+                break
+            if seq.status is not PREFILL:
+                continue
+            num_tokens = budget.fit(seq.num_computed, seq.num_tokens - seq.num_computed)
+            if num_tokens == 0:
+                break
+            self._schedule_chunk(scheduled, seq, num_tokens, budget)
+
+    def _schedule_chunk(
+        self, scheduled: list[ScheduledSeq], seq: Sequence, num_tokens: int, budget: PromptBudget
+    ) -> None:
+        """Adds the sequence's next `num_tokens` prompt tokens. Their blocks are there since it was
+        admitted."""
         start = seq.num_computed
-        num_tokens = min(budget, seq.num_tokens - start)
+        budget.spend(start, num_tokens)
         seq.num_computed += num_tokens
         samples = seq.num_computed == seq.num_tokens
         if seq.num_computed >= seq.register_at:
-            # already: no later step, nor a later sequence of this one, can read the block before it is
-            # written
+            # The blocks may be found from now on, before they are written: whoever finds them reads them in a
+            # later part of this step, or in a later step.
             self._register(seq)
         if samples:
-            self._keep_promises(seq)
+            self._drop_promises(seq)
             seq.status = DECODE
             seq.num_tokens += 1
         scheduled.append(ScheduledSeq(seq, seq.row, start, num_tokens, samples))
-        return num_tokens
 
-    def _admit(self, scheduled: list[ScheduledSeq], budget: int, cap: int) -> int:
-        """Starts waiting sequences in turn while budget, rows and blocks last. Returns what is left of the
-        budget.
+    def _admit(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
+        """Starts waiting sequences in turn, while budget, rows and blocks last.
 
-        A sequence starts when all its tokens have room, so that prompts half done don't put each other out.
-        None overtakes one that lacks room; only whoever waits for its grammar, for a store's answer, or for a
-        prefix that is being computed, is passed over.
+        A sequence starts when all its tokens have room, so that prompts half done don't preempt each other.
+        None overtakes one that lacks room. A sequence is passed over only while it waits for its grammar, for
+        a store's answer, or for a prefix that another sequence is computing.
         """
         index = 0
-        while budget and self._free_rows and index < len(self.waiting):
+        while index < len(self.waiting) and self._free_rows and not budget.is_spent:
             seq = self.waiting[index]
             if seq.held or seq.asking or seq.is_delayed:
                 index += 1
                 continue
             if seq.num_pending:
-                break  # preempted with a token in flight
+                break  # it was preempted while a step in flight draws its token, which it needs to start
             hits = self._find_prefix(seq)
             if self._is_being_computed(seq, len(hits)):
                 index += 1
                 continue
+            num_cached = len(hits) * self._block_size
+            num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
+            if num_tokens == 0:
+                break
             blocks = self.pool.try_allocate(-(-seq.num_tokens // self._block_size) - len(hits), shared=hits)
             if blocks is None:
                 break
             del self.waiting[index]
             self._start(seq, blocks, len(hits))
             if not self._fetch(seq, len(hits)):
-                budget -= self._schedule_chunk(scheduled, seq, min(budget, cap))
-        return budget
+                self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
     def _fetch(self, seq: Sequence, start: int) -> bool:
-        """Whether a sequence that has just started waits for its next blocks to come from a lower tier."""
+        """Has the next blocks of a sequence that has just started fetched from a lower tier, if they are
+        there. Returns whether the sequence waits for them. `start` is how many blocks it has already."""
         if self.tiers is None or not self._looks_up(seq):
             return False
-        seq.status = FETCHING
+        seq.status = (
+            FETCHING  # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
+        )
         num_blocks = self.tiers.lookup(seq.keys[: (seq.num_tokens - 1) // self._block_size], start)
         if seq.num_admissions == 1:
             self._external_queries += seq.num_tokens - seq.num_computed
@@ -456,13 +526,15 @@ class Scheduler:
             return False
         end = start + num_blocks
         seq.fetch = fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end])
-        self.pool.try_allocate(0, shared=fetch.held)
+        self.pool.try_allocate(0, shared=fetch.held)  # no new blocks; one more reference on these
         self.fetches.append(fetch)
         self._arriving.update(fetch.keys)
         self.tiers.begin(fetch)
         return True
 
     def _start(self, seq: Sequence, blocks: list[int], num_hits: int) -> None:
+        """Makes a waiting sequence a running one. The first `num_hits` of its blocks were found in the
+        cache."""
         seq.status = PREFILL
         seq.row = heapq.heappop(self._free_rows)
         seq.block_ids = blocks
@@ -475,13 +547,14 @@ class Scheduler:
             for key in seq.promised:
                 self._promised[key] = self._promised.get(key, 0) + 1
         insort(self.running, seq, key=_turn)
-        if seq.num_admissions == 1 and self._looks_up(seq):  # what a preempted one finds is mostly its own
+        # A sequence that was preempted finds mostly its own blocks again: these are no hits.
+        if seq.num_admissions == 1 and self._looks_up(seq):
             seq.num_cached_tokens = seq.num_computed
             self._prefix_cache_queries += seq.num_tokens
             self._prefix_cache_hits += seq.num_computed
 
     def _looks_up(self, seq: Sequence) -> bool:
-        """Prompt logprobs need every prompt token computed."""
+        """Whether the sequence may use cached blocks. Prompt logprobs need every prompt token computed."""
         params = seq.request.params
         return (
             self.pool.enable_caching
@@ -490,43 +563,37 @@ class Scheduler:
         )
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """Cached blocks of its longest prefix, short of the last token: its logits are needed, so it is
-        always computed."""
+        """The cached blocks of the sequence's longest prefix. The last token is never among them: it is
+        always computed, as its logits draw the next."""
         if not self._looks_up(seq):
             return []
         root, token_ids, keys = self._last_looked_up
-        if not seq.keys and root == seq.root:  # hashing takes many times as long as comparing
+        if not seq.keys and root == seq.root:  # comparing tokens is many times as fast as hashing them
             seq.keys = keys[: common_length(seq.token_ids, token_ids) // self._block_size]
         self._last_looked_up = seq.root, seq.token_ids, seq.keys
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
         return self.pool.match(seq.keys[: (seq.num_tokens - 1) // self._block_size])
 
     def _is_being_computed(self, seq: Sequence, index: int) -> bool:
-        """Whether a sequence that has started will compute, or fetch, and register the block `index` of this
-        one. A key implies its position."""
+        """Whether another sequence is about to compute or fetch the block `index` of this one, which will
+        then be found in the cache. A block's key covers all tokens before it, so equal keys mean equal
+        positions."""
         if not self._looks_up(seq) or index >= (seq.num_tokens - 1) // self._block_size:
             return False
         key = seq.keys[index]
         return key in self._arriving or key in self._promised
 
-    def _keep_promises(self, seq: Sequence) -> None:
-        """Or not: its prefill has ended, one way or another."""
+    def _drop_promises(self, seq: Sequence) -> None:
+        """The sequence no longer promises blocks: its prompt is computed by now, or will not be."""
         for key in seq.promised:
             self._promised[key] -= 1
             if not self._promised[key]:
                 del self._promised[key]
         seq.promised = []
 
-    def _prefill_cap(self) -> int:
-        """The most tokens one prompt may take from a step: others are to have a share while they wait."""
-        cap = self._long_prefill_token_threshold
-        if cap and len(self.waiting) + sum(seq.status is PREFILL for seq in self.running) > 1:
-            return cap
-        return self._max_num_batched_tokens
-
     def _register(self, seq: Sequence) -> None:
-        """Makes the full blocks findable that are computed, or scheduled to be, and whose tokens are
-        known."""
+        """Makes the sequence's full blocks findable, as far as its tokens are known and a step that computes
+        them is planned."""
         size = self._block_size
         num_full = min(seq.num_computed, len(seq.token_ids)) // size
         extend_keys(seq.keys, seq.root, seq.token_ids, size)
@@ -535,14 +602,16 @@ class Scheduler:
         seq.register_at = (num_full + 1) * size
 
     def _make_findable(self, seq: Sequence, start: int, blocks: list[int]) -> None:
-        """The sequence's full blocks from `start` on. One whose content is findable already stays with the
-        sequence, as a copy."""
+        """Enters the sequence's full blocks from `start` on into the prefix cache. A block whose content is
+        findable already, in another block, stays with the sequence as a copy that nobody finds."""
         for block, key in zip(blocks, seq.keys[start:]):
             self.pool.register(block, key)
         if self.tiers is not None:
             self.tiers.registered(seq, start, start + len(blocks))
         if self.events is None:
             return
+        # Listeners are told of the blocks that are findable, in runs of neighbours: a block that stays a copy
+        # ends a run, which goes from `run` up to it.
         size, end, run = self._block_size, start + len(blocks), start
         for i in range(start, end + 1):
             if i < end and self.pool.key_of(blocks[i - start]) is not None:
@@ -565,20 +634,22 @@ class Scheduler:
         error: str | None = None,
     ) -> None:
         del self._sequences[seq.request.request_id]
-        queue = self.waiting if seq.status is WAITING else self.running
-        del queue[bisect_left(queue, seq.turn, key=_turn)]
-        if seq.status is not WAITING:
+        if seq.status is WAITING:
+            _remove(self.waiting, seq)
+        else:
+            _remove(self.running, seq)
             self._let_go(seq)
         if seq.grammar is not None:
             seq.grammar.close()
-        seq.status, seq.finish_reason, seq.stop_reason, seq.error = FINISHED, reason, stop_reason, error
+        seq.status = FINISHED
+        seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
 
     def _let_go(self, seq: Sequence) -> None:
-        """Gives back row and blocks. Steps in flight may still write there; whoever gets them next writes
-        later."""
+        """Gives the sequence's row and blocks back. Steps in flight may still write there; whoever gets them
+        next writes later."""
         if self.tiers is not None:
             self.tiers.released(seq.block_ids)
-        self._keep_promises(seq)
+        self._drop_promises(seq)
         self.pool.release(seq.block_ids)
         heapq.heappush(self._free_rows, seq.row)
         seq.block_ids, seq.row, seq.fetch = [], -1, None
@@ -588,5 +659,9 @@ class Scheduler:
         return min(self._max_model_len, self.pool.num_blocks * self._block_size)
 
 
-def _turn(seq: Sequence) -> tuple[float, ...]:
+def _turn(seq: Sequence) -> policy.Turn:
     return seq.turn
+
+
+def _remove(queue: list[Sequence], seq: Sequence) -> None:
+    del queue[bisect_left(queue, seq.turn, key=_turn)]

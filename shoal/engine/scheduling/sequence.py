@@ -1,9 +1,12 @@
-"""A sequence: one request on its way through the engine. The scheduler owns every field; others read.
+"""A sequence: one request on its way through the engine.
 
-token_ids   [ prompt | seen outputs ][ pending ]      pending: drawn by a scheduled step, not yet seen by the
-host
-            0 ....... num_computed ..... num_tokens   computed: its KV is in the cache once all scheduled
-            steps have run
+    token_ids    [ prompt | outputs that the host has seen ][ pending ]
+    positions    0 ............ num_computed ............... num_tokens
+
+A pending token is drawn by a step that is planned, and the host has not seen it yet. So num_tokens counts it,
+and token_ids does not have it. A computed token's KV is in the cache once all planned steps have run.
+
+The scheduler writes the fields, except for those that say otherwise.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from shoal.hashing import root_key
 
 
 class SequenceStatus(enum.Enum):
-    WAITING = enum.auto()  # new or preempted: holds nothing
-    # as PREFILL, but nothing of it is computed until blocks have arrived from a lower tier
+    # It is new, or it was preempted. It holds no row and no blocks.
+    WAITING = enum.auto()
+    # It holds a row and blocks for all its tokens, and waits for some blocks to arrive from a lower tier.
     FETCHING = enum.auto()
-    PREFILL = enum.auto()  # holds a row and blocks for all its known tokens; some are still to be computed
-    # its last token, seen or pending, is the next input; the device has it in the sequence's row
+    # It holds a row and blocks for all its tokens. Some of these are still to be computed.
+    PREFILL = enum.auto()
+    # Only its last token, seen or pending, is still to be computed. The device has it in the sequence's row.
     DECODE = enum.auto()
     FINISHED = enum.auto()
 
@@ -35,13 +40,13 @@ class Grammar(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may draw the next token now; False while what may follow is worked out beside the
-        steps."""
+        """Whether a step may draw the next token now. It may not while the mask of the tokens that may follow
+        is computed beside the steps."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Takes a drawn token. False, with `error` set, if the sequence cannot go on; `ended` is true after
-        its last token."""
+        """Takes a drawn token. Returns False and sets `error` if the sequence cannot go on. After the last
+        token `ended` is true."""
         ...
 
     def close(self) -> None:
@@ -51,37 +56,39 @@ class Grammar(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`turn` is unique and orders all sequences: the smaller runs first, the larger is preempted first."""
+    """What the engine knows of one request. Times are seconds of the core's clock."""
 
     request: Request
-    turn: tuple[float, ...]
-    max_num_tokens: int  # prompt and outputs; reached, the sequence ends with LENGTH
+    turn: tuple[float, ...]  # the smaller runs first; no two sequences have the same (policy.py)
+    max_num_tokens: int  # prompt and outputs; the sequence ends with LENGTH when it has so many
     status: SequenceStatus = SequenceStatus.WAITING
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    num_tokens: int = field(init=False)  # pending ones included
+    num_tokens: int = field(init=False)  # with the pending ones
     num_computed: int = 0
-    num_cached_tokens: int = 0  # found in the prefix cache at the first admission
-    num_admissions: int = 0  # a row belongs to one admission: nothing on the device outlives it
-    row: int = -1  # of the device's batch state
-    block_ids: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, extended when needed
-    root: bytes = field(init=False)  # parent of the first key
-    register_at: int = 0  # the next block is registered when this many tokens are computed and seen
-    stop_ids: frozenset[int] = field(init=False)  # end-of-text ids and stop ids
+    num_cached_tokens: int = 0  # how many were found in a cache when it started first
+    num_admissions: int = 0  # how often it started; each time it has a row that knows nothing of it
+    row: int = -1  # its row of the device's batch state; -1: none
+    block_ids: list[int] = field(default_factory=list)  # its KV blocks, in the order of its tokens
+    keys: list[bytes] = field(default_factory=list)  # keys of the full blocks of token_ids, made when needed
+    root: bytes = field(init=False)  # what the first key is derived from: adapter and salt
+    register_at: int = 0  # its next block becomes findable when so many tokens are computed and seen
+    stop_ids: frozenset[int] = field(init=False)  # the tokens that end it: end of text, and the request's own
     lockstep: bool = field(init=False)  # the next token may be drawn only when the host has seen the last
-    special: bool = field(init=False)  # sampling needs more than the fields of a state row
-    held: bool = False  # not to be admitted yet: its grammar is being compiled
-    asking: bool = False  # not to be admitted yet: a store is asked what it has of the prompt
-    grammar: Grammar | None = None
-    fetch: Fetch | None = None  # what a FETCHING one waits for
+    special: bool = field(init=False)  # sampling it needs more than the fields of a state row
+    fetch: Fetch | None = None  # what a FETCHING sequence waits for
     promised: list[bytes] = field(default_factory=list)  # keys of blocks that its prefill will make findable
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered by the core
-    added_at: float = 0.0  # seconds, as the core's clock: when it came,
-    started_at: float | None = None  # and when a step first held it
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None  # why, where the finish reason is ERROR
+    error: str | None = None  # what was wrong, where the finish reason is ERROR
+    # The core writes these.
+    held: bool = False  # it must not start yet, as its grammar is being compiled
+    grammar: Grammar | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    added_at: float = 0.0  # when it came
+    started_at: float | None = None  # when a step first held part of it
+    # The tiers write this.
+    asking: bool = False  # it must not start yet, as a store is asked what it has of the prompt
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
@@ -107,38 +114,41 @@ class Sequence:
 
     @property
     def is_delayed(self) -> bool:
-        """Its grammar is not ready for the next token."""
+        """Whether its grammar is not ready for the next token."""
         return self.grammar is not None and not self.grammar.is_ready
 
     @property
     def num_pending(self) -> int:
+        """How many of its tokens the host has not seen yet."""
         return self.num_tokens - len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Those the host has seen."""
+        """The outputs that the host has seen."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def stop_reason_of(self, token_id: int) -> int | None:
-        """Of an id in `stop_ids`: None for an end-of-text id, otherwise the id."""
+        """What is told as the reason when a token of `stop_ids` ends the sequence: None for an end-of-text
+        token, otherwise the token."""
         params = self.request.params
         return None if not params.ignore_eos and token_id in self.request.eos_token_ids else token_id
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks on their way up from lower tiers, for one sequence. It has references of its own on them and on
-    those before them: whatever happens to the sequence meanwhile, they are nobody else's before
-    `Scheduler.fetched`."""
+    """Blocks of one sequence on their way up from lower tiers. The fetch has references of its own on them
+    and on the sequence's blocks before them. So whatever happens to the sequence, nobody else gets these
+    blocks before `Scheduler.fetched`."""
 
     seq: Sequence
-    start: int  # which of the sequence's blocks is the first
-    keys: list[bytes]  # of the blocks on their way
-    held: list[int]  # the sequence's blocks from its first to the last of these at least
-    findable: bool = True  # when it has arrived; False since a reset
+    start: int  # the first block on its way, counted in the sequence's blocks
+    keys: list[bytes]  # keys of the blocks on their way
+    held: list[int]  # the blocks that it has references on
+    findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
 
     @property
     def blocks(self) -> list[int]:
+        """The blocks on their way."""
         return self.held[self.start : self.start + len(self.keys)]
 
 
@@ -146,17 +156,17 @@ class Tiers(Protocol):
     """What the scheduler needs of the tiers below the device (engine/offload/offloader.py)."""
 
     def lookup(self, keys: abc.Sequence[bytes], start: int) -> int:
-        """How many of keys[start:], the first ones, lie below and are worth fetching now."""
+        """How many of the first blocks of keys[start:] lie in lower tiers and are worth fetching now."""
         ...
 
     def begin(self, fetch: Fetch) -> None:
-        """To be ended by Scheduler.fetched, some time later."""
+        """Begins a fetch. Scheduler.fetched ends it, some time later."""
         ...
 
     def registered(self, seq: Sequence, start: int, end: int) -> None:
-        """These of the sequence's blocks are findable now."""
+        """The sequence's blocks from `start` to `end` are findable now."""
         ...
 
     def released(self, blocks: list[int]) -> None:
-        """A sequence has let them go; steps in flight may still use them."""
+        """A sequence has given these blocks back. Steps in flight may still use them."""
         ...

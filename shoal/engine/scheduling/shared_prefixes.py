@@ -1,9 +1,9 @@
-"""Which running sequences share their first KV blocks, so that attention reads these once a group. What a
-group is worth, who is in which.
+"""Shared prefixes: which running sequences share their first KV blocks, so that attention reads these blocks
+once for a group of sequences and not once for each.
 
-One level: a sequence is in one group at most. In a tree of prefixes (a system prompt, documents under it)
-that is the partition which saves the most reads. Pure Python; engine/runner/batch.py tells the device,
-kernels/prefix_attention.py makes use of it.
+This file says who is in which group and what a group is worth. A sequence is in one group at most. In a tree
+of prefixes (a system prompt, documents below it) the groups are those that save the most reads. Pure Python.
+engine/runner/batch.py tells the device, and kernels/prefix_attention.py makes use of it.
 """
 
 from __future__ import annotations
@@ -12,36 +12,39 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# Below these a group costs more than it saves: a tile of 128 queries takes as long as reading its keys two or
+# A smaller group costs more than it saves: a tile of 128 queries takes as long as reading its keys two or
 # three times.
 MIN_MEMBERS = 4
-MIN_SHARED = 128  # tokens
-MIN_SAVED = 8192  # tokens whose keys need not be read again, a step
+MIN_SHARED = 128  # tokens that all members begin with
+MIN_SAVED = 8192  # tokens whose keys a step need not read again
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
+    """Sequences, by their state rows, whose first `num_blocks` KV blocks are the same."""
+
     rows: list[int]
-    num_blocks: int  # that all of them begin with
+    num_blocks: int
 
 
 class PrefixTree:
-    """The state rows in the order of their block ids, and how many first blocks each has in common with the
-    next.
+    """The state rows, sorted by their lists of block ids, and how many first blocks each has in common with
+    the next. Rows that share a prefix are neighbours.
 
-    A row is placed when its sequence is admitted: its blocks of then do not change, and later ones are its
-    own. A row whose sequence has left stays, and is not asked for, until it is placed again.
+    A row is placed when its sequence is admitted. The blocks that it has then do not change, and later ones
+    are its own. The row of a sequence that has left stays until it is placed again; nobody asks for it
+    meanwhile.
     """
 
     def __init__(self, block_size: int, max_groups: int) -> None:
         self._block_size, self._max_groups = block_size, max_groups
         self._sorted: list[tuple[tuple[int, ...], int]] = []  # (blocks, row)
-        self._common: list[int] = []  # blocks that entry i and entry i + 1 begin with; 0 for the last
+        self._common: list[int] = []  # how many blocks entries i and i + 1 begin with; 0 for the last
         self._placed: dict[int, tuple[int, ...]] = {}
 
     def place(self, row: int, block_ids: list[int]) -> None:
-        """`block_ids`: of all tokens known at admission. The last may be incomplete and is left out: whoever
-        decodes sees a key more."""
+        """Enters a row with the blocks of all tokens that its sequence had at its admission. The last block
+        is left out: it may be incomplete, and the sequence writes more keys into it."""
         if row in self._placed:
             self._remove(row)
         blocks = tuple(block_ids[:-1])
@@ -60,14 +63,14 @@ class PrefixTree:
         del self._sorted[i], self._common[i]
 
     def groups(self, rows: Iterable[int]) -> list[Group]:
-        """The groups among these rows, which have been placed, that are worth it; no more than
-        `max_groups`."""
+        """The groups among these rows that are worth it, at most `max_groups` of them. The rows must have
+        been placed."""
         if not any(self._common):
             return []
         wanted = set(rows)
         order: list[int] = []
-        common: list[int] = []  # between neighbours in `order`
-        least = 0
+        common: list[int] = []  # how many blocks neighbours in `order` begin with
+        least = 0  # how many blocks all rows since the last wanted one begin with
         for (_, row), shared in zip(self._sorted, self._common):
             if row in wanted:
                 if order:
@@ -82,7 +85,8 @@ class PrefixTree:
         return [Group(order[start:end], num_blocks) for start, end, num_blocks in found]
 
     def _worth(self, num_members: int, num_blocks: int) -> int:
-        """Tokens whose keys need not be read again; 0: not worth it."""
+        """How many tokens' keys a step need not read again for a group of so many members; 0 if the group is
+        not worth it."""
         shared = num_blocks * self._block_size
         saved = (num_members - 1) * shared
         return saved if num_members >= MIN_MEMBERS and shared >= MIN_SHARED and saved >= MIN_SAVED else 0
@@ -90,8 +94,8 @@ class PrefixTree:
 
 @dataclass(slots=True)
 class _Node:
-    """Neighbours that begin with `common` equal blocks, from `start` on; what is best among those already
-    passed."""
+    """A node of the tree of common prefixes: the neighbours from `start` on, which begin with `common` equal
+    blocks. `runs` are the best groups among its finished branches, and `saved` is their worth."""
 
     common: int
     start: int
@@ -100,11 +104,11 @@ class _Node:
 
 
 def best_runs(common: list[int], worth: Callable[[int, int], int]) -> list[tuple[int, int, int]]:
-    """Disjoint runs (start, end, blocks) of sequences that are worth the most together. `common[i]`: blocks
-    that i and i + 1 begin with.
+    """The disjoint runs (start, end, blocks) of neighbours that are worth the most together. common[i] is how
+    many blocks sequences i and i + 1 begin with. worth(members, blocks) is what a group saves.
 
-    From the leaves of the tree of common prefixes to its root: a node is either one group or what is best in
-    its branches.
+    The tree of common prefixes is walked from its leaves to its root. At each node either all its sequences
+    are one group, or the best groups of its branches stay.
     """
     stack = [_Node(0, 0, 0, [])]
     for i, shared in enumerate([*common, 0]):
@@ -114,7 +118,7 @@ def best_runs(common: list[int], worth: Callable[[int, int], int]) -> list[tuple
             node = stack.pop()
             start, saved, runs = node.start, node.saved + saved, node.runs + runs
             whole = worth(i + 1 - start, node.common)
-            if whole > saved:  # of equals the branches, which are longer
+            if whole > saved:  # where both are worth the same, the branches share longer prefixes
                 saved, runs = whole, [(start, i + 1, node.common)]
         if shared > stack[-1].common:
             stack.append(_Node(shared, start, saved, runs))
@@ -125,7 +129,7 @@ def best_runs(common: list[int], worth: Callable[[int, int], int]) -> list[tuple
 
 
 def num_common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the longest common prefix. Halves, as comparing slices is C."""
+    """The length of the longest common prefix. A binary search, because comparing two slices is fast."""
     if a[:1] != b[:1]:
         return 0
     low, high = 0, min(len(a), len(b))

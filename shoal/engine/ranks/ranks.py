@@ -1,0 +1,187 @@
+"""The ranks of one engine as one object: rank 0, whose ModelRunner is in this process, and the others behind
+a WorkerGroup.
+
+Every rank runs the same commands (engine/runner/commands.py) in the same order. Rank 0 does its own part
+while the others do theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple
+
+import numpy as np
+import torch
+
+from shoal.config import ResolvedConfig
+from shoal.engine.ranks.workers import Pending, WorkerGroup
+from shoal.engine.runner import commands
+from shoal.engine.runner.batch import Extras
+from shoal.engine.runner.commands import Command
+from shoal.engine.runner.runner import ModelRunner, StepResult
+from shoal.errors import EngineDeadError, ShoalError
+from shoal.layers.parallel import Rendezvous, TensorParallel
+from shoal.weights.source import CheckpointFiles, resolve
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
+NEWS_WAIT_S = 1.0  # after a failure that the death of a rank may have caused, for the news of that death
+
+
+class Ranks:
+    """Starts the ranks and loads their weights; raises ConfigError or CheckpointError if that is impossible.
+    To be used by one thread.
+
+    `error` says why the ranks can no longer be used, once that is so; every command then raises it.
+    """
+
+    def __init__(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
+        self.size = config.tensor_parallel_size
+        self.error: EngineDeadError | None = None
+        self._num_threads = torch.get_num_threads()  # close() sets this number again
+        self._group: WorkerGroup | None = None
+        self._tp: TensorParallel | None = None
+        self._runner: ModelRunner | None = None
+        try:
+            self._start(config, files)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
+        prepare_process(config, 0)
+        self._tp = tp = TensorParallel.single()
+        if self.size > 1:
+            rendezvous = Rendezvous()
+            init = {"config": dataclasses.asdict(config), "port": rendezvous.port}
+            self._group = WorkerGroup(self.size, "shoal.engine.ranks.ranks:serve_rank", init)
+            self._tp = tp = rendezvous.connect(0, self.size, config.device, self._group.check)
+            self._group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
+        self._runner = ModelRunner(config, files, tp)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Rank 0's own. Raises EngineDeadError after close()."""
+        if self._runner is None:
+            assert self.error is not None
+            raise self.error
+        return self._runner
+
+    # Commands
+
+    def call(self, command: Command[Result, *Arguments], *args: *Arguments) -> list[Result]:
+        """Runs the command on every rank. Returns the results in rank order; raises the first error."""
+        pending = self.ask_others(command, *args)
+        own = command.run(self.runner, *args)
+        return [own] if pending is None else [own, *pending.results()]
+
+    def each(
+        self, command: Command[Result, *Arguments], *args: *Arguments
+    ) -> tuple[list[Result], list[Exception]]:
+        """Runs a command that may fail on every rank. Returns the results of the ranks where it succeeded and
+        the errors of the others, both in rank order. Raises EngineDeadError if a rank is dead."""
+        return self.each_with(lambda: command.run(self.runner, *args), command, *args)
+
+    def each_with(
+        self, own: Callable[[], Result], command: Command[Result, *Arguments], *args: *Arguments
+    ) -> tuple[list[Result], list[Exception]]:
+        """As `each`, but rank 0 calls `own` while the others run the command."""
+        pending = self.ask_others(command, *args)
+        outcomes: list[Result | Exception] = []
+        try:
+            outcomes.append(own())
+        except (ShoalError, RuntimeError, MemoryError, OSError) as error:
+            outcomes.append(error)
+        if pending is not None:
+            outcomes += pending.outcomes()
+        results = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+        return results, [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+
+    def send(self, command: Command[Any, *Arguments], *args: *Arguments) -> None:
+        """Runs the command on every rank without waiting for the others. A rank in which it raises dies of
+        it."""
+        self.check_usable()
+        if self._group is not None:
+            self._group.send(command.name, *args)
+        command.run(self.runner, *args)
+
+    def ask_others(self, command: Command[Result, *Arguments], *args: *Arguments) -> Pending[Result] | None:
+        """Begins the command on the other ranks; their answers can be collected later. None if rank 0 is the
+        only one."""
+        self.check_usable()
+        return None if self._group is None else self._group.submit(command.name, *args)
+
+    # Steps
+
+    def step(self, packed: np.ndarray, extras: Extras | None) -> StepResult:
+        """Launches a packed step on every rank. Returns rank 0's result, whose tokens may not be there
+        yet."""
+        if self._group is not None:
+            self._group.send(commands.STEP.name, packed)
+        return self.runner.step(packed, extras)
+
+    def wait(self, result: StepResult) -> list[int]:
+        """The step's tokens. Raises EngineDeadError if a rank dies meanwhile."""
+        return result.wait(self._group.check if self._group is not None else None)
+
+    # Life and death
+
+    def check_usable(self) -> None:
+        """Raises `error` if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def failed(self, error: Exception) -> EngineDeadError:
+        """Takes note that `error` ended the engine, and returns what is to be raised: the death of a rank, if
+        there was one, rather than the broken collective that it left behind."""
+        try:
+            if self._group is not None:
+                self._group.check(wait_s=NEWS_WAIT_S)
+        except ShoalError as death:
+            error = death
+        self.error = (
+            error if isinstance(error, EngineDeadError) else EngineDeadError(f"a step failed: {error}")
+        )
+        return self.error
+
+    def close(self) -> None:
+        """Ends the other ranks and frees the device. Safe to call twice."""
+        runner, group, tp = self._runner, self._group, self._tp
+        self._runner = self._group = self._tp = None
+        if runner is not None:
+            runner.drop_graphs()  # NCCL does not end while graphs hold its collectives
+        if group is not None and group.failed and tp is not None:
+            # A collective may be running whose other half is gone. Otherwise the steps in flight end by
+            # themselves.
+            tp.close()
+        if runner is not None:
+            runner.exit()
+        if group is not None:
+            group.close()
+        if tp is not None:
+            tp.close()
+        torch.set_num_threads(self._num_threads)
+        self.error = self.error or EngineDeadError("the engine was ended; build a new one")
+
+
+def serve_rank(
+    rank: int, world_size: int, config: dict[str, Any], port: int
+) -> dict[str, Callable[..., Any]]:
+    """What a rank other than 0 serves (engine/ranks/worker_main.py): the table of commands, on a ModelRunner
+    like rank 0's."""
+    resolved = ResolvedConfig(**config)
+    prepare_process(resolved, rank)
+    tp = TensorParallel.connect(rank, world_size, resolved.device, port)
+    files = resolve(resolved.model, resolved.revision, resolved.download_dir)
+    return commands.bound_to(ModelRunner(resolved, files, tp))
+
+
+def prepare_process(config: ResolvedConfig, rank: int) -> None:
+    """Chooses the device and the number of threads of one rank's process."""
+    if config.device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.cuda.init()
+    elif config.tensor_parallel_size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))

@@ -1,0 +1,41 @@
+"""The batch state as one rank's device holds it. kernels/state.py says what lies where; the host's mirror of
+it is in batch.py."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from shoal.kernels.state import StateLayout
+from shoal.kernels.step_input import SharedPrefixes
+
+
+class BatchState:
+    """The flat state with its parts as views, and the tensors that steps make from it. All are int32, and
+    stay where they are as long as the engine lives, because graphs have captured their addresses."""
+
+    def __init__(self, layout: StateLayout, device: torch.device) -> None:
+        size = layout.num_rows
+        self.flat = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self.active_B = layout.active(self.flat)
+        self.table = layout.table(self.flat)
+        self.block_tables_RM = layout.block_tables(self.flat)
+        self.prefixes = SharedPrefixes(*layout.prefixes(self.flat))
+        # A decode step's inputs, which begin_decode fills in from the rows of active_B.
+        self.tokens_B = torch.zeros(size, dtype=torch.int32, device=device)
+        self.positions_B = torch.zeros(size, dtype=torch.int32, device=device)
+        self.kv_lens_B = torch.zeros(size, dtype=torch.int32, device=device)
+        self.sampled_S = torch.zeros(size, dtype=torch.int32, device=device)  # the tokens of the last step
+        # In a decode step sequence i has token i.
+        self.query_starts_B = torch.arange(size + 1, dtype=torch.int32, device=device)
+
+    def reset(self) -> None:
+        """Makes the batch empty: no row is active."""
+        self.flat.zero_()
+        self.active_B.fill_(-1)
+
+    def digest(self) -> str:
+        """A hash of all rows. It is the same on all ranks between steps."""
+        rows = self.table[:-1]  # the last row is nobody's
+        return hashlib.sha256(rows.cpu().numpy().tobytes()).hexdigest()

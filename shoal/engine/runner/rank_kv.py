@@ -1,0 +1,244 @@
+"""One rank's part in moving KV blocks between its device, the slots of its host slab, and files or a store.
+engine/offload/transfers.py commands it.
+
+Copies out and copies in have a stream each, which waits for steps in flight where these may use the same
+blocks. Threads of the tiers read and write files. What has ended is told when rank 0 polls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.config import ResolvedConfig
+from shoal.engine.runner.kv_cache import KvCache
+from shoal.errors import ConfigError
+from shoal.kv.block_file import BlockMeta, BlockSpec
+from shoal.kv.copy import gather_blocks, scatter_blocks
+from shoal.kv.disk import DiskTier
+from shoal.kv.store import StoreTier
+from shoal.layers.parallel import TensorParallel
+from shoal.memory.slab import CHUNK_BYTES, HostSlab
+
+MEASURED_BLOCKS = 32
+ABANDON_S = 30.0
+
+Tier = DiskTier | StoreTier
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyInFlight:
+    ticket: int
+    num_blocks: int
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class _FilesInFlight:
+    ticket: int
+    began: float
+    intact: list[Future[bool]]  # of each block
+
+
+class RankKv:
+    """Every transfer has a ticket, a number that rank 0 chose. `poll` says which have ended."""
+
+    def __init__(
+        self, config: ResolvedConfig, tp: TensorParallel, cache: KvCache, device: torch.device, num_slots: int
+    ) -> None:
+        """Takes the host slab, of `num_slots` blocks. Raises ConfigError if there is no memory for it."""
+        self.config, self.tp, self.cache, self.device = config, tp, cache, device
+        try:
+            self.slab = HostSlab(num_slots, cache.block_bytes, device)
+        except (MemoryError, OSError) as error:
+            what = "the host memory on the way to kv_disk_path or kv_store"
+            if config.kv_host_bytes:
+                what = f"kv_host_bytes {config.kv_host_bytes}"
+            num_bytes = num_slots * cache.block_bytes
+            raise ConfigError(
+                f"{what} can't be had, {num_bytes} bytes a rank: {error}; lower or drop it"
+            ) from None
+        self.tiers: dict[str, Tier] = {}  # "disk" and "store", while they are open
+        on_gpu = device.type == "cuda"
+        self._out_stream = torch.cuda.Stream(device) if on_gpu else None
+        self._in_stream = torch.cuda.Stream(device) if on_gpu else None
+        self._copies: deque[_CopyInFlight] = deque()
+        self._files: list[_FilesInFlight] = []
+        self._done: list[tuple[int, list[bool], float]] = []  # ticket, whether each block is intact, seconds
+
+    # Disk and store
+
+    def open_tiers(self, fingerprint: bytes, record_events: bool) -> None:
+        """Opens disk and store, as far as the options name them, for the blocks of the weights with this
+        fingerprint. Raises ConfigError."""
+        self.close_tiers()
+        config = self.config
+        spec = BlockSpec(
+            str(list(self.cache.block_shape)),
+            config.dtype,
+            self.cache.block_bytes,
+            config.block_size,
+            self.tp.rank,
+            self.tp.size,
+        )
+        if config.kv_disk_path is not None:
+            share = config.kv_disk_bytes // self.tp.size
+            self.tiers["disk"] = DiskTier(
+                config.kv_disk_path,
+                share,
+                fingerprint,
+                spec,
+                config.kv_eviction_policy,
+                record_events=record_events,
+            )
+        if config.kv_store is not None:
+            self.tiers["store"] = StoreTier(config.kv_store, fingerprint, spec)
+
+    def close_tiers(self) -> None:
+        for tier in self.tiers.values():
+            tier.close()
+        self.tiers.clear()
+
+    # Measuring
+
+    @torch.inference_mode()
+    def measure_block(self) -> float:
+        """The seconds that the copy in of a block takes among others, measured before the first request."""
+        cache, rows = self.cache.blocks, self.slab.rows
+        most = CHUNK_BYTES // self.cache.block_bytes
+        count = max(1, min(MEASURED_BLOCKS, most, len(rows), len(cache)))
+        seconds = {1: float("inf"), count: float("inf")}
+        for num_blocks in (count, 1, count, 1, count):  # the first launch loads what it needs
+            start, blocks = time.perf_counter(), list(range(num_blocks))
+            scatter_blocks(rows, blocks, cache, blocks)
+            self._settle()
+            seconds[num_blocks] = min(seconds[num_blocks], time.perf_counter() - start)
+        with_start = seconds[count] / count  # each block's share of what any copy takes, however short
+        if count == 1:
+            return with_start
+        return max(with_start / 2, (seconds[count] - seconds[1]) / (count - 1))
+
+    # Transfers: engine/offload/transfers.py says what each is
+
+    @torch.inference_mode()
+    def copy_out(self, ticket: int, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> None:
+        self._copy(
+            ticket, self._out_stream, wait, gather_blocks, self.cache.blocks, blocks, self.slab.rows, slots
+        )
+
+    @torch.inference_mode()
+    def copy_in(
+        self, ticket: int, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int
+    ) -> None:
+        if self._in_stream is not None:
+            self._order_behind(behind, self._in_stream)
+        self._copy(
+            ticket, self._in_stream, wait, scatter_blocks, self.slab.rows, slots, self.cache.blocks, blocks
+        )
+
+    def _copy(
+        self,
+        ticket: int,
+        stream: torch.cuda.Stream | None,
+        wait: bool,
+        copy: Callable[..., Any],
+        src: torch.Tensor,
+        src_ids: Sequence[int],
+        dst: torch.Tensor,
+        dst_ids: Sequence[int],
+    ) -> None:
+        if stream is None:
+            start = time.perf_counter()
+            copy(src, src_ids, dst, dst_ids)
+            self._done.append((ticket, [True] * len(src_ids), time.perf_counter() - start))
+            return
+        if wait:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
+        copy(src, src_ids, dst, dst_ids, stream)
+        end.record(stream)
+        self._copies.append(_CopyInFlight(ticket, len(src_ids), begin, end))
+
+    def order_behind(self, ticket: int) -> None:
+        if self._in_stream is not None:
+            self._order_behind(ticket, torch.cuda.current_stream(self.device), self._in_stream)
+
+    def _order_behind(self, ticket: int, *streams: torch.cuda.Stream) -> None:
+        """What these streams get from now on runs after the copy, if it has not ended."""
+        for copy in self._copies:
+            if copy.ticket == ticket:
+                for stream in streams:
+                    stream.wait_event(copy.end)
+
+    def write(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
+        self._begin_files(ticket, self.tiers[tier].write, metas, slots)
+
+    def read(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
+        self._begin_files(ticket, self.tiers[tier].read, metas, slots)
+
+    def _begin_files(
+        self,
+        ticket: int,
+        move: Callable[[BlockMeta, memoryview], Future[bool]],
+        metas: Sequence[Any],
+        slots: Sequence[int],
+    ) -> None:
+        futures = [
+            move(BlockMeta.from_plain(meta), self.slab.rows[slot].numpy().data)
+            for meta, slot in zip(metas, slots)
+        ]
+        self._files.append(_FilesInFlight(ticket, time.perf_counter(), futures))
+
+    def forget(self, tier: str, keys: Sequence[bytes] | None) -> None:
+        """Deletes these blocks from a tier (None: all of the disk's). A tier that is closed by now has
+        nothing to delete."""
+        found = self.tiers.get(tier)
+        if found is not None and keys is not None:
+            found.forget(keys)
+        elif isinstance(found, DiskTier):
+            found.forget()
+
+    def poll(self) -> dict[str, Any]:
+        """What has happened since the last call: {"ready": ranges of slots that can be used from now on,
+        "done": (ticket, whether each block is intact, seconds) of each transfer that has ended}."""
+        done, self._done = self._done, []
+        for _ in range(len(self._copies)):
+            copy = self._copies.popleft()
+            if copy.end.query():
+                done.append((copy.ticket, [True] * copy.num_blocks, copy.begin.elapsed_time(copy.end) / 1e3))
+            else:
+                self._copies.append(copy)
+        for files in [files for files in self._files if all(future.done() for future in files.intact)]:
+            self._files.remove(files)
+            intact = [future.result() for future in files.intact]
+            done.append((files.ticket, intact, time.perf_counter() - files.began))
+        return {"ready": self.slab.take_ready(), "done": done}
+
+    def abandon(self) -> None:
+        """Waits for what is under way, and tells nobody. Raises TimeoutError if it does not end; a slot may
+        then still be written."""
+        self._settle()
+        for files in self._files:
+            for future in files.intact:
+                future.result(ABANDON_S)
+        self._copies.clear()
+        self._files.clear()
+        self._done.clear()
+
+    def close(self) -> None:
+        """Waits for copies, closes the tiers and gives the slab back."""
+        self._settle()
+        self.close_tiers()
+        self.slab.close()
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,108 @@
+"""One rank's part in new weights and checksums. engine/lifecycle/weight_updates.py decides what is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from shoal.errors import ShoalError
+from shoal.layers.parallel import TensorParallel
+from shoal.models.decoder import Decoder
+from shoal.weights.loader import load_weights
+from shoal.weights.source import resolve
+from shoal.weights.transfer import Handle, Listed, WeightsGroup, open_tensor
+from shoal.weights.update import checksums
+
+
+class RankWeights:
+    """New weights are written into the memory of the old ones. Each way of loading raises CheckpointError for
+    what does not fit the model, and returns when the device has them."""
+
+    def __init__(self, model: Decoder, tp: TensorParallel, device: torch.device) -> None:
+        self.model, self.tp, self.device = model, tp, device
+        self.groups: dict[str, WeightsGroup] = {}  # the trainers' process groups that this rank is in
+
+    def load_checkpoint(self, path: str, dummy: bool) -> None:
+        """Loads a whole checkpoint. `dummy`: makes weights up instead."""
+        load_weights(self.model, resolve(path), dummy=dummy, show_progress=self.tp.rank == 0)
+        self._synchronize()
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """For rank 0, which has these whole tensors, and tells the other ranks, which `load_broadcast`
+        meanwhile."""
+
+        def told(tensor: torch.Tensor) -> torch.Tensor:
+            if self.tp.size == 1:
+                return tensor
+            return self.tp.broadcast(tensor.detach().to(self.device).contiguous())
+
+        self._load(tensors, ((name, told(tensor)) for name, tensor in tensors.items()))
+
+    def load_broadcast(self, listed: Sequence[Listed]) -> None:
+        """For the other ranks: takes what rank 0 tells. `listed`: names, dtypes and shapes, in its order."""
+        tensors = (
+            (name, self.tp.broadcast(empty(dtype, shape, self.device))) for name, dtype, shape in listed
+        )
+        self._load([name for name, _, _ in listed], tensors)
+
+    def load_shared(self, handles: Sequence[Handle]) -> None:
+        """Takes tensors that another process shares."""
+        self._load([h["name"] for h in handles], ((h["name"], open_tensor(h)) for h in handles))
+
+    def join_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Joins a trainer's process group as rank `rank_offset` + this rank. Returns when all have come."""
+        device = self.device if backend == "nccl" else torch.device("cpu")
+        self.groups[group_name] = WeightsGroup(
+            address, port, rank_offset + self.tp.rank, world_size, group_name, backend, device
+        )
+
+    def leave_group(self, group_name: str) -> None:
+        """Does nothing if this rank is not in the group."""
+        group = self.groups.pop(group_name, None)
+        if group is not None:
+            group.close()
+
+    def receive(self, listed: Sequence[Listed], taken: Sequence[str], group_name: str) -> None:
+        """Takes whole tensors from a trainer's group, one at a time, in the order of `listed`. Those that are
+        not in `taken` follow from others, and are dropped."""
+        group = self.groups[group_name]
+        tensors = (
+            (name, group.broadcast(empty(dtype, shape, group.device))) for name, dtype, shape in listed
+        )
+        self._load(taken, tensors)
+
+    def checksums(self) -> dict[str, str]:
+        """A checksum of each of this rank's tensors, by its name in the model."""
+        return checksums(self.model)
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for name in list(self.groups):
+            self.leave_group(name)
+
+    def _load(self, names: Collection[str], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Takes every tensor, also after one that does not fit, because others take part in sending them. The
+        sender may let the tensors go when this returns."""
+        self.model.begin_loading(names)
+        wanted, first = set(names), None
+        for name, tensor in tensors:
+            try:
+                if name in wanted:
+                    self.model.load_weight(name, tensor)
+            except ShoalError as error:
+                first = first or error
+        if first is not None:
+            raise first
+        self.model.finish_loading()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def empty(dtype: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)

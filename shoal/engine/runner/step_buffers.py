@@ -1,0 +1,81 @@
+"""The pinned host memory through which a step's inputs and its tokens travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+RING = 4  # buffers, which steps in flight use in turn
+FIRST_SIZE = 1 << 14  # int32s of an input buffer at first
+
+
+def queue_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copies without waiting, by the device's copy engines."""
+    dst.copy_(src, non_blocking=True)
+
+
+class StepBuffers:
+    """`copy` copies between the device and pinned memory in stream order, without waiting. On a CPU a step is
+    read where it lies, and its tokens are copied at once."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device, copy: Copy) -> None:
+        self.copy = copy
+        on_gpu = device.type == "cuda"
+        self._inputs = _InputRing(device, copy) if on_gpu else None
+        self._tokens = [
+            torch.zeros(max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(RING)
+        ]
+        self._num_steps = 0
+
+    def upload(self, packed: np.ndarray) -> torch.Tensor:
+        """The int32s `packed` on the device. They are good for the step that is launched next."""
+        return torch.from_numpy(packed) if self._inputs is None else self._inputs.upload(packed)
+
+    def download(self, tokens_S: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Starts the copy of a step's tokens to the host. They are there when the event has passed (None:
+        now), and are overwritten RING steps later."""
+        on_host = self._tokens[self._num_steps % RING][: tokens_S.shape[0]]
+        self._num_steps += 1
+        self.copy(on_host, tokens_S)
+        if tokens_S.device.type == "cpu":
+            return on_host, None
+        done = torch.cuda.Event()
+        done.record()
+        return on_host, done
+
+    def rehearse(self, tokens_S: torch.Tensor) -> None:
+        """Launches what `download` does, for the host to load its kernel."""
+        self.copy(self._tokens[0][: tokens_S.shape[0]], tokens_S)
+
+
+class _InputRing:
+    """Pinned buffers and their twins on the device, used in turn. An event guards a buffer whose copy is
+    still in flight."""
+
+    def __init__(self, device: torch.device, copy: Copy) -> None:
+        self._device, self._copy = device, copy
+        self._host = [self._pinned(FIRST_SIZE) for _ in range(RING)]
+        self._device_side = [torch.empty_like(buffer, device=device) for buffer in self._host]
+        self._copied = [torch.cuda.Event() for _ in range(RING)]
+        self._next = 0
+
+    @staticmethod
+    def _pinned(num_ints: int) -> torch.Tensor:
+        return torch.empty(num_ints, dtype=torch.int32, device="cpu", pin_memory=True)
+
+    def upload(self, packed: np.ndarray) -> torch.Tensor:
+        """Starts one copy. The view that is returned is good until the ring comes round, in stream order."""
+        i, self._next = self._next, (self._next + 1) % RING
+        self._copied[i].synchronize()
+        size = packed.shape[0]
+        if self._host[i].shape[0] < size:  # it grows to the largest step met, then never again
+            self._host[i] = self._pinned(2 * size)
+            self._device_side[i] = torch.empty_like(self._host[i], device=self._device)
+        self._host[i].numpy()[:size] = packed
+        view = self._device_side[i][:size]
+        self._copy(view, self._host[i][:size])
+        self._copied[i].record()
+        return view

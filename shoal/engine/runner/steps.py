@@ -1,0 +1,351 @@
+"""The four ways in which a step runs the model. All of them end with the sampled tokens in the batch state,
+so that the next decode needs nothing from the host.
+
+decode          Every sequence decodes, and the batch state holds every input. Graphs have captured it for a
+                ladder of batch sizes; without a graph that fits it runs eagerly.
+mixed           Prompts are computed, perhaps beside decodes. The inputs come with the step. It runs eagerly.
+captured mixed  The same as a graph: inputs are copied into a static buffer, padded to the shape of the graph.
+rehearsal       Made-up prompts, whose keys and values nobody stores. It makes kernels ready, and tells how
+                much memory and time a step takes.
+
+A step arrives as one packed buffer of int32s (batch.py). Every rank gets the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.engine.runner.batch import (
+    ALIGNMENT,
+    HEADER_SIZE,
+    Extras,
+    Header,
+    MixedShape,
+    padded_size,
+    section_spans,
+    token_spans,
+)
+from shoal.engine.runner.batch_state import BatchState
+from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
+from shoal.engine.runner.kv_cache import KvCache
+from shoal.engine.runner.sampling import (
+    LogprobTensors,
+    Sampler,
+    concatenate,
+    logprobs,
+    row_pieces,
+    start_copy,
+    unit_rows,
+    upload,
+)
+from shoal.engine.runner.step_buffers import StepBuffers
+from shoal.kernels.ops import Ops
+from shoal.kernels.state import Field
+from shoal.kernels.step_input import AttentionBackend, HostView, StepInput
+from shoal.models.decoder import Decoder
+
+# Kernels are cut alike for all steps of as many tokens as two neighbours here lie apart.
+CUTS = 32, 64, 128, 192, 256, 1024, 2048
+POLL_S = 20e-6
+
+
+@dataclass(slots=True)
+class StepResult:
+    """A launched step. Everything is on the host once `done` has passed."""
+
+    tokens: torch.Tensor  # int32 [S]
+    done: torch.cuda.Event | None  # None: the step has run
+    logprobs: LogprobTensors | None
+    prompt_logprobs: LogprobTensors | None
+    embeddings: torch.Tensor | None  # float32 [extras.embeds, D]
+
+    def wait(self, check: Callable[[], None] | None = None) -> list[int]:
+        """The tokens. This is the one host sync of a step. `check` is called while it waits, and raises if a
+        rank has died."""
+        if self.done is not None:
+            if check is None:
+                self.done.synchronize()
+            else:
+                while not self.done.query():
+                    check()
+                    time.sleep(POLL_S)
+        return self.tokens.tolist()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step has left on the device beside its tokens, for those who ask for more."""
+
+    logits_SV: torch.Tensor | None = None  # None: no request of the step needs them
+    hidden_SD: torch.Tensor | None = None  # of a mixed step's samples
+    prompt_logprobs: LogprobTensors | None = None
+
+
+class Steps:
+    """A running engine calls `launch` alone. The rest is for its start."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        ops: Ops,
+        state: BatchState,
+        cache: KvCache,
+        sampler: Sampler,
+        buffers: StepBuffers,
+        mixed_shapes: list[MixedShape],
+        max_model_len: int,
+    ) -> None:
+        """`mixed_shapes`: those that graphs capture, small to large."""
+        self.model, self.backend, self.ops = model, backend, ops
+        self.state, self.cache = state, cache
+        self.sampler, self.buffers = sampler, buffers
+        self.mixed_shapes, self.max_model_len = mixed_shapes, max_model_len
+        size = max((end for shape in mixed_shapes for _, end in token_spans(shape).values()), default=0)
+        # The static buffer that captured mixed steps read.
+        self.mixed_inputs = torch.zeros(padded_size(size), dtype=torch.int32, device=state.flat.device)
+        self.decode_graphs: DecodeGraphs | None = None
+        self.mixed_graphs: StepGraphs[MixedShape] | None = None
+
+    # Launching
+
+    @torch.inference_mode()
+    def launch(self, packed: np.ndarray, extras: Extras | None) -> StepResult:
+        """Launches one packed step, and returns without waiting for it (on a GPU). Rank 0 alone has `extras`,
+        if any request asks for more than the state rows can say."""
+        header = packed[:HEADER_SIZE]
+        sections: dict[str, torch.Tensor] = {}
+        # Most decode steps of a small batch send nothing.
+        if header[Header.NUM_UPDATES] or not header[Header.DECODE_ONLY]:
+            on_device, spans = self.buffers.upload(packed), section_spans(header)
+            sections = {name: on_device[start:end] for name, (start, end) in spans.items()}
+        if header[Header.NUM_UPDATES]:
+            self.ops.apply_updates(self.state.flat, sections["addresses"], sections["values"])
+        if extras is not None:
+            self.sampler.shaper.start_rows(extras)
+        if header[Header.DECODE_ONLY]:
+            outcome = self._run_decode(header, extras)
+        elif header[Header.GRAPH_TOKENS]:
+            inputs = on_device[spans["token_ids"][0] :]
+            outcome = self._replay_mixed(header, inputs, sections, extras)
+        else:
+            outcome = self._run_mixed(packed, sections, extras)
+        return self._collect(int(header[Header.NUM_SAMPLES]), outcome, extras)
+
+    def _collect(self, num_samples: int, outcome: Outcome, extras: Extras | None) -> StepResult:
+        """Starts the copies to the host, that of the tokens last."""
+        sampled_S, chosen, prompt, embeddings = self.state.sampled_S[:num_samples], None, None, None
+        if extras is not None:
+            if extras.embeds and outcome.hidden_SD is not None:
+                embeddings = unit_rows(outcome.hidden_SD, extras.embeds)
+            self.sampler.shaper.count(self.state.sampled_S, extras)
+            if extras.num_logprobs is not None and outcome.logits_SV is not None:
+                logits_SV = outcome.logits_SV[:num_samples]
+                chosen = logprobs(logits_SV, sampled_S, extras.num_logprobs).to_host()
+            if outcome.prompt_logprobs is not None:
+                prompt = outcome.prompt_logprobs.to_host()
+            if embeddings is not None:
+                embeddings = start_copy(embeddings)
+        tokens, done = self.buffers.download(sampled_S)
+        return StepResult(tokens, done, chosen, prompt, embeddings)
+
+    # Decode
+
+    def _run_decode(self, header: np.ndarray, extras: Extras | None) -> Outcome:
+        """Replays the graph of the fewest rows that suffice, or decodes eagerly."""
+        num_rows, sharing = int(header[Header.NUM_DECODES]), bool(header[Header.NUM_GROUPS])
+        fitting = None
+        if self.decode_graphs is not None:
+            fitting = self.decode_graphs.fitting(num_rows, sharing)
+        if fitting is not None:
+            num_rows, graph = fitting
+            graph.replay()
+            logits_SV = graph.output
+        else:
+            logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing)
+        if header[Header.EXTRAS]:
+            rows_B, positions_B = self.state.active_B[:num_rows], self.state.positions_B[:num_rows]
+            self.sampler.draw(logits_SV, rows_B, positions_B, extras)
+        return Outcome(logits_SV)
+
+    def decode(self, num_rows: int, max_kv_len: int, sharing: bool) -> torch.Tensor:
+        """One token for each of the first `num_rows` active rows; returns the logits [num_rows, V]. A graph
+        captures this."""
+        state = self.state
+        rows_B, token_ids_B = state.active_B[:num_rows], state.tokens_B[:num_rows]
+        positions_B, kv_lens_B = state.positions_B[:num_rows], state.kv_lens_B[:num_rows]
+        self.ops.begin_decode(rows_B, state.table, token_ids_B, positions_B, kv_lens_B)
+        step = StepInput.decode(
+            token_ids_B=token_ids_B,
+            positions_B=positions_B,
+            rows_B=rows_B,
+            query_starts_B=state.query_starts_B[: num_rows + 1],
+            kv_lens_B=kv_lens_B,
+            block_tables_RM=state.block_tables_RM,
+            max_kv_len=max_kv_len,
+            prefixes=state.prefixes if sharing else None,
+        )
+        self.backend.begin(step)
+        logits_SV = self.model.logits(self.model(step, self.cache.blocks))
+        self.sampler.draw(logits_SV, rows_B, positions_B)
+        return logits_SV
+
+    # Mixed
+
+    def _run_mixed(
+        self, packed: np.ndarray, sections: dict[str, torch.Tensor], extras: Extras | None
+    ) -> Outcome:
+        header, spans = packed[:HEADER_SIZE], section_spans(packed[:HEADER_SIZE])
+        num_decodes, wants_prompts = int(header[Header.NUM_DECODES]), bool(header[Header.NUM_PROMPT_LOGITS])
+        token_ids_T, rows_S = sections["token_ids"], sections["rows"]
+        if num_decodes:
+            token_ids_T[:num_decodes] = self.state.table[rows_S[:num_decodes].long(), Field.TOKEN]
+        host = HostView(
+            query_starts=tuple(packed[slice(*spans["query_starts"])].tolist()),
+            kv_lens=tuple(packed[slice(*spans["kv_lens"])].tolist()),
+            selected_tokens=None if wants_prompts else packed[slice(*spans["sample_index"])],
+            upload=self.buffers.upload,
+        )
+        step = StepInput.mixed(
+            token_ids_T=token_ids_T,
+            positions_T=sections["positions"],
+            rows_T=sections["token_rows"],
+            rows_S=rows_S,
+            query_starts_S=sections["query_starts"],
+            kv_lens_S=sections["kv_lens"],
+            block_tables_RM=self.state.block_tables_RM,
+            num_decodes=num_decodes,
+            max_kv_len=int(header[Header.MAX_KV_LEN]),
+            fresh_prefills=bool(header[Header.FRESH_PREFILLS]),
+            host=host,
+            prefixes=self.state.prefixes if header[Header.NUM_GROUPS] else None,
+        )
+        self.backend.begin(step)
+        select_S, prompt_logprobs = sections["sample_index"].long(), None
+        if wants_prompts:
+            hidden_TD = self.model(step, self.cache.blocks)
+            prompt_logprobs = self._prompt_logprobs(hidden_TD[sections["prompt_logits"].long()], extras)
+            hidden_SD = hidden_TD[select_S]
+        else:
+            hidden_SD = self.model(step, self.cache.blocks, select_S)
+        logits_SV = self.model.logits(hidden_SD)
+        self.sampler.draw(logits_SV, sections["sample_rows"], sections["sample_positions"], extras)
+        return Outcome(logits_SV, hidden_SD, prompt_logprobs)
+
+    def _prompt_logprobs(self, hidden_PD: torch.Tensor, extras: Extras | None) -> LogprobTensors | None:
+        """Every rank joins the product, and rank 0 keeps the figures. It goes by pieces, so that no [P, V]
+        tensor of a long prompt is made."""
+        pieces = []
+        for piece in row_pieces(hidden_PD.shape[0], self.model.config.vocab_size):
+            logits_PV = self.model.logits(hidden_PD[piece])
+            if extras is not None:
+                targets = upload(torch.tensor(extras.prompt_targets[piece]), logits_PV.device)
+                pieces.append(logprobs(logits_PV, targets, extras.num_prompt_logprobs or 0))
+        return concatenate(pieces) if pieces else None
+
+    # Captured mixed
+
+    def _replay_mixed(
+        self,
+        header: np.ndarray,
+        inputs: torch.Tensor,
+        sections: dict[str, torch.Tensor],
+        extras: Extras | None,
+    ) -> Outcome:
+        """`inputs`: the sections that describe tokens, in one piece, as `mixed_inputs` takes them."""
+        assert self.mixed_graphs is not None
+        self.buffers.copy(self.mixed_inputs[: inputs.shape[0]], inputs)
+        graph = self.mixed_graphs.graphs[MixedShape.of(header)]
+        graph.replay()
+        num_samples = int(header[Header.NUM_SAMPLES])
+        hidden_SD, logits_SV = graph.output[:num_samples], None
+        if header[Header.LOGITS]:
+            logits_SV = self.model.logits(hidden_SD)
+        if header[Header.EXTRAS] and logits_SV is not None:
+            rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
+            self.sampler.draw(logits_SV, rows_S[:num_samples], positions_S[:num_samples], extras)
+        return Outcome(logits_SV, hidden_SD)
+
+    def captured_mixed(self, shape: MixedShape) -> torch.Tensor:
+        """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples. A graph
+        captures this."""
+        sections = {name: self.mixed_inputs[start:end] for name, (start, end) in token_spans(shape).items()}
+        token_ids_T, rows_T = sections["token_ids"], sections["token_rows"]
+        is_decode_T = token_ids_T < 0
+        token_ids_T = torch.where(is_decode_T, self.state.table[rows_T.long(), Field.TOKEN], token_ids_T)
+        step = StepInput.captured_mixed(
+            token_ids_T=token_ids_T,
+            positions_T=sections["positions"],
+            rows_T=rows_T,
+            rows_S=sections["rows"],
+            query_starts_S=sections["query_starts"],
+            kv_lens_S=sections["kv_lens"],
+            block_tables_RM=self.state.block_tables_RM,
+            num_decodes=shape.decodes,
+            max_kv_len=self.max_model_len,
+            prefixes=self.state.prefixes if shape.sharing else None,
+        )
+        self.backend.begin(step)
+        hidden_SD = self.model(step, self.cache.blocks, sections["sample_index"].long())
+        logits_SV = self.model.logits(hidden_SD)
+        self.sampler.draw(logits_SV, sections["sample_rows"], sections["sample_positions"])
+        return hidden_SD
+
+    # Rehearsals
+
+    @torch.inference_mode()
+    def rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> torch.Tensor:
+        """Made-up prompts of `query_len` tokens, at their beginning (`fresh`) or after as many tokens,
+        sampling included; returns the logits [num_seqs, V]. The batch state has to be reset afterwards."""
+        step = StepInput.rehearsal(
+            num_seqs,
+            query_len,
+            cached_len=0 if fresh else query_len,
+            block_tables_RM=self.state.block_tables_RM,
+        )
+        self.backend.begin(step)
+        last_S = (step.query_starts_S[1:] - 1).long()
+        logits_SV = self.model.logits(self.model(step, self.cache.blocks, last_S))
+        self.sampler.draw(logits_SV, step.rows_S, step.positions_T[last_S])
+        return logits_SV
+
+    @torch.inference_mode()
+    def rehearse_eager(self, max_num_seqs: int, max_num_tokens: int) -> None:
+        """Launches whatever kernel an eager step may launch."""
+        for fresh in (True, False):
+            self.rehearse(min(2, max_num_seqs), min(8, self.max_model_len // 2), fresh)
+        captured = self.mixed_shapes[-1].tokens if self.mixed_shapes else 0
+        with self.model.one_layer_of_each_kind():
+            for length in CUTS:
+                if captured < length <= min(max_num_tokens, self.max_model_len):
+                    self.rehearse(1, length, True)
+        flat = self.state.flat
+        self.ops.apply_updates(flat, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=flat.device))
+        self.buffers.rehearse(self.state.sampled_S)
+
+    # Graphs
+
+    def new_graphs(
+        self, decode_sizes: list[int], share_from: int | None
+    ) -> tuple[DecodeGraphs, StepGraphs[MixedShape]]:
+        """The graphs of both kinds, which are not captured yet."""
+        short = self.model.one_layer_of_each_kind
+
+        def decode(key: tuple[int, bool]) -> torch.Tensor:
+            num_rows, sharing = key
+            return self.decode(num_rows, self.max_model_len, sharing)
+
+        mixed = StepGraphs(self.captured_mixed, self.mixed_shapes[::-1], short)
+        return DecodeGraphs(decode, decode_sizes, share_from, short), mixed
+
+    def capture(self, graphs: tuple[DecodeGraphs, StepGraphs[MixedShape]], pool: Any) -> None:
+        """Captures these graphs, which `launch` uses from then on."""
+        self.decode_graphs, self.mixed_graphs = graphs
+        self.mixed_graphs.capture(pool)  # first the larger ones, in whose memory the others then lie
+        self.decode_graphs.capture(pool)

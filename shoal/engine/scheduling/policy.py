@@ -1,0 +1,157 @@
+"""The scheduling policy: who runs first, who is preempted, and how much of the prompts one step takes.
+
+Everything here is a function of its arguments: no clock, no state that outlives a step. The scheduler
+(scheduler.py) calls it and keeps the books; what steps cost is learned in step_costs.py. How to change the
+policy or add one: docs/howto/scheduling-policy.md.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.api import Request
+from shoal.engine.scheduling.sequence import Sequence as QueuedSequence
+from shoal.engine.scheduling.step_costs import StepCosts, pairs
+
+Turn = tuple[float, ...]
+
+# Whatever the target says, prompts get the time of so many tokens for each sequence that decodes.
+TOKENS_A_DECODE = 2
+# A chunk is shortened to the size of a captured step if at least this share of it is left.
+NEAR = 0.75
+
+
+# Who runs first
+
+
+def first_come_first_served(request: Request, order: int) -> Turn:
+    return (order,)
+
+
+def by_priority(request: Request, order: int) -> Turn:
+    """The lowest number first. Equal ones run in the order in which their clients say they came."""
+    return (request.priority, request.arrival, order)
+
+
+# Each function gives a request its turn; `order` counts the requests. The smaller turn runs first. Turns are
+# unique, so each ends with `order`.
+POLICIES: dict[str, Callable[[Request, int], Turn]] = {
+    "fcfs": first_come_first_served,
+    "priority": by_priority,
+}
+
+
+# Who is preempted
+
+
+def victim(candidates: Sequence[QueuedSequence]) -> int:
+    """Which of these running sequences gives its KV blocks back when a decode needs one: an index.
+
+    `candidates` are in turn. The first is the sequence that needs the block; none of them is part of the step
+    yet. The last is a good choice: it waited least, and what runs longer is nearer to its end. Whoever is
+    first in turn must never be chosen while there are others, or nobody would make progress.
+    """
+    return len(candidates) - 1
+
+
+# How much of the prompts a step takes
+
+
+def prompt_cap(max_tokens: int, threshold: int, num_prompts: int) -> int:
+    """The most tokens one prompt may take from a step of `max_tokens`: others are to have a share while they
+    wait. `threshold` 0 means no cap."""
+    return threshold if threshold and num_prompts > 1 else max_tokens
+
+
+def tokens_within(seconds: float, start: int, costs: StepCosts) -> int:
+    """How many tokens of a prompt, the first of which follows `start` others, are computed in so many
+    seconds."""
+    if seconds <= 0:
+        return 0
+    # token_s * n + pair_s * n * (start + n / 2) = seconds, solved for n
+    token_s = costs.token_s + costs.pair_s * start
+    return int(2 * seconds / (token_s + math.sqrt(token_s * token_s + 2 * costs.pair_s * seconds)))
+
+
+def near_size(num_tokens: int, before: int, sizes: Sequence[int]) -> int:
+    """A chunk of at most `num_tokens` for a step that holds `before` others: shortened so that the step has
+    one of `sizes` (ascending), if one is near. A step between two captured sizes computes the larger."""
+    i = bisect_right(sizes, before + num_tokens)
+    shortened = sizes[i - 1] - before if i else 0
+    return shortened if shortened >= NEAR * num_tokens else num_tokens
+
+
+@dataclass(slots=True)
+class PromptBudget:
+    """What a step may still take of prompts. The scheduler asks `fit` and tells `spend`.
+
+    tokens: what is left of the step's token budget.
+    cap: the most tokens of one prompt.
+    seconds: what is left of the time that prompts may take.
+    costs: what they take of it; None where no target holds.
+    """
+
+    tokens: int
+    cap: int
+    num_decodes: int = 0
+    seconds: float = math.inf
+    costs: StepCosts | None = None
+    block_size: int = 1
+    step_sizes: Sequence[int] = ()
+    num_taken: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no prompt gets a token any more."""
+        return not self.tokens or (self.seconds <= 0 and self.num_taken > 0)
+
+    def fit(self, start: int, num_left: int) -> int:
+        """How many of a prompt's `num_left` tokens, which follow `start` others, the step takes; 0: none. The
+        first prompt always gets a block, so that prompts make progress."""
+        most = min(self.tokens, self.cap, num_left)
+        if self.costs is None:
+            return most
+        within = tokens_within(self.seconds - self.costs.seq_s, start, self.costs)
+        if within >= most:
+            return most
+        num_tokens = near_size(within, self.num_decodes + self.num_taken, self.step_sizes)
+        num_tokens -= min(num_tokens, (start + num_tokens) % self.block_size)
+        return num_tokens if self.num_taken else max(num_tokens, min(self.block_size, most))
+
+    def spend(self, start: int, num_tokens: int) -> None:
+        self.tokens -= num_tokens
+        self.num_taken += num_tokens
+        if self.costs is not None:
+            costs = self.costs
+            self.seconds -= costs.seq_s + num_tokens * costs.token_s + pairs(start, num_tokens) * costs.pair_s
+
+
+def prompt_budget(
+    tokens: int,
+    cap: int,
+    num_decodes: int,
+    target_s: float,
+    costs: StepCosts,
+    block_size: int,
+    step_sizes: Sequence[int],
+) -> PromptBudget:
+    """What a step may take of prompts if it is to end within `target_s`, beside sequences that decode,
+    `num_decodes` of them in this step.
+
+    Prompts get the time of one block of tokens at least, and of TOKENS_A_DECODE for each decode, even if the
+    step then takes longer. So where decodes alone take the target, prompts get about as much time as they do.
+    """
+    decode_s = costs.step_s + num_decodes * costs.seq_s
+    least_s = costs.token_s * max(block_size, TOKENS_A_DECODE * num_decodes)
+    return PromptBudget(
+        tokens,
+        cap,
+        num_decodes,
+        seconds=max(target_s - decode_s, least_s),
+        costs=costs,
+        block_size=block_size,
+        step_sizes=step_sizes,
+    )

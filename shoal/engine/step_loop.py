@@ -1,0 +1,274 @@
+"""The steps of one engine. Each is scheduled, launched on the ranks, and completed, which turns its tokens
+into outputs.
+
+With asynchronous scheduling step n+1 is scheduled and launched before the tokens of step n are looked at, so
+the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shoal.api import Logprob, Output, TokenLogprobs
+from shoal.config import ResolvedConfig
+from shoal.engine.lifecycle.standstill import Standstill
+from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.profile import span
+from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
+from shoal.engine.runner.runner import StepResult
+from shoal.engine.runner.sampling import LogprobLists
+from shoal.engine.scheduling.grammar import Grammars
+from shoal.engine.scheduling.grammar_admission import GrammarAdmission
+from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.step_costs import StepCosts
+from shoal.errors import EngineDeadError, ShoalError
+from shoal.kv.event_publisher import KvEvents
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was launched and is not completed yet."""
+
+    plan: StepPlan
+    result: StepResult
+    embeds: list[int]  # indices of the samples that result.embeddings holds, in its order
+    launched_at: float  # seconds of the monotonic clock
+
+
+class StepLoop:
+    """Runs what the scheduler holds, one `step` at a time.
+
+    A failure of the device or of a rank ends the ranks: the call raises EngineDeadError, and so does every
+    later one. An interrupt (any other exception) loses the steps in flight and aborts all requests.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        ranks: Ranks,
+        scheduler: Scheduler,
+        grammars: Grammars,
+        admission: GrammarAdmission,
+        tiers: KvTiers | None,
+        events: KvEvents | None,
+        standstill: Standstill,
+        costs: StepCosts | None,
+    ) -> None:
+        """`costs`: learns from each step what steps cost, if the engine wants to know."""
+        self.ranks, self.scheduler, self.tiers = ranks, scheduler, tiers
+        self._grammars, self._admission, self._events = grammars, admission, events
+        self._standstill = standstill
+        self._costs = costs
+        self._completed_at = 0.0  # when a step was completed last, seconds of the monotonic clock
+        self._block_size = config.block_size
+        self._depth = 1 if config.async_scheduling else 0  # steps in flight while the next one is scheduled
+        self._in_flight: deque[InFlight] = deque()
+        self._late: list[Output] = []  # outputs of the steps that `drain` completed
+        self.builder = self._new_builder()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything. Requests that are kept while the engine stands still are no
+        work."""
+        told = self._in_flight or self.scheduler.ended or self._late
+        return bool(told) or (self._standstill.reason is None and self.scheduler.has_work)
+
+    def step(self) -> list[Output]:
+        """Schedules and launches one step, then returns the outputs of the oldest that is due."""
+        self.ranks.check_usable()
+        self._admission.let_go()
+        outputs, self._late = self._late, []
+        for seq in self.scheduler.take_ended():
+            outputs.append(
+                Output(
+                    seq.request.request_id,
+                    [],
+                    finish_reason=seq.finish_reason,
+                    stop_reason=seq.stop_reason,
+                    error=seq.error,
+                )
+            )
+        runs = self._standstill.reason is None
+        with self._guarded():
+            tiers = self.tiers if runs else None
+            if tiers is not None:
+                tiers.before_schedule()
+            with span("schedule"):
+                plan = self.scheduler.schedule(self._costs) if runs else None
+            if tiers is not None:
+                tiers.before_step(launches=plan is not None)
+            if plan is not None:
+                with span("launch"):
+                    self._in_flight.append(self._launch(plan))
+            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+                with span("complete"):
+                    outputs += self._complete(self._in_flight.popleft())
+            elif self._admission.is_busy and not outputs:
+                self._admission.wait()
+            if tiers is not None:
+                tiers.after_step(waits=plan is None and not (self._in_flight or outputs))
+        if self._events is not None:
+            self._events.flush()
+        return outputs
+
+    def tick(self) -> bool:
+        """To be called while there is no work: KV blocks go to lower tiers. Returns whether it should be
+        called again soon."""
+        if self.tiers is None or self.ranks.error is not None:
+            return False
+        with self._guarded():
+            return self.tiers.tick()
+
+    def drain(self) -> None:
+        """Completes the steps in flight. The next `step` returns their outputs."""
+        self.ranks.check_usable()
+        with self._guarded():
+            while self._in_flight:
+                self._late += self._complete(self._in_flight.popleft())
+
+    # Launching
+
+    def _launch(self, plan: StepPlan) -> InFlight:
+        packed, extras = self.builder.build(plan, self.ranks.runner.padded_decodes(plan.num_decodes))
+        for entry in plan.scheduled[plan.num_decodes :]:
+            if entry.seq.started_at is None:
+                entry.seq.started_at = time.monotonic()
+        if extras.grammars:
+            extras.masks = self._grammars.masks(extras.grammars)
+        launched_at = time.monotonic()
+        return InFlight(plan, self.ranks.step(packed, extras or None), extras.embeds, launched_at)
+
+    def _new_builder(self) -> BatchBuilder:
+        runner = self.ranks.runner
+        return BatchBuilder(runner.layout, self._block_size, runner.share_from, runner.mixed_shapes)
+
+    # Completing
+
+    def _complete(self, step: InFlight) -> list[Output]:
+        tokens, result = self.ranks.wait(step.result), step.result
+        if self._costs is not None:
+            self._learn(self._costs, step)
+        if self.tiers is not None:
+            self.tiers.completed(step.plan, step.launched_at)
+        logprobs = result.logprobs.to_lists() if result.logprobs is not None else None
+        if result.prompt_logprobs is not None:
+            _keep_prompt_logprobs(step.plan, result.prompt_logprobs.to_lists())
+        embeddings: dict[int, list[float]] = {}
+        if result.embeddings is not None:
+            embeddings = dict(zip(step.embeds, result.embeddings.tolist()))
+        outputs = []
+        for drawn in self.scheduler.update(step.plan, tokens):
+            seq, params = drawn.seq, drawn.seq.request.params
+            is_first = len(seq.token_ids) == seq.num_prompt_tokens + 1
+            queued = seq.started_at - seq.added_at if is_first and seq.started_at is not None else 0.0
+            if seq.request.embed:
+                outputs.append(
+                    Output(
+                        seq.request.request_id,
+                        [],
+                        finish_reason=drawn.finish_reason,
+                        embedding=embeddings[drawn.sample],
+                        num_cached_tokens=seq.num_cached_tokens,
+                        queued_seconds=queued,
+                    )
+                )
+                continue
+            figures = None
+            if logprobs is not None and params.logprobs is not None:
+                figures = [_token_logprobs(logprobs, drawn.sample, drawn.token_id, params.logprobs)]
+            prompt_logprobs = None
+            if params.prompt_logprobs is not None and is_first:
+                prompt_logprobs = seq.prompt_logprobs or [None]
+            outputs.append(
+                Output(
+                    seq.request.request_id,
+                    [drawn.token_id],
+                    finish_reason=drawn.finish_reason,
+                    stop_reason=seq.stop_reason,
+                    logprobs=figures,
+                    prompt_logprobs=prompt_logprobs,
+                    num_cached_tokens=seq.num_cached_tokens,
+                    queued_seconds=queued,
+                )
+            )
+        return outputs
+
+    def _learn(self, costs: StepCosts, step: InFlight) -> None:
+        """The step has ended just now. It began when it was launched, or when the step before it ended."""
+        now = time.monotonic()
+        seconds = now - max(step.launched_at, self._completed_at)
+        self._completed_at = now
+        plan = step.plan
+        chunks = [(entry.start, entry.num_tokens) for entry in plan.scheduled[plan.num_decodes :]]
+        costs.learn(len(plan.scheduled), chunks, seconds)
+
+    # Failures
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What fails in here ends the ranks; what merely interrupts it loses the steps in flight."""
+        try:
+            yield
+        except (RuntimeError, ShoalError) as error:
+            raise self.ranks.failed(error) from error
+        except BaseException:
+            self._start_anew()
+            raise
+
+    def _start_anew(self) -> None:
+        """After an interrupt, or a lack of memory, in the middle of a step nobody knows what of the step
+        reached the device. So every request is aborted, and no block that the step should have filled may be
+        found later. Other ranks cannot be brought back in line: with them the engine ends."""
+        if self.ranks.size > 1:
+            self.ranks.error = EngineDeadError(
+                "interrupted in the middle of a tensor-parallel step; build a new engine"
+            )
+            return
+        self.ranks.error = EngineDeadError(
+            "interrupted in the middle of a step, and what was under way did not end; build a new engine"
+        )
+        self.scheduler.abort_all()
+        self.scheduler.reset_prefix_cache()
+        if self.tiers is not None:
+            try:
+                self.tiers.start_anew()
+            except TimeoutError:  # a disk that hangs
+                return
+        if self._events is not None:
+            self._events.flush()
+        self._in_flight.clear()
+        self._late.clear()
+        self.builder = self._new_builder()
+        self.ranks.runner.state.reset()
+        self.ranks.error = None
+
+
+def _keep_prompt_logprobs(plan: StepPlan, found: LogprobLists) -> None:
+    """Adds a step's log-probabilities of prompt tokens to their sequences."""
+    at = 0
+    for entry in plan.scheduled:
+        seq, k = entry.seq, entry.seq.request.params.prompt_logprobs
+        if k is None:
+            continue
+        if entry.start == 0 or seq.prompt_logprobs is None:
+            seq.prompt_logprobs = [None]
+        for i in range(num_prompt_targets(entry)):
+            target = seq.token_ids[entry.start + 1 + i]
+            seq.prompt_logprobs.append(_token_logprobs(found, at + i, target, k))
+        at += num_prompt_targets(entry)
+
+
+def _token_logprobs(found: LogprobLists, i: int, token_id: int, k: int) -> TokenLogprobs:
+    """vLLM's map for one token: itself with its rank, and the k best (all of them for k = -1)."""
+    best_ids, best = found.top_ids[i], found.top[i]
+    if k >= 0:
+        best_ids, best = best_ids[:k], best[:k]
+    ranked = {
+        token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(zip(best_ids, best), start=1)
+    }
+    return {token_id: Logprob(found.chosen[i], found.ranks[i])} | ranked

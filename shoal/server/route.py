@@ -1,0 +1,53 @@
+"""What a port answers to: a route, and the table in which a request's path finds its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.server.http import OPENAI, Dialect, Exchange
+
+Handler = Callable[[Exchange], Awaitable[None]]
+DOCUMENT = "/openapi.json"  # where a port describes its routes, if it does
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`path` may end in `/{id}`, which stands for one or more segments. The handler takes them from the
+    path."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    request: type | None = None  # the Struct of the body, for the OpenAPI document
+    response: type | None = None  # the Struct of a JSON answer, for the same document
+    content_type: str = "text/plain"  # the type of an answer that is no such Struct
+    public: bool = False  # asks for no key
+    quiet: bool = False  # machines ask for it all day long: it is neither logged nor counted
+    dialect: Dialect = OPENAI
+
+
+class RouteTable:
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._exact: dict[str, dict[str, Route]] = {}  # path: method: route
+        self._prefixes: dict[str, dict[str, Route]] = {}
+        for route in routes:
+            table = self._prefixes if route.path.endswith("{id}") else self._exact
+            table.setdefault(route.path.removesuffix("{id}"), {})[route.method] = route
+
+    def find(self, path: str) -> Mapping[str, Route] | None:
+        """The routes of the path, by method. None if there is nothing."""
+        if (methods := self._exact.get(path)) is not None:
+            return methods
+        for prefix, methods in self._prefixes.items():
+            if path.startswith(prefix) and len(path) > len(prefix):
+                return methods
+        return None
+
+    def overview(self) -> str:
+        """What there is, for a client that asked for something else."""
+        if DOCUMENT in self._exact:
+            return f"{DOCUMENT} lists what there is"
+        paths = [*self._exact, *(prefix + "{id}" for prefix in self._prefixes)]
+        return f"there are {', '.join(sorted(paths))}"

@@ -1,0 +1,94 @@
+"""The pages hold together: every relative link leads to a file and to a heading that exist, and every path of
+this repository that a page or a source names is there."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+    ]
+)
+SOURCES = sorted(p for p in (ROOT / "shoal").rglob("*") if p.suffix in (".py", ".c", ".h"))
+FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# `server/app.py`, `docs/kv.md`, `benchmarks/gpu.py`: a path with a folder, in backticks or alone.
+PATH = re.compile(r"(?<![\w/.~:<-])((?:[\w.-]+/)+[\w.-]+\.(?:py|c|h|md|json|html))(?![\w/])")
+FOLDERS = {p.name for p in [*ROOT.iterdir(), *(ROOT / "shoal").iterdir()] if p.is_dir() and p.name[0] != "."}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub and the site make them from its headings."""
+    lines = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.strip().lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    broken = []
+    for link in LINK.findall(FENCED.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue  # another site
+        target, _, anchor = unquote(link).partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (anchor and anchor not in headings(path)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SOURCES], ids=name)
+def test_every_path_that_a_page_or_a_source_names_is_there(page):
+    gone = []
+    for path in PATH.findall(page.read_text()):
+        if path.split("/")[0] not in FOLDERS:
+            continue  # no path of this repository
+        if not any((base / path).exists() for base in (ROOT, ROOT / "shoal", page.parent)):
+            gone.append(path)
+    assert not gone
+
+
+def test_every_page_is_in_the_sites_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert not {page for page in pages if f" {page}\n" not in nav}
+
+
+HOW_TOS = [p for p in sorted((ROOT / "docs/howto").glob("*.md")) if p.name != "README.md"]
+TEST = re.compile(r"(?<![\w/])((?:tests/)?(?:[\w/]+/)?test_\w+\.py)(?:::(test_\w+))?")
+
+
+@pytest.mark.parametrize("page", HOW_TOS, ids=name)
+def test_a_how_to_has_the_form_that_all_have_and_touches_five_files_at_most(page):
+    sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    titles = [section.partition("\n")[0].strip() for section in sections[1:]]
+    expected = ["Files to touch", "Steps", "What fails if you forget a step", "Check it"]
+    assert [title for title in titles if title in expected] == expected
+    files = sections[1 + titles.index("Files to touch")]
+    assert 1 <= len(re.findall(r"^\| `", files, re.MULTILINE)) <= 5
+
+
+@pytest.mark.parametrize("page", HOW_TOS, ids=name)
+def test_every_test_that_a_how_to_names_is_there(page):
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    named = TEST.findall(page.read_text())
+    assert named, "the page names no test that notices a forgotten step"
+    for file, test in named:
+        source = tests.get(file.rpartition("/")[2])
+        assert source is not None and (not test or f"def {test}(" in source), f"{file}::{test}"
+
+
+def test_every_how_to_is_in_the_index():
+    index = (ROOT / "docs/howto/README.md").read_text()
+    assert not [page.name for page in HOW_TOS if f"]({page.name})" not in index]

@@ -1,0 +1,248 @@
+"""One rank on its own: packed steps in, tokens and the batch state out. `transformers` says which tokens."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.api import Request, SamplingParams
+from shoal.attention.triton import TritonBackend
+from shoal.config import EngineConfig
+from shoal.engine.resolve import resolve_config
+from shoal.engine.runner import runner as runner_module
+from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, Header, MixedShape
+from shoal.engine.runner.runner import ModelRunner
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.kernels.state import Field
+from shoal.layers.parallel import TensorParallel
+from shoal.weights.source import resolve
+from tests import tiny
+
+PROMPTS = [[5, 9, 200, 31, 7], list(range(40, 75)), [250, 3], list(range(100, 121))]
+BLOCKS = 40
+
+
+class Rank:
+    """A runner with the scheduler and the builder that feed it, as an engine has them."""
+
+    def __init__(self, folder, **options):
+        files = resolve(str(folder))
+        defaults = dict(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=8)
+        self.config = resolve_config(EngineConfig(model=str(folder), **defaults | options), files.config)
+        self.runner = ModelRunner(self.config, files, TensorParallel.single())
+        self.runner.allocate(BLOCKS)
+        self.scheduler = Scheduler(
+            num_blocks=BLOCKS,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.config.max_model_len,
+        )
+        runner = self.runner
+        self.builder = BatchBuilder(
+            runner.layout, self.config.block_size, runner.share_from, runner.mixed_shapes
+        )
+        self.kinds = []  # of the steps so far
+
+    def add(self, prompt, **params):
+        options = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
+        return self.scheduler.add(Request(f"{id(prompt)}", prompt, SamplingParams(**options)))
+
+    def step(self):
+        """The step's plan and result."""
+        plan = self.scheduler.schedule()
+        packed, extras = self.builder.build(plan, self.runner.padded_decodes(plan.num_decodes))
+        result = self.runner.step(packed, extras or None)
+        header = packed[:HEADER_SIZE]
+        kind = "captured mixed" if header[Header.GRAPH_TOKENS] else "mixed"
+        self.kinds.append("decode" if header[Header.DECODE_ONLY] else kind)
+        self.scheduler.update(plan, result.wait())
+        return plan, result
+
+    def run(self):
+        while self.scheduler.has_work:
+            self.step()
+
+
+@pytest.fixture
+def rank(folder):
+    rank = Rank(folder)
+    yield rank
+    rank.runner.exit()
+
+
+def answer(seq):
+    return seq.token_ids[seq.num_prompt_tokens :]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen3-moe"])
+def test_tokens_are_those_of_transformers(name, root):
+    folder = tiny.write_model(root, name)
+    rank = Rank(folder)
+    seqs = [rank.add(prompt) for prompt in PROMPTS]
+    rank.run()
+    assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 8) for prompt in PROMPTS]
+    assert rank.kinds == ["mixed"] + ["decode"] * 7
+    rank.runner.exit()
+
+
+def test_prompts_in_chunks_beside_decodes_change_no_token(folder):
+    rank = Rank(folder, max_num_batched_tokens=12)
+    seqs = [rank.add(prompt) for prompt in PROMPTS]
+    rank.run()
+    assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 8) for prompt in PROMPTS]
+    assert rank.kinds.count("mixed") > 3
+    rank.runner.exit()
+
+
+def test_a_decode_finds_what_its_prompt_computed_anew_finds(folder, rank):
+    seq = rank.add(PROMPTS[1], logprobs=5)
+    for _ in range(4):
+        _, result = rank.step()
+        found = result.logprobs.to_lists()
+        oracle = tiny.logprobs(folder, seq.token_ids[:-1])[-1]
+        assert found.top_ids[0] == oracle.topk(5).indices.tolist()
+        torch.testing.assert_close(torch.tensor(found.top[0]), oracle.topk(5).values, rtol=1e-4, atol=1e-4)
+        assert found.chosen[0] == pytest.approx(float(oracle[seq.token_ids[-1]]), abs=1e-4)
+        assert found.ranks == [1]
+
+
+def test_a_prompts_own_log_probabilities_come_with_its_step(folder, rank):
+    rank.add(PROMPTS[3], prompt_logprobs=0)
+    _, result = rank.step()
+    oracle = tiny.logprobs(folder, PROMPTS[3])
+    expected = [float(oracle[i, token]) for i, token in enumerate(PROMPTS[3][1:])]
+    assert result.prompt_logprobs.to_lists().chosen == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_embedding_is_the_last_hidden_state(folder, rank):
+    rank.scheduler.add(Request("e", PROMPTS[0], SamplingParams(max_tokens=1), embed=True))
+    _, result = rank.step()
+    torch.testing.assert_close(result.embeddings[0], tiny.embedding(folder, PROMPTS[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_after_each_step_a_row_holds_the_next_input_and_where_it_stands(rank):
+    seqs = [rank.add(prompt) for prompt in PROMPTS[:2]]
+    for _ in range(3):
+        plan, result = rank.step()
+        for entry in plan.scheduled:
+            row = rank.runner.state.table[entry.row]
+            assert row[Field.TOKEN] == entry.seq.token_ids[-1]
+            assert row[Field.POSITION] == len(entry.seq.token_ids) - 1
+            blocks = entry.seq.block_ids
+            assert rank.runner.state.block_tables_RM[entry.row, : len(blocks)].tolist() == blocks
+        assert result.tokens.tolist() == [entry.seq.token_ids[-1] for entry in plan.scheduled]
+    assert [len(answer(seq)) for seq in seqs] == [3, 3]
+
+
+def test_rows_behind_the_last_decode_change_nothing(folder, rank):
+    seq = rank.add(PROMPTS[0])
+    plan, _ = rank.step()
+    rank.step()
+    state, steps = rank.runner.state, rank.runner.steps
+    others = [row for row in range(rank.config.max_num_seqs) if row != plan.scheduled[0].row]
+    table, blocks = state.table[others].clone(), rank.runner.cache.blocks.clone()
+    steps.decode(4, rank.config.max_model_len, sharing=False)  # as a graph for four rows does
+    assert torch.equal(state.table[others], table)
+    assert state.sampled_S[0] == tiny.greedy(folder, PROMPTS[0], 3)[2]
+    changed = (rank.runner.cache.blocks != blocks).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == [seq.block_ids[0]]
+
+
+@torch.inference_mode()
+def test_a_rehearsal_leaves_an_empty_batch_and_an_untouched_cache(folder, rank):
+    rank.runner.cache.blocks.fill_(7.0)
+    assert rank.runner.measure_token() > 0
+    rank.runner.steps.rehearse_eager(rank.config.max_num_seqs, rank.config.max_num_batched_tokens)
+    rank.runner.state.reset()
+    assert (rank.runner.cache.blocks == 7.0).all()
+    assert (rank.runner.state.active_B == -1).all() and not rank.runner.state.table.any()
+    rank.runner.cache.blocks.zero_()
+    seq = rank.add(PROMPTS[2])
+    rank.run()
+    assert answer(seq) == tiny.greedy(folder, PROMPTS[2], 8)
+
+
+def test_a_rehearsal_runs_the_first_layer_of_each_kind_and_the_last(root):
+    rank = Rank(tiny.write_model(root, "qwen3-moe"))
+    model = rank.runner.model
+    every = model.layers
+    dense, sparse, other = every  # kinds in turn
+    for layers, rehearsed in (
+        ((dense,), [dense]),
+        ((dense, sparse), [dense, sparse]),
+        ((dense, sparse, other), [dense, sparse, other]),
+        ((dense, dense, other), [dense, other]),
+    ):
+        model.layers = every[:0].extend(layers)
+        with model.one_layer_of_each_kind():
+            assert list(model.layers) == rehearsed  # never more than the cache has layers
+        assert list(model.layers) == list(layers)
+    model.layers = every
+    rank.runner.exit()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name, root, monkeypatch):
+    rank = Rank(tiny.write_model(root, name), max_num_batched_tokens=24)
+    model = rank.runner.model
+    forward, counts = model.forward, set()
+
+    def forward_twice(step, kv, select_S=None):
+        hidden_SD = forward(step, kv, select_S)
+        if select_S is not None:
+            counts.add(len(select_S))
+            torch.testing.assert_close(hidden_SD, forward(step, kv)[select_S], rtol=1e-5, atol=1e-5)
+        return hidden_SD
+
+    monkeypatch.setattr(model, "forward", forward_twice)
+    for prompt in sorted(PROMPTS, key=len, reverse=True):  # no prompt ends in the first step
+        rank.add(prompt)
+    rank.run()
+    assert 0 in counts and max(counts) > 1
+    rank.runner.exit()
+
+
+def test_captured_mixed_steps_change_no_token(folder, monkeypatch):
+    """What a graph captures is run in its place, with the GPU's attention in Triton's interpreter: padded shapes,
+    inputs from the static buffer."""
+
+    class Graph:
+        def __init__(self, steps, shape):
+            self.steps, self.shape = steps, shape
+            self.output = torch.empty(0)
+
+        def replay(self):
+            self.output = self.steps.captured_mixed(self.shape)
+
+    def select(config, device, dtype, **heads):
+        sizes = config.block_size, config.max_num_seqs, config.max_model_len
+        return TritonBackend(*heads.values(), *sizes, device, dtype)
+
+    monkeypatch.setattr(runner_module, "select_backend", select)
+    rank = Rank(folder, max_num_batched_tokens=20, max_num_seqs=4)
+    shapes = [MixedShape(20, 3, 4, 4, False), MixedShape(32, 4, 4, 4, False)]
+    rank.builder.mixed_shapes = shapes
+    steps = rank.runner.steps
+    steps.mixed_inputs = torch.zeros(1024, dtype=torch.int32)
+    steps.mixed_graphs = SimpleNamespace(graphs={shape: Graph(steps, shape) for shape in shapes})
+    seqs = [rank.add(prompt, max_tokens=5) for prompt in PROMPTS]
+    rank.run()
+    assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 5) for prompt in PROMPTS]
+    assert rank.kinds.count("captured mixed") >= 4 and "mixed" not in rank.kinds
+    rank.runner.exit()
+
+
+@torch.inference_mode()
+def test_blocks_leave_for_the_hosts_slab_and_come_back(rank):
+    rank.runner.open_kv(num_slots=4)
+    blocks = rank.runner.cache.blocks
+    blocks.copy_(torch.arange(BLOCKS, dtype=torch.float32).view(-1, 1, 1, 1, 1, 1).expand(blocks.shape))
+    kv = rank.runner.kv
+    kv.copy_out(1, [7, 3], [0, 2], wait=True)
+    blocks.zero_()
+    kv.copy_in(2, [2, 0], [5, 6], wait=True, behind=1)
+    done = kv.poll()["done"]
+    assert [(ticket, intact) for ticket, intact, _ in done] == [(1, [True, True]), (2, [True, True])]
+    assert (blocks[5] == 3).all() and (blocks[6] == 7).all() and not blocks[7].any()
+    assert kv.poll()["done"] == [] and kv.measure_block() > 0
