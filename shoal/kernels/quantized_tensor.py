@@ -1,8 +1,7 @@
-"""QuantizedTensor is a GGUF matrix as its file holds it, in rows of packed groups. This file also knows what
-those groups mean.
+"""QuantizedTensor: a GGUF matrix as its file holds it, in rows of packed groups; and what those groups mean.
 
 The formulas are ggml's, as tensor code that runs on any device. The order of operations is that of the `gguf`
-package, so results are equal to the bit.
+package, so that results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ import numpy as np
 import torch
 
 from shoal.errors import CheckpointError
+from shoal.kernels.ggml_types import GROUPS
 
-# As many weights are unpacked at a time: on the CPU as many as stay in its caches, elsewhere as many as fill
-# the device.
-CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
+# How many weights are unpacked at a time: on the CPU so many that they stay in its caches, which is 4 times
+# as fast as whole tensors; elsewhere so many that they fill the device.
+CPU_CHUNK = 1 << 18
+DEVICE_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix of weights of shape [out, in]. `data` is uint8 [out, bytes of a row], and usually a view of
-    the memory-mapped file."""
+    """[out, in] weights; `data` is uint8 [out, bytes a row], usually a view of the memory-mapped file."""
 
     kind: str
     shape: tuple[int, int]
@@ -31,16 +31,17 @@ class QuantizedTensor:
 
     @property
     def group_size(self) -> int:
-        """How many weights of a row share a scale. Columns can be cut at multiples of it."""
+        """How many weights of a row share a scale. Columns are cut at multiples of it."""
         return GROUPS[self.kind][0]
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """Returns the weights as a plain matrix. The packed rows are sent to `device` and unpacked there."""
+        """[out, in] on `device`, to which the rows travel packed."""
         group_bytes = GROUPS[self.kind][1]
         out = torch.empty(self.shape, dtype=dtype, device=device)
-        packed, (rows, columns) = torch.from_numpy(self.data), self.shape
+        packed = torch.from_numpy(self.data)
+        rows, columns = self.shape
         step = max(1, (CPU_CHUNK if out.device.type == "cpu" else DEVICE_CHUNK) // columns)
         for start in range(0, rows, step):
             groups = packed[start : start + step].to(device).reshape(-1, group_bytes)
@@ -51,7 +52,7 @@ class QuantizedTensor:
         return replace(self, shape=(stop - start, self.shape[1]), data=self.data[start:stop])
 
     def columns(self, start: int, stop: int) -> QuantizedTensor:
-        """Returns the columns [start, stop). Raises CheckpointError if a cut goes through a group."""
+        """Raises CheckpointError if the cut goes through a group."""
         group_size, group_bytes = GROUPS[self.kind]
         if start % group_size or stop % group_size:
             raise CheckpointError(
@@ -62,22 +63,22 @@ class QuantizedTensor:
         return replace(self, shape=(self.shape[0], stop - start), data=data)
 
     def take_rows(self, index: np.ndarray) -> QuantizedTensor:
-        """Returns a copy with these rows, in this order."""
+        """A copy with these rows in this order."""
         return replace(self, shape=(len(index), self.shape[1]), data=self.data[index])
 
 
 def _half(groups: torch.Tensor, start: int) -> torch.Tensor:
-    """Returns the float16 at byte `start` of each group, as float32 [n, 1]."""
+    """The float16 at byte `start` of each group, as float32 [n, 1]."""
     return groups[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _bits(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
-    """Unpacks [n, k] bytes into [n, ...] fields of `width` bits. Each `run` bytes give first their lowest
-    fields, then the next higher ones."""
+    """[n, k] bytes to [n, k * 8 / width] fields of `width` bits. Each `run` bytes give first the lowest
+    fields of all of them, then the next higher ones."""
     runs = packed.reshape(len(packed), -1, run)
-    return torch.stack([(runs >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)], dim=2).flatten(
-        1
-    )
+    mask = (1 << width) - 1
+    fields = [(runs >> shift) & mask for shift in range(0, 8, width)]
+    return torch.stack(fields, dim=2).flatten(1)
 
 
 def _q4_0(groups: torch.Tensor) -> torch.Tensor:
@@ -88,17 +89,34 @@ def _q4_1(groups: torch.Tensor) -> torch.Tensor:
     return _half(groups, 0) * _bits(groups[:, 4:], 4, 16).float() + _half(groups, 2)
 
 
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """The upper bits of Q5_0 and Q5_1, [n, 32], in their place. 4 bytes hold one bit a weight, in order."""
+    return _bits(packed, 1, 1) << 4
+
+
+def _q5_0(groups: torch.Tensor) -> torch.Tensor:
+    values = _bits(groups[:, 6:], 4, 16) | _fifth_bits(groups[:, 2:6])
+    return _half(groups, 0) * (values.float() - 16)
+
+
+def _q5_1(groups: torch.Tensor) -> torch.Tensor:
+    values = _bits(groups[:, 8:], 4, 16) | _fifth_bits(groups[:, 4:8])
+    return _half(groups, 0) * values.float() + _half(groups, 2)
+
+
 def _q8_0(groups: torch.Tensor) -> torch.Tensor:
     return groups[:, 2:].contiguous().view(torch.int8).float() * _half(groups, 0)
 
 
 def _k_scales(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and minima of Q4_K and Q5_K, [n, 8, 1]. They have 6 bits each, in 12 bytes. The
-    upper 2 bits of the last four lie in the first eight bytes."""
+    """Scales and minima [n, 8, 1] of Q4_K and Q5_K. They have 6 bits each, in 12 bytes; the last four have
+    their upper 2 bits in the first eight bytes."""
     low, middle, high = groups[:, 4:8], groups[:, 8:12], groups[:, 12:16]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=1)
-    return (_half(groups, 0) * scales.float()).unsqueeze(2), (_half(groups, 2) * minima.float()).unsqueeze(2)
+    scales = _half(groups, 0) * scales.float()
+    minima = _half(groups, 2) * minima.float()
+    return scales.unsqueeze(2), minima.unsqueeze(2)
 
 
 def _q4_k(groups: torch.Tensor) -> torch.Tensor:
@@ -118,18 +136,12 @@ def _q6_k(groups: torch.Tensor) -> torch.Tensor:
     return (scales.unsqueeze(2) * (values.view(-1, 16, 16).float() - 32)).flatten(1)
 
 
-# How many weights and how many bytes a group of each kind has.
-GROUPS = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-}
+# From groups, uint8 [n, bytes of a group], to their weights, float32 [n, weights of a group].
 UNPACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
