@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 from shoal.memory.pools import TorchPools
 from shoal.memory.regions import Regions
 from tests.cpu import fake_torch_npu
-from tests.cpu.fake_memory import GRAIN, Fake, build_fake, needs_compiler
+from tests.cpu.fake_memory import GRAIN, checked_fake, needs_compiler
 
 pytestmark = needs_compiler
 MIB = 1 << 20
@@ -21,11 +21,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def fake():
-    found = Fake(build_fake())
-    before = found.books()
-    yield found
-    found.check()
-    assert found.books() == before, "something was left behind"
+    with checked_fake() as found:
+        yield found
 
 
 @pytest.fixture
