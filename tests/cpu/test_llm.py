@@ -345,14 +345,15 @@ def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeyp
     assert gc.get_threshold() == before
 
 
-def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypatch):
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_interrupt_in_a_step_leaves_a_usable_engine(at, build, expected, monkeypatch):
     """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it
     never ran."""
     engine = build("qwen3", async_scheduling=True)
     launch, steps = Ranks.step, iter(range(100))
 
     def interrupted(self, packed, extras):
-        if next(steps) == 3:
+        if next(steps) == at:
             raise KeyboardInterrupt
         return launch(self, packed, extras)
 
