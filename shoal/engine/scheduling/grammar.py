@@ -13,6 +13,7 @@ steps meanwhile. If it stays slow, it ends with an error.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +23,11 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from shoal.api import StructuredOutputsParams
 from shoal.engine.runner.batch import GrammarRow
-from shoal.errors import RequestError
+from shoal.errors import RequestError, ShoalError
 from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
 from shoal.tokenizer import Tokenizer, end_token_ids
+
+logger = logging.getLogger(__name__)
 
 AheadMask = tuple[np.ndarray, float]  # a mask, int32 [words], and the seconds it took
 
@@ -126,8 +129,8 @@ class Grammar:
 
 
 class Grammars:
-    """All grammars of an engine. Nothing is loaded before the first: then `load_tokenizer` is called, in the
-    background.
+    """All grammars of an engine. `load_tokenizer` is called by `prepare`, or else for the first grammar in
+    the background.
 
     end_ids: the tokens that end a text, beside the tokenizer's own. closes_objects: as in
     structured.grammar_of.
@@ -150,6 +153,15 @@ class Grammars:
         self.under_way: set[Future[AheadMask]] = set()  # the masks that are computed beside the steps
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
         self._tokenizer: LLTokenizer | None = None
+
+    def prepare(self) -> None:
+        """Loads the tokenizer and builds the table of its tokens. That holds Python's lock for a good part of
+        a second, so a server does it before it has requests. A model that has no usable tokenizer may serve
+        without grammars: each request for one gets the error."""
+        try:
+            in_deep_thread(self._table).result()
+        except ShoalError as error:
+            logger.info("grammars cannot be used: %s", error)
 
     def start(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """Compiles a grammar in the background. The future raises RequestError for a grammar that is not
@@ -224,8 +236,8 @@ class Grammars:
             grammar.begin_ahead()
         return grammar
 
-    def _compile(self, grammar: str) -> tuple[LLMatcher, float]:
-        """A matcher at the grammar's beginning, and the seconds that its first mask took."""
+    def _table(self) -> LLTokenizer:
+        """The table of the model's tokens, which is built once."""
         if self._tokenizer is None:
             tokenizer = self._load_tokenizer()
             self._end_ids = end_token_ids(self._end_ids, tokenizer, self._vocab_size)
@@ -235,7 +247,11 @@ class Grammars:
                     "set eos_token_id in its generation_config.json"
                 )
             self._tokenizer = token_table(tokenizer, self._vocab_size, self._end_ids)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        return self._tokenizer
+
+    def _compile(self, grammar: str) -> tuple[LLMatcher, float]:
+        """A matcher at the grammar's beginning, and the seconds that its first mask took."""
+        matcher = LLMatcher(self._table(), grammar, log_level=0, limits=LIMITS)
         first = matcher.deep_copy()
         begin = time.perf_counter()
         # The first mask is mostly the costliest. Computed here it holds nobody up, and shows a grammar that
