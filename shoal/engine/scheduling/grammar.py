@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +31,7 @@ from shoal.tokenizer import Tokenizer, end_token_ids
 
 logger = logging.getLogger(__name__)
 
-AheadMask = tuple[np.ndarray, float]  # a mask, int32 [words], and the seconds it took
+AheadMask = tuple[np.ndarray, float]  # a mask, int32 [words], and the seconds of processor time it took
 
 KEPT = 64  # compiled grammars that are kept for requests that bring the same
 # A step's masks are slow if they take longer than SLOW_S together, and SLOW_ROW_S more for each of them.
@@ -41,6 +43,7 @@ TOKEN_S = 0.02
 # A slow sequence returns to the steps after so many fast masks in a row, and after twice as many each time
 # that it was slow again.
 FAST_AGAIN = 8
+NICENESS = 10  # of the thread that computes slow masks
 
 
 class Grammar:
@@ -148,7 +151,9 @@ class Grammars:
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
         # One thread that computes masks beside the steps, for the engine's own thread and for the compiler's.
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-slow-masks")
+        self._beside = ThreadPoolExecutor(
+            1, thread_name_prefix="shoal-slow-masks", initializer=_let_steps_go_first
+        )
         self._beside_executor: LLExecutor | None = None  # made and used in that thread only
         self.under_way: set[Future[AheadMask]] = set()  # the masks that are computed beside the steps
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
@@ -219,12 +224,13 @@ class Grammars:
     def _compute_beside(self, matcher: LLMatcher) -> AheadMask:
         if self._beside_executor is None:
             self._beside_executor = LLExecutor(1)
-        begin = time.perf_counter()
+        # The processor time: while steps need the processor, this thread waits.
+        begin = time.thread_time()
         mask = np.zeros((1, self._num_words), np.int32)
         self._beside_executor.unsafe_compute_mask_ptr(
             [(matcher, 0)], mask.ctypes.data, 4 * self._num_words, 1
         )
-        return mask[0], time.perf_counter() - begin
+        return mask[0], time.thread_time() - begin
 
     # In the background
 
@@ -290,6 +296,11 @@ class _Tokens:
         return self._tokenizer.encode(
             text if isinstance(text, str) else text.decode(), add_special_tokens=False
         )
+
+
+def _let_steps_go_first() -> None:
+    """Gives the calling thread less of a busy processor than the threads that compute steps get."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _bits(token_ids: Iterable[int], words: int) -> np.ndarray:
