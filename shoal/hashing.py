@@ -29,6 +29,7 @@ from xxhash import xxh3_64_intdigest
 KEY_SIZE = 16
 WIRE_SEED = 1337
 UINT64_MAX = 2**64 - 1
+_PAIR = struct.Struct("<QQ").pack
 
 
 def root_key(adapter: str | None = None, cache_salt: str | None = None) -> bytes:
@@ -99,8 +100,13 @@ def sequence_hashes(hashes: Iterable[int]) -> list[int]:
     over (the hash before, the block's own hash)."""
     chain: list[int] = []
     for own in hashes:
-        chain.append(xxh3_64_intdigest(struct.pack("<QQ", chain[-1], own), WIRE_SEED) if chain else own)
+        chain.append(chain_hash(chain[-1], own) if chain else own)
     return chain
+
+
+def chain_hash(parent: int, own: int) -> int:
+    """The sequence hash of a block with hash `own` behind a block with sequence hash `parent`."""
+    return xxh3_64_intdigest(_PAIR(parent, own), WIRE_SEED)
 
 
 def _bytes_of(token_ids: Sequence[int]) -> memoryview:

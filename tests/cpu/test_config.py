@@ -10,7 +10,7 @@ from shoal.cli import option_tables
 from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, ServerConfig, StructuredOutputsConfig
 from shoal.engine.resolve import resolve_config
 from shoal.errors import ConfigError
-from shoal.model_config import ModelConfig
+from shoal.models.config_json import config_from_json
 from shoal.server.protocol import SamplingFields
 
 QWEN = {
@@ -30,7 +30,7 @@ QWEN = {
 
 
 def resolve(**options):
-    return resolve_config(EngineConfig(device="cpu", **options), ModelConfig.from_hf(QWEN, "config.json"))
+    return resolve_config(EngineConfig(device="cpu", **options), config_from_json(QWEN, "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_resolved_config_reaches_another_rank_as_it_is():
 )
 def test_quantized_weights_stay_so_on_the_cpu_unless_a_dtype_is_named(dtype, quantized_bytes, kept):
     config = EngineConfig(device="cpu", dtype=dtype)
-    resolved = resolve_config(config, ModelConfig.from_hf(QWEN, "config.json"), quantized_bytes)
+    resolved = resolve_config(config, config_from_json(QWEN, "config.json"), quantized_bytes)
     assert resolved.keep_quantized is kept
 
 

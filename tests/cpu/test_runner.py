@@ -241,7 +241,7 @@ def test_captured_mixed_steps_change_no_token(folder, start, monkeypatch):
 
 @torch.inference_mode()
 def test_blocks_leave_for_the_hosts_slab_and_come_back(rank):
-    rank.runner.open_kv(num_slots=4)
+    rank.runner.open_kv(num_host_blocks=4)
     blocks = rank.runner.cache.blocks
     blocks.copy_(torch.arange(BLOCKS, dtype=torch.float32).view(-1, 1, 1, 1, 1, 1).expand(blocks.shape))
     kv = rank.runner.kv

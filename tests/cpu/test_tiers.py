@@ -24,10 +24,10 @@ from shoal.kv.io_threads import done
 from shoal.kv.tier import TierStats
 from shoal.kv.tier_registry import TIERS, first_read_s
 from shoal.kv_event_format import CPU, STORAGE
-from shoal.model_config import ModelConfig
+from shoal.models.config_json import config_from_json
 
 BLOCK_BYTES = 1 << 16
-MODEL = ModelConfig.from_hf(
+MODEL = config_from_json(
     dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",

@@ -76,6 +76,7 @@ class ModelRunner:
                 num_heads=model.num_heads // tp.size,
                 num_kv_heads=num_kv_heads,
                 head_dim=model.head_dim,
+                scale=model.attention_scale,
             )
             with self._regions.holding("weights"):
                 self.model = Decoder(model, tp, ops, backend, self.max_model_len, config.keep_quantized)
@@ -86,6 +87,7 @@ class ModelRunner:
                     setattr(module, name, buffer.clone())
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
         self.state = BatchState(self.layout, self.device)
+        # A layer with a sliding window reads too little of a prefix to share it.
         never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or all(model.windows)
         # From this many decodes on, steps look for groups that share a prefix. None: never.
         self.share_from = None if never_shares else backend.share_from
@@ -93,6 +95,7 @@ class ModelRunner:
         if backend.captures_mixed and not config.enforce_eager:
             most = min(self.max_num_tokens, most_captured_tokens(self.model))
             self.mixed_shapes = mixed_shapes(most, self.max_num_seqs, self.share_from)
+        # With tiers, the copy engines may be busy with blocks, so a kernel copies what a step sends.
         buffers = StepBuffers(
             self.max_num_seqs, self.device, ops.copy_ints if config.has_kv_tiers else queue_copy
         )
@@ -110,6 +113,7 @@ class ModelRunner:
             self.max_model_len,
         )
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
+        # On a CPU, a region asks for its tensors when it sleeps; on a GPU it knows what lies in it.
         self._regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
         self._regions.adopt("kv_cache", lambda: [self.cache.blocks])
         self.memory = RankMemory(self._regions, self.shaper, self.device)
@@ -132,8 +136,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
-        """Compiles the model's kernels side by side if it has not run on this machine yet, which a step of
-        each kind tells. Ranks must agree on it, as they compute together."""
+        """Compiles the model's kernels side by side if it has not run on this machine yet. One step of each
+        kind shows whether any kernel is missing on disk. If one is missing on any rank, all ranks go on to
+        the other steps, because they compute together."""
         graphs = () if self.config.enforce_eager else self._new_graphs()
         with compiling_ahead() as compiled, self.model.one_layer_of_each_kind():
             self.steps.rehearse(1, 1, True)

@@ -50,7 +50,8 @@ from shoal.kernels.state import Field
 from shoal.kernels.step_input import AttentionBackend, HostView, StepInput
 from shoal.models.decoder import Decoder
 
-# Kernels are cut alike for all steps of as many tokens as two neighbours here lie apart.
+# Numbers of tokens. Between two neighbours here, all steps launch the same variants of the kernels (tile
+# sizes and the like), so a rehearsal at each of these numbers makes all variants ready.
 CUTS = 32, 64, 128, 192, 256, 1024, 2048
 POLL_S = 20e-6
 

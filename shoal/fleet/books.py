@@ -1,0 +1,162 @@
+"""What each worker is doing, as far as this router has sent it: the books of active sequences.
+
+A request enters with the choice of its worker, so that a burst of requests sees what was chosen before it.
+Its prefill leaves at the first token, the rest at its end. Blocks that several active requests of one worker
+share count once. Prefill work that a worker was given lately counts for a while after it is done: without
+it, requests that come one after the other, with nothing in flight, would all meet equal loads. NVIDIA Dynamo
+keeps the same books (ActiveSequences), without the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.fleet.indexer import WorkerRank
+
+RECENT_HALF_LIFE_S = 10.0
+EXPIRY_S = 3600.0  # a request of which nothing was heard for so long is taken for lost
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A worker's load, in tokens where a unit is not named."""
+
+    active_requests: int = 0
+    prefill_tokens: int = 0  # to be computed before the first tokens of active requests
+    active_tokens: int = 0  # whose KV active requests hold
+    recent_tokens: float = 0.0  # prefill work given lately, halved every RECENT_HALF_LIFE_S
+
+
+@dataclass(slots=True)
+class _Request:
+    rank: WorkerRank
+    prefill_tokens: int
+    chain: Sequence[int]
+    block_size: int
+    tail_tokens: int  # of the block that is not full, and of what was generated
+    heard_at: float
+
+
+@dataclass(slots=True)
+class _Worker:
+    requests: dict[str, _Request] = field(default_factory=dict)
+    blocks: Counter[int] = field(default_factory=Counter)  # chain hash -> requests that hold it
+    prefill_tokens: int = 0
+    block_tokens: int = 0
+    tail_tokens: int = 0
+    recent_tokens: float = 0.0
+    recent_at: float = 0.0
+
+
+class Books:
+    """`clock`: seconds that only grow."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._workers: dict[WorkerRank, _Worker] = {}
+        self._ranks: dict[str, WorkerRank] = {}  # by request
+
+    def begin(
+        self,
+        request_id: str,
+        rank: WorkerRank,
+        num_tokens: int,
+        cached_tokens: int,
+        chain: Sequence[int],
+        block_size: int,
+    ) -> None:
+        """A request of `num_tokens` tokens goes to this worker, which is thought to have `cached_tokens` of
+        them. A request that is in the books already moves."""
+        self.end(request_id)
+        now, worker = self._clock(), self._workers.setdefault(rank, _Worker())
+        prefill = max(0, num_tokens - cached_tokens)
+        request = _Request(rank, prefill, chain, block_size, num_tokens - len(chain) * block_size, now)
+        worker.requests[request_id] = request
+        self._ranks[request_id] = rank
+        for block in chain:
+            worker.blocks[block] += 1
+            if worker.blocks[block] == 1:
+                worker.block_tokens += block_size
+        worker.tail_tokens += request.tail_tokens
+        worker.prefill_tokens += prefill
+        worker.recent_tokens = _faded(worker, now) + prefill
+        worker.recent_at = now
+
+    def first_token(self, request_id: str) -> None:
+        """Its prefill is done."""
+        found = self._find(request_id)
+        if found is not None:
+            worker, request = found
+            worker.prefill_tokens -= request.prefill_tokens
+            request.prefill_tokens = 0
+
+    def generated(self, request_id: str, num_tokens: int) -> None:
+        """It has so many more tokens."""
+        found = self._find(request_id)
+        if found is not None:
+            worker, request = found
+            request.tail_tokens += num_tokens
+            worker.tail_tokens += num_tokens
+
+    def end(self, request_id: str) -> None:
+        """It has ended, left or moved. A request that is not in the books changes nothing."""
+        rank = self._ranks.pop(request_id, None)
+        if rank is None:
+            return
+        worker = self._workers[rank]
+        request = worker.requests.pop(request_id)
+        worker.prefill_tokens -= request.prefill_tokens
+        worker.tail_tokens -= request.tail_tokens
+        for block in request.chain:
+            worker.blocks[block] -= 1
+            if not worker.blocks[block]:
+                del worker.blocks[block]
+                worker.block_tokens -= request.block_size
+
+    def load(self, rank: WorkerRank) -> Load:
+        worker = self._workers.get(rank)
+        if worker is None:
+            return Load()
+        return Load(
+            len(worker.requests),
+            worker.prefill_tokens,
+            worker.block_tokens + worker.tail_tokens,
+            _faded(worker, self._clock()),
+        )
+
+    def remove_worker(self, rank: WorkerRank) -> list[str]:
+        """The worker is gone; returns the requests that it had."""
+        worker = self._workers.pop(rank, None)
+        lost = [] if worker is None else list(worker.requests)
+        for request_id in lost:
+            del self._ranks[request_id]
+        return lost
+
+    def expire(self) -> list[str]:
+        """Ends requests of which nothing was heard for long, and returns them. A stream that goes on is heard
+        of with each token, however long it runs."""
+        now = self._clock()
+        lost = [
+            request_id
+            for worker in self._workers.values()
+            for request_id, request in worker.requests.items()
+            if now - request.heard_at > EXPIRY_S
+        ]
+        for request_id in lost:
+            self.end(request_id)
+        return lost
+
+    def _find(self, request_id: str) -> tuple[_Worker, _Request] | None:
+        rank = self._ranks.get(request_id)
+        if rank is None:
+            return None
+        worker = self._workers[rank]
+        request = worker.requests[request_id]
+        request.heard_at = self._clock()
+        return worker, request
+
+
+def _faded(worker: _Worker, now: float) -> float:
+    return worker.recent_tokens * 0.5 ** ((now - worker.recent_at) / RECENT_HALF_LIFE_S)

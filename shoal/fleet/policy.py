@@ -1,0 +1,212 @@
+"""Which worker gets a request. A policy is a pure function of request, workers and random numbers.
+
+`kv` is NVIDIA Dynamo's cost, in blocks, lower is better:
+
+    cost = prefill_load_scale * max(0, prefill blocks - credits for what is cached)
+         + active blocks + decode_active_request_weight * active requests
+
+with one term of ours: a share of the prefill work that the worker was given lately, so that requests that
+come one after the other spread over workers that are otherwise alike. `kv_logit` is Dynamo's older weighted
+sum of overlap, cache usage and load, higher is better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
+
+import msgspec
+
+from shoal.errors import ConfigError
+from shoal.fleet.books import Load
+from shoal.fleet.indexer import Overlap, WorkerRank
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """Names and defaults are those of Dynamo's KvRouterConfig, but for the last, which is ours."""
+
+    overlap_score_credit: float = 1.0
+    overlap_score_credit_decay: float = 0.0
+    prefill_load_scale: float = 1.0
+    decode_active_request_weight: float = 0.0
+    host_cache_hit_weight: float = 0.75
+    disk_cache_hit_weight: float = 0.25
+    router_temperature: float = 0.0
+    track_prefill_tokens: bool = True
+    recent_prefill_weight: float = 0.1
+
+
+class Candidate(msgspec.Struct, gc=False):
+    """What a policy knows of one worker. The overlap is in blocks of the worker's own size."""
+
+    rank: WorkerRank
+    block_size: int = 16
+    overlap: Overlap = Overlap()
+    load: Load = field(default_factory=Load)
+    kv_usage: float = 0.0  # as the worker publishes it: the share of its KV cache that is in use
+    num_waiting: int = 0  # as the worker publishes it
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.overlap.total * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a policy knows of a request. `turn`: how many requests were routed before it."""
+
+    num_tokens: int
+    session: str | None = None
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen worker, its overlap, and what each worker would have cost (lower is better)."""
+
+    rank: WorkerRank
+    overlap: Overlap
+    costs: dict[WorkerRank, float]
+
+
+Policy = Callable[[Ask, Sequence[Candidate], RouterWeights, Random, int], dict[WorkerRank, float]]
+
+
+def choose(
+    policy: str,
+    ask: Ask,
+    candidates: Sequence[Candidate],
+    weights: RouterWeights,
+    rng: Random,
+    block_size: int,
+) -> Choice:
+    """Raises ValueError without candidates. Ties are broken by `rng`, or softened by the temperature.
+    `block_size`: the unit of costs, in tokens, so that workers of several block sizes can be compared."""
+    costs = POLICIES[policy](ask, candidates, weights, rng, block_size)
+    rank = _draw(costs, weights.router_temperature, rng)
+    return Choice(rank, next(c.overlap for c in candidates if c.rank == rank), costs)
+
+
+def check_policy(policy: str) -> None:
+    """Raises ConfigError for a name that is none."""
+    if policy not in POLICIES:
+        raise ConfigError(f"policy {policy!r} is none of {', '.join(POLICIES)}; choose one of these")
+
+
+# The policies
+
+
+def kv(
+    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+) -> dict[WorkerRank, float]:
+    least = min((c.load.prefill_tokens for c in candidates), default=0)
+    return {c.rank: kv_cost(ask, c, weights, block_size, least) for c in candidates}
+
+
+def kv_cost(
+    ask: Ask, candidate: Candidate, weights: RouterWeights, block_size: int, least_prefill_tokens: int
+) -> float:
+    """The cost of one worker, in blocks of `block_size` tokens."""
+    load, scale = candidate.load, candidate.block_size / block_size
+    decay = 1.0
+    if weights.track_prefill_tokens and weights.overlap_score_credit_decay > 0:
+        beyond = (load.prefill_tokens - least_prefill_tokens) / block_size
+        decay = 1 / (1 + weights.overlap_score_credit_decay * beyond / max(1.0, ask.num_tokens / block_size))
+    credit = scale * (
+        weights.overlap_score_credit * decay * candidate.overlap.device
+        + weights.host_cache_hit_weight * candidate.overlap.host
+        + weights.disk_cache_hit_weight * candidate.overlap.disk
+    )
+    prefill = 0.0
+    if weights.track_prefill_tokens:
+        prefill = (load.prefill_tokens + max(ask.num_tokens, candidate.cached_tokens)) / block_size
+    return (
+        weights.prefill_load_scale * max(0.0, prefill - credit)
+        + load.active_tokens / block_size
+        + weights.decode_active_request_weight * load.active_requests
+        + weights.recent_prefill_weight * load.recent_tokens / block_size
+    )
+
+
+def kv_logit(
+    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+) -> dict[WorkerRank, float]:
+    most_waiting = max((c.num_waiting + c.load.active_requests for c in candidates), default=0)
+    costs = {}
+    for c in candidates:
+        share = min(1.0, c.cached_tokens / max(1, ask.num_tokens))
+        waiting = (c.num_waiting + c.load.active_requests) / most_waiting if most_waiting else 0.0
+        costs[c.rank] = -(2.0 * share - c.kv_usage - waiting)
+    return costs
+
+
+def round_robin(
+    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+) -> dict[WorkerRank, float]:
+    turn = ask.turn % max(1, len(candidates))
+    return {c.rank: float((number - turn) % len(candidates)) for number, c in enumerate(candidates)}
+
+
+def random(
+    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+) -> dict[WorkerRank, float]:
+    return {c.rank: rng.random() for c in candidates}
+
+
+def least_loaded(
+    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+) -> dict[WorkerRank, float]:
+    return {c.rank: float(c.load.active_requests) for c in candidates}
+
+
+def power_of_two(
+    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+) -> dict[WorkerRank, float]:
+    """The less loaded of two workers drawn at random; the others are not looked at."""
+    drawn = rng.sample(candidates, min(2, len(candidates)))
+    return {
+        c.rank: float(c.load.active_requests) if any(c is two for two in drawn) else math.inf
+        for c in candidates
+    }
+
+
+def affinity(
+    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+) -> dict[WorkerRank, float]:
+    """Rendezvous hashing (Thaler, Ravishankar 1998): a session stays with its worker while that lives, and
+    when a worker goes, only its sessions move. Requests without a session go where least is active."""
+    if ask.session is None:
+        return least_loaded(ask, candidates, weights, rng, block_size)
+    return {c.rank: -float(_score(ask.session, c.rank)) for c in candidates}
+
+
+POLICIES: dict[str, Policy] = {
+    "kv": kv,
+    "kv_approx": kv,  # the same cost; its overlaps come from the router's own decisions
+    "round_robin": round_robin,
+    "random": random,
+    "least_loaded": least_loaded,
+    "power_of_two": power_of_two,
+    "affinity": affinity,
+    "kv_logit": kv_logit,
+}
+
+
+def _score(session: str, rank: WorkerRank) -> int:
+    named = f"{len(session)}:{session}:{rank.worker}:{rank.rank}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(blake2b(named, digest_size=8).digest(), "big")
+
+
+def _draw(costs: dict[WorkerRank, float], temperature: float, rng: Random) -> WorkerRank:
+    """At temperature 0 the least cost, else by a softmax over the costs' own span, as Dynamo does."""
+    least = min(costs.values())
+    finite = [cost for cost in costs.values() if cost != math.inf]
+    span = max(finite) - least
+    if temperature <= 0 or not span:
+        return rng.choice([rank for rank, cost in costs.items() if cost == least])
+    likely = [math.exp(-(cost - least) / (span * temperature)) for cost in costs.values()]
+    return rng.choices(list(costs), likely)[0]

@@ -1,0 +1,153 @@
+"""The router as a library: prefixes, books, decisions that stand for events, recorded events."""
+
+import collections
+import io
+import json
+
+import pytest
+
+from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
+from shoal.fleet.kv_router import KvRouter
+from shoal.fleet.policy import Choice
+from shoal.fleet.recorder import EventPublisher, Recorder, apply_router_event, read
+from shoal.kv_event_format import GPU, AllBlocksCleared, BlockStored
+
+A, B = WorkerRank("a"), WorkerRank("b")
+PROMPT = list(range(100, 164))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def router(policy="kv", clock=None, **options):
+    return KvRouter(
+        KvIndexer(16), workers=["a", "b"], policy=policy, seed=0, clock=clock or Clock(), **options
+    )
+
+
+def store(index, rank, tokens, first_name=0, size=16):
+    names = list(range(first_name, first_name + len(tokens) // size))
+    index.apply(rank, BlockStored(names, None, tokens, size, None, GPU, None))
+
+
+def test_the_longest_prefix_wins_and_asking_changes_nothing():
+    r = router()
+    store(r.indexer, A, PROMPT[:16])
+    store(r.indexer, B, PROMPT)
+    for _ in range(5):
+        choice = r.schedule([*PROMPT, 1, 2])
+        assert choice.rank == B and choice.overlap == Overlap(4) and choice.costs[A] > choice.costs[B]
+    assert r.books.load(B).active_requests == 0
+
+
+def test_a_choice_is_in_the_books_before_the_next_one():
+    r = router()
+    ranks = [r.schedule([n] * 64, request_id=str(n)).rank for n in range(10)]
+    assert collections.Counter(ranks) == {A: 5, B: 5}
+    assert r.books.load(A).prefill_tokens == 5 * 64
+
+
+def test_workers_of_several_block_sizes_find_the_same_prefix():
+    r = router()
+    store(r.indexer, A, PROMPT, size=16)
+    store(r.indexer, B, PROMPT, size=32)
+    costs = r.schedule(PROMPT).costs
+    assert costs[A] == costs[B] == 0.0
+
+
+def test_without_events_decisions_count_until_they_are_old_or_corrected():
+    clock = Clock()
+    r = router("kv_approx", clock)
+    first = r.schedule(PROMPT, request_id="1").rank
+    r.books.end("1")
+    clock.now = 60.0  # what was done lately has faded
+    assert r.schedule(PROMPT).rank == first and r.schedule(PROMPT).overlap == Overlap(4)
+    clock.now = 121.0
+    assert r.schedule(PROMPT).overlap == Overlap(0)
+    rank = r.schedule(PROMPT, request_id="2").rank
+    r.predictions.correct(rank, r._chains(PROMPT, 1337)[16], 1)
+    assert (
+        max(r.predictions.find_chain(r._chains(PROMPT, 1337)[16]).values(), key=lambda o: o.total).total == 1
+    )
+
+
+def test_a_predicted_block_counts_until_the_event_comes_and_no_longer():
+    clock = Clock()
+    r = router("kv", clock)
+    rank = r.schedule(PROMPT, request_id="1").rank
+    r.books.end("1")
+    assert r.schedule(PROMPT).rank == rank and r.schedule(PROMPT).overlap == Overlap(4)
+    clock.now = 100.0
+    assert r.schedule(PROMPT).overlap == Overlap(0)
+    store(r.indexer, rank, PROMPT)
+    assert r.schedule(PROMPT).overlap == Overlap(4)
+
+
+def test_a_worker_that_leaves_takes_its_blocks_and_tells_its_requests():
+    r = router()
+    store(r.indexer, A, PROMPT)
+    assert r.schedule(PROMPT, request_id="1").rank == A
+    assert r.remove_worker(A) == ["1"]
+    assert r.schedule(PROMPT).rank == B and r.schedule(PROMPT).overlap == Overlap(0)
+    r.remove_worker(B)
+    with pytest.raises(UnavailableError, match="no worker can take"):
+        r.schedule(PROMPT)
+
+
+def test_a_selector_of_the_users_replaces_the_policy():
+    def last(ask, candidates):
+        return Choice(
+            candidates[-1].rank, candidates[-1].overlap, {c.rank: ask.num_tokens for c in candidates}
+        )
+
+    r = KvRouter(KvIndexer(16), last, workers=["a", "b"])
+    store(r.indexer, A, PROMPT)
+    assert r.schedule(PROMPT).rank == B
+    with pytest.raises(ConfigError, match="policy 'x'"):
+        KvRouter(KvIndexer(16), policy="x")
+
+
+def test_events_are_recorded_in_dynamos_shape_and_replayed(tmp_path):
+    file, clock = io.StringIO(), Clock()
+    recorder = Recorder(file, clock)
+    publisher = EventPublisher(7, 16, recorder.write)
+    publisher.stored(1, PROMPT[:40], [16, 16, 8], [501, 502, 503])  # the last is not full
+    clock.now = 12.4
+    publisher.stored(2, PROMPT[32:], [16, 16], [503, 504], parent_hash=502)
+    publisher.removed(3, [504])
+    (tmp_path / "events.jsonl").write_text(file.getvalue())
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert [line["timestamp"] for line in lines] == [0, 12, 12]
+    first = lines[0]["event"]
+    assert first["worker_id"] == 7 and first["event"]["event_id"] == 1
+    blocks = first["event"]["data"]["stored"]["blocks"]
+    assert [block["block_hash"] for block in blocks] == [501, 502] and blocks[0].keys() == {
+        "block_hash",
+        "tokens_hash",
+    }
+    index = KvIndexer(16)
+    for _, event in read(tmp_path / "events.jsonl"):
+        apply_router_event(index, event)
+    assert index.find_matches(PROMPT) == {WorkerRank("7"): Overlap(3)}
+    apply_router_event(index, {"worker_id": 7, "event": {"event_id": 4, "data": "cleared"}})
+    assert index.find_matches(PROMPT) == {}
+    with pytest.raises(ValueError, match="do not agree"):
+        publisher.stored(5, PROMPT, [16], [1])
+    with pytest.raises(ValueError, match="no router event"):
+        apply_router_event(index, {"worker_id": 7})
+    (tmp_path / "bad.jsonl").write_text('{"timestamp": 0}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        list(read(tmp_path / "bad.jsonl"))
+
+
+def test_all_blocks_cleared_forgets_one_worker_alone():
+    index = KvIndexer(16)
+    store(index, A, PROMPT)
+    store(index, B, PROMPT)
+    index.apply(A, AllBlocksCleared())
+    assert index.find_matches(PROMPT) == {B: Overlap(4)}
