@@ -20,7 +20,7 @@ from shoal.engine.process.core_main import _build
 from shoal.engine.runner.batch import GrammarRow
 from shoal.engine.scheduling import grammar
 from shoal.engine.scheduling.grammar import Grammars
-from shoal.errors import CheckpointError, ConfigError, RequestError
+from shoal.errors import ConfigError, RequestError
 from shoal.kernels.reference import keep_bits
 from shoal.tokenizer import load_tokenizer
 from shoal.wire import Start
@@ -511,7 +511,7 @@ def test_an_engine_of_a_server_has_the_tokens_table_before_its_first_request(
     def load(files, tokenizer):
         loads.append(files)
         if not has_tokenizer:
-            raise CheckpointError("tokenizer.json is damaged")
+            raise ValueError("tokenizer.json is damaged")
         return load_tokenizer(files, tokenizer)
 
     monkeypatch.setattr(core_module, "load_tokenizer", load)

@@ -25,7 +25,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from shoal.api import StructuredOutputsParams
 from shoal.engine.runner.batch import GrammarRow
-from shoal.errors import RequestError, ShoalError
+from shoal.errors import RequestError
 from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
 from shoal.tokenizer import Tokenizer, end_token_ids
 
@@ -161,12 +161,10 @@ class Grammars:
 
     def prepare(self) -> None:
         """Loads the tokenizer and builds the table of its tokens. That holds Python's lock for a good part of
-        a second, so a server does it before it has requests. A model that has no usable tokenizer may serve
-        without grammars: each request for one gets the error."""
-        try:
-            in_deep_thread(self._table).result()
-        except ShoalError as error:
-            logger.info("grammars cannot be used: %s", error)
+        a second, so a server does it before it has requests. A model for which it fails can serve all but
+        grammars: each request for one gets the error."""
+        if (error := in_deep_thread(self._table).exception()) is not None:
+            logger.warning("grammars cannot be used: %s", error)
 
     def start(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """Compiles a grammar in the background. The future raises RequestError for a grammar that is not
