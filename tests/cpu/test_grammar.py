@@ -230,6 +230,15 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(build)
     assert not core.admission.is_busy
 
 
+def test_an_answer_that_ends_with_an_error_says_why_beside_whole_ones(build):
+    contradictory = structured(0, dict(regex="[a-c]+"), allowed_token_ids=[token("x")])
+    broken, fine = build().generate([PROMPTS[1]] * 2, [contradictory, structured(1, dict(regex="[a-c]{4}"))])
+    [broken], [fine] = broken.outputs, fine.outputs
+    assert (broken.finish_reason, broken.stop_reason, broken.text) == ("error", "grammar", "")
+    assert "allowed_token_ids" in broken.error
+    assert (fine.finish_reason, fine.error) == ("stop", None) and len(fine.text) == 4
+
+
 @pytest.fixture
 def all_are_slow(monkeypatch):
     """Masks that take next to nothing count as slow."""
