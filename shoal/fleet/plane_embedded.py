@@ -38,7 +38,7 @@ from shoal.fleet.plane import (
     WorkItem,
     too_large,
 )
-from shoal.fleet.plane_inbox import encode
+from shoal.fleet.plane_inbox import encode, start, stop
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Host:
         self._local: dict[str, asyncio.Queue[bytes]] = {}
         self._socket: zmq.asyncio.Socket | None = None
         self._lock: int | None = None
-        self._tasks = [asyncio.create_task(self._tick())]
+        self._tasks = [start(self._tick())]
 
     @property
     def num_unreadable(self) -> int:
@@ -96,7 +96,7 @@ class Host:
             raise
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)
-        self._tasks.append(asyncio.create_task(self._read(socket)))
+        self._tasks.append(start(self._read(socket)))
 
     def attach(self, name: str) -> asyncio.Queue[bytes]:
         """A process that is this one."""
@@ -211,7 +211,7 @@ class EmbeddedPlane(Plane):
         self._pulls: dict[int, tuple[str, asyncio.Future[wire.Given]]] = {}
         self._held: dict[str, wire.Given] = {}
         self._unconfirmed: dict[str, tuple[Outcome, asyncio.Future[bool]]] = {}
-        self._tasks = [asyncio.create_task(task()) for task in (self._read, self._write, self._beat)]
+        self._tasks = [start(loop()) for loop in (self._read, self._write, self._beat)]
 
     @classmethod
     def open(
@@ -335,9 +335,7 @@ class EmbeddedPlane(Plane):
         self._post(wire.Bye())
         while self._is_joined and self._out:
             await self.clock.sleep(RETRY_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(self._tasks)
         self._link.close()
         if self._owned_host:
             self._owned_host.close()

@@ -263,7 +263,7 @@ class Hub:
         pause = now - self._ticked_at
         if pause > MAX_PAUSE_S:
             for peer in self._peers.values():
-                peer.heard_at += pause
+                peer.heard_at = min(peer.heard_at + pause, now)
             for entry in self._items.values():
                 entry.until += pause
         was_whole = self._is_whole

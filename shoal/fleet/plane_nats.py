@@ -41,7 +41,7 @@ from shoal.fleet.plane import (
     gave_up,
     too_large,
 )
-from shoal.fleet.plane_inbox import encode
+from shoal.fleet.plane_inbox import encode, start, stop
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class NatsPlane(Plane):
         self._seen: dict[str, _Seen] = {}  # by id
         self._dead: dict[str, str] = {}  # by id, the owner whose lease has run out
         self._queues: set[str] = set()  # those that the server has
-        self._holds: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[None]] = set()
         self._hints: asyncio.Queue[str] = asyncio.Queue()  # subjects of keys that have changed
         self._logged: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,8 +112,8 @@ class NatsPlane(Plane):
         """It connects in the background, for ever: a server that is not there may come yet."""
         plane = cls(clock, random, lease_s)
         loops = (plane._keep_joined, plane._renew, plane._expire, plane._follow_hints)
-        plane._tasks = [asyncio.create_task(loop()) for loop in loops]
-        plane._tasks.append(asyncio.create_task(plane._connect(url, credentials_file)))
+        plane._tasks = [start(loop()) for loop in loops]
+        plane._tasks.append(start(plane._connect(url, credentials_file)))
         return plane
 
     # Members
@@ -230,12 +230,14 @@ class NatsPlane(Plane):
         marker = f"now.{self.name}"
         await self._bucket.put(marker, b"")
         watcher = await self._bucket.watchall(ignore_deletes=True)
-        entries = []
-        while (entry := await watcher.updates()) is not None:
-            entries.append(entry)
+        entries: list[KeyValue.Entry] = []
+        while not entries or entries[-1].key != marker:  # they come in the order in which they were written
+            entry = await watcher.updates()
+            if entry is not None:
+                entries.append(entry)
         await watcher.stop()
         await self._bucket.purge(marker)
-        server_now = next(entry.created for entry in entries if entry.key == marker)
+        server_now = entries[-1].created
         for entry in entries:
             if not entry.key.startswith("member."):
                 continue
@@ -380,8 +382,8 @@ class NatsPlane(Plane):
             await self._insist(message.nak)
 
         task = asyncio.create_task(hold())
-        self._holds.add(task)
-        task.add_done_callback(self._holds.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
         return (
             item,
             message.metadata.num_delivered,
@@ -537,8 +539,8 @@ class NatsPlane(Plane):
                 await action
 
         task = asyncio.create_task(act())
-        self._holds.add(task)
-        task.add_done_callback(self._holds.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
     def _log_once(self, what: str, error: Exception) -> None:
         kind = f"{what}: {type(error).__name__}"
@@ -547,10 +549,7 @@ class NatsPlane(Plane):
             logger.warning("%s: %s", what, error or type(error).__name__)
 
     async def _leave(self) -> None:
-        tasks = [*self._tasks, *self._holds]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop([*self._tasks, *self._background_tasks])
         with suppress(nats.errors.Error):
             if self._joined.is_set():
                 for member_id in self._registered:

@@ -24,7 +24,7 @@ import msgspec
 
 from shoal.errors import ShoalError
 from shoal.fleet.clock import Clock
-from shoal.fleet.plane_inbox import Reader, encode
+from shoal.fleet.plane_inbox import Reader, encode, start, stop
 from shoal.wire import Failure
 
 logger = logging.getLogger(__name__)
@@ -216,16 +216,11 @@ class Streams:
         for stream in list(self._called.values()):
             stream.fail(PeerGone("this process left the plane"))
         served = [served.task for served in self._served.values() if served.task]
-        tasks = [*served, *self._tasks]
-        for task in served:
-            task.cancel()
-        await asyncio.gather(*served, return_exceptions=True)
+        await stop(served)
         await asyncio.sleep(0)  # their callbacks post the ends
         while not self._posts.empty():
             await self._messages.send(*self._encoded(self._posts.get_nowait()))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(self._tasks)
 
     def post(self, subject: str, message: _Message) -> None:
         """Sends in order, without waiting. What is posted is bounded by the number of open streams."""
@@ -242,7 +237,7 @@ class Streams:
         async with self._starting:
             if not self._tasks:
                 await self._messages.listen(self.inbox, self._take)
-                self._tasks = [asyncio.create_task(self._post_all()), asyncio.create_task(self._live())]
+                self._tasks = [start(self._post_all()), start(self._live())]
 
     def _encoded(self, post: tuple[str, _Message]) -> tuple[str, bytes]:
         return post[0], encode(post[1])
