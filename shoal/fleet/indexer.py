@@ -209,22 +209,20 @@ class KvIndexer:
         worker = self._workers.get(rank)
         if worker is None:
             return Snapshot(self.block_size, [])
+        nodes = self._tree.nodes
         found = [
             (node, tier, name) for tier, names in enumerate(worker.names) for name, node in names.items()
         ]
-        passed = {node for node, _, _ in found}
-        for node in list(passed):  # gaps in the middle of chains belong to it too
+        passed = {node.chain for node, _, _ in found}
+        for node, _, _ in list(found):  # gaps in the middle of chains belong to it too
             while node.parent is not None and node.parent not in passed:
-                node = node.parent
-                passed.add(node)
+                node = nodes[node.parent]
+                passed.add(node.chain)
                 found.append((node, GAP, 0))
         found.sort(key=lambda entry: entry[0].depth)
         return Snapshot(
             worker.block_size,
-            [
-                (tier, name, node.chain, None if node.parent is None else node.parent.chain, node.seed)
-                for node, tier, name in found
-            ],
+            [(tier, name, node.chain, node.parent, node.seed) for node, tier, name in found],
         )
 
     def restore(self, rank: WorkerRank, snapshot: Snapshot) -> None:
@@ -278,14 +276,13 @@ class KvIndexer:
         before: Node | None,
         seed: int,
     ) -> None:
-        nodes, own_names, add, number = self._tree.nodes, worker.names[tier], self._tree.add, worker.number
-        for name, own in zip(names, hashes):
+        first = 0
+        if tier == DEVICE:
+            first, before = self._tree.add_new(worker.number, before, seed, names, hashes, worker.names[tier])
+            self._num_blocks += first
+        for name, own in zip(names[first:], hashes[first:]):
             chain = own if before is None else chain_hash(before.chain, own)
-            if name in own_names or chain in nodes:
-                before = self._place(worker, tier, name, chain, before, seed)
-            else:
-                own_names[name] = before = add(number, tier, chain, before, seed)
-                self._num_blocks += 1
+            before = self._place(worker, tier, name, chain, before, seed)
         if self._num_blocks > self.max_blocks:
             self._forget_oldest()
 

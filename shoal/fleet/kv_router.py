@@ -30,8 +30,8 @@ Selector = Callable[[Ask, Sequence[Candidate]], Choice]
 
 
 class Predictions:
-    """What workers will have cached by what they were sent, for a while. These are NVIDIA Dynamo's approximate
-    index and its side index of predicted blocks."""
+    """What workers will have cached by what they were sent, for a while: NVIDIA Dynamo's approximate index,
+    and its side index of predicted blocks."""
 
     def __init__(self, clock: Callable[[], float], ttl_s: float) -> None:
         self._clock, self._ttl_s = clock, ttl_s

@@ -18,43 +18,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
+from shoal.hashing import chain_hash
+
 NUM_LEVELS = 3
 DEVICE, HOST, DISK = range(NUM_LEVELS)
 
 
-class Node:
-    """A block's place in the tree. `depth` is 0 for the first block of a chain, whose parent is None."""
+class Node(msgspec.Struct, gc=False, eq=False):
+    """A block's place in the tree. `depth` is 0 for the first block of a chain, whose parent is None.
 
-    __slots__ = ("chain", "child", "depth", "more_children", "parent", "seed")
+    Nodes name each other by their chain hashes, so that no cycles of references lie behind the garbage
+    collector, which would walk through all of them again and again.
+    """
 
-    def __init__(self, chain: int, parent: Node | None, seed: int) -> None:
-        self.chain = chain
-        self.parent = parent
-        self.seed = seed  # of its tokens' hash: adapter and salt, the same in a whole chain
-        # Nearly all blocks have one child, and a dictionary each would be most of the memory.
-        self.child: Node | None = None
-        self.more_children: dict[Node, None] | None = None
-        if parent is None:
-            self.depth: int = 0
-        else:
-            self.depth = parent.depth + 1
-            if parent.child is None:
-                parent.child = self
-            elif parent.more_children is None:
-                parent.more_children = {self: None}
-            else:
-                parent.more_children[self] = None
+    chain: int
+    parent: int | None
+    depth: int
+    seed: int  # of its tokens' hash: adapter and salt, the same in a whole chain
+    # Nearly all blocks have one child, and a dictionary each would be most of the memory.
+    child: int | None = None
+    more_children: dict[int, None] | None = None
 
     @property
-    def children(self) -> list[Node]:
+    def children(self) -> list[int]:
         found = [] if self.child is None else [self.child]
         return found if self.more_children is None else [*found, *self.more_children]
 
-    def drop_child(self, child: Node) -> None:
-        if child is self.child:
+    def add_child(self, chain: int) -> None:
+        if self.child is None:
+            self.child = chain
+        elif self.more_children is None:
+            self.more_children = {chain: None}
+        else:
+            self.more_children[chain] = None
+
+    def drop_child(self, chain: int) -> None:
+        if chain == self.child:
             self.child = self.more_children.popitem()[0] if self.more_children else None
         elif self.more_children is not None:
-            del self.more_children[child]
+            del self.more_children[chain]
 
 
 class PrefixTree:
@@ -67,7 +71,7 @@ class PrefixTree:
         self._in_tier: list[dict[int, int]] = [{} for _ in range(NUM_LEVELS)]
         self._held: list[dict[int, int]] = [self._in_tier[DEVICE]]
         # For each level: worker -> its orphans, and the mask of workers that have any.
-        self._orphans: list[dict[int, set[Node]]] = [{} for _ in range(NUM_LEVELS)]
+        self._orphans: list[dict[int, set[int]]] = [{} for _ in range(NUM_LEVELS)]
         self._with_orphans = [0] * NUM_LEVELS
         # One object a mask: masks are compared often, and would be spread over the memory otherwise.
         self._masks: dict[int, int] = {}
@@ -85,11 +89,12 @@ class PrefixTree:
 
     def add(self, worker: int, tier: int, chain: int, parent: Node | None, seed: int) -> Node:
         """Worker now holds this block in this tier; it lies behind `parent` (None: it is a chain's first)."""
+        bit = 1 << worker
+        in_tier = self._in_tier[tier]
+        node = self.place(chain, parent, seed)
         if tier != DEVICE and not self.has_lower_tiers:
             self._begin_lower_levels()
-        node = self.nodes.get(chain) or self.place(chain, parent, seed)
-        bit = 1 << worker
-        self._set(self._in_tier[tier], chain, bit)
+        self._set(in_tier, chain, bit)
         for level in range(tier, len(self._held)):
             if level != DEVICE:
                 if self._held[level].get(chain, 0) & bit:
@@ -98,11 +103,50 @@ class PrefixTree:
             self._entered(level, node, bit, worker)
         return node
 
+    def add_new(
+        self,
+        worker: int,
+        parent: Node | None,
+        seed: int,
+        names: Sequence[int],
+        hashes: Sequence[int],
+        by_name: dict[int, Node],
+    ) -> tuple[int, Node | None]:
+        """The quick way of what is told of most often: blocks on the device that nobody has yet, with new
+        names, behind a block that the worker holds there. `hashes` are those of the blocks alone. Returns how
+        many were taken, up to the first that is something else, and the last of them (or `parent`)."""
+        bit, nodes, in_tier = 1 << worker, self.nodes, self._in_tier[DEVICE]
+        if self.has_lower_tiers or (parent is not None and not in_tier.get(parent.chain, 0) & bit):
+            return 0, parent
+        mask = self._masks.setdefault(bit, bit)
+        for number, (name, own) in enumerate(zip(names, hashes)):
+            if parent is None:
+                chain, depth, before = own, 0, None
+            else:
+                before = parent.chain
+                chain, depth = chain_hash(before, own), parent.depth + 1
+            if chain in nodes or name in by_name:
+                return number, parent
+            node = Node(chain, before, depth, seed)
+            if parent is not None:
+                if parent.child is None:
+                    parent.child = chain
+                else:
+                    parent.add_child(chain)
+            nodes[chain] = by_name[name] = parent = node
+            in_tier[chain] = mask
+        return len(names), parent
+
     def place(self, chain: int, parent: Node | None, seed: int) -> Node:
         """The node of a chain, made if it is not there; nobody holds it by that."""
         node = self.nodes.get(chain)
         if node is None:
-            node = self.nodes[chain] = Node(chain, parent, seed)
+            if parent is None:
+                node = Node(chain, None, 0, seed)
+            else:
+                node = Node(chain, parent.chain, parent.depth + 1, seed)
+                parent.add_child(chain)
+            self.nodes[chain] = node
         return node
 
     def remove(self, worker: int, tier: int, node: Node) -> None:
@@ -171,8 +215,8 @@ class PrefixTree:
         """The depth of a block that the worker lacks, with no gap above but one that reaches down to it."""
         end = len(chain)
         for orphan in self._orphans[level][worker]:
-            depth = orphan.depth
-            if depth <= end and depth < len(chain) and chain[depth] == orphan.chain:
+            depth = self.nodes[orphan].depth
+            if depth <= end and depth < len(chain) and chain[depth] == orphan:
                 end = depth - 1
         return end
 
@@ -182,10 +226,10 @@ class PrefixTree:
         orphans = self._orphans[level].get(worker)
         if orphans:
             orphans.difference_update(node.children)
-        if parent is not None and not self._held[level].get(parent.chain, 0) & bit:
+        if parent is not None and not self._held[level].get(parent, 0) & bit:
             if orphans is None:
                 orphans = self._orphans[level][worker] = set()
-            orphans.add(node)
+            orphans.add(node.chain)
             self._with_orphans[level] |= bit
         elif orphans is not None and not orphans:
             self._no_orphans(level, worker, bit)
@@ -194,10 +238,10 @@ class PrefixTree:
         """The worker lacks the block on this level now: it is no orphan, and its children are."""
         orphans = self._orphans[level].get(worker)
         if orphans:
-            orphans.discard(node)
+            orphans.discard(node.chain)
         held = self._held[level]
         for child in node.children:
-            if held.get(child.chain, 0) & bit:
+            if held.get(child, 0) & bit:
                 if orphans is None:
                     orphans = self._orphans[level][worker] = set()
                 orphans.add(child)
@@ -209,16 +253,15 @@ class PrefixTree:
         del self._orphans[level][worker]
         self._with_orphans[level] &= ~bit
 
-    def _prune(self, node: Node | None) -> None:
+    def _prune(self, node: Node) -> None:
         """Drops nodes that nobody holds and that lead to none, from here to the first block."""
         lowest = self._held[-1]
-        while (
-            node is not None and node.child is None and node.chain not in lowest and node.chain in self.nodes
-        ):
-            parent = node.parent
+        while node.child is None and node.chain not in lowest and node.chain in self.nodes:
             del self.nodes[node.chain]
-            if parent is not None:
-                parent.drop_child(node)
+            if node.parent is None:
+                return
+            parent = self.nodes[node.parent]
+            parent.drop_child(node.chain)
             node = parent
 
 

@@ -39,12 +39,12 @@ class EventPublisher:
         parent_hash: int | None = None,
         lora_id: str | None = None,
     ) -> None:
-        """Blocks of `num_block_tokens` tokens each are cached. A block that is not full ends the event: it has
-        no place in an index, and neither has what follows it. Raises ValueError where the lengths disagree."""
+        """Blocks of `num_block_tokens` tokens each are cached. A block that is not full ends the event: it
+        has no place in an index, and neither has what follows it. Raises ValueError if lengths disagree."""
         if len(num_block_tokens) != len(block_hashes_) or sum(num_block_tokens) != len(token_ids):
             raise ValueError(
-                f"{len(token_ids)} tokens, {sum(num_block_tokens)} tokens in {len(num_block_tokens)} blocks and "
-                f"{len(block_hashes_)} block hashes do not agree; give one length and one hash for each block"
+                f"{len(token_ids)} tokens, {sum(num_block_tokens)} tokens in {len(num_block_tokens)} blocks "
+                f"and {len(block_hashes_)} block hashes do not agree; give one of each for each block"
             )
         full = next(
             (n for n, size in enumerate(num_block_tokens) if size != self.block_size), len(num_block_tokens)
