@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, UnavailableError
 from shoal.fleet.clock import Clock
 from shoal.fleet.plane_inbox import Reader, Subscription, encode
 from shoal.fleet.plane_streams import Handler, Stream, Streams
@@ -64,10 +64,6 @@ class WorkItem(msgspec.Struct, array_like=True, frozen=True):
     id: str
     deadline_s: float  # for each attempt
     payload: bytes
-
-    @property
-    def asker(self) -> str:
-        return self.id.partition(".")[0]
 
 
 class Outcome(msgspec.Struct, array_like=True, frozen=True):
@@ -204,8 +200,8 @@ class Plane(ABC):
 
     @abstractmethod
     async def send(self, subject: str, payload: bytes) -> None:
-        """Waits while what is on its way out is at its bound. Raises ConfigError for a payload that is too
-        large for the plane."""
+        """Waits while what is on its way out is at its bound, and until the plane was there once. Raises
+        ConfigError for a payload that is too large for the plane."""
 
     @abstractmethod
     async def listen(self, subject: str, take: Callable[[bytes], None]) -> Callable[[], None]:
@@ -270,8 +266,8 @@ class Plane(ABC):
             return
         self._is_closed = True
         await self._streams.close()
-        for _, _, outcome in self._tickets.values():
-            outcome.cancel()
+        for item_id in list(self._tickets):
+            self._settle(item_id, Outcome(failure=Failure.of(has_left())))
         await self._leave()
 
     @abstractmethod
@@ -291,6 +287,10 @@ def check_name(name: str) -> str:
 def gave_up(item: WorkItem) -> Outcome:
     error = ShoalError(f"work item {item.id} was given up: {MAX_ATTEMPTS} workers died or took too long")
     return Outcome(failure=Failure.of(error))
+
+
+def has_left() -> UnavailableError:
+    return UnavailableError("this process has left the plane")
 
 
 def too_large(num_bytes: int, limit: int, way_out: str) -> ConfigError:

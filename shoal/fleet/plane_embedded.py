@@ -17,7 +17,7 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import zmq
@@ -36,6 +36,7 @@ from shoal.fleet.plane import (
     Pulled,
     QueueLength,
     WorkItem,
+    has_left,
     too_large,
 )
 from shoal.fleet.plane_inbox import encode, start, stop
@@ -199,6 +200,7 @@ class EmbeddedPlane(Plane):
         self._link = make_link(self.name)
         self._owned_host: Host | None = None
         self._is_joined = False
+        self._was_joined = asyncio.Event()
         self._heard_at = clock.now()
         self._version = 0  # of the list of members that came last
         self._known_before: dict[str, Member] = {}  # members that a hub which has just started may yet meet
@@ -267,6 +269,8 @@ class EmbeddedPlane(Plane):
     async def send(self, subject: str, payload: bytes) -> None:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise too_large(len(payload), MAX_PAYLOAD_BYTES, "send less at once")
+        if not self._is_closed:
+            await self._was_joined.wait()
         while self._is_joined and len(self._out) >= MAX_OUT:
             self._has_room.clear()
             await self._has_room.wait()
@@ -336,6 +340,12 @@ class EmbeddedPlane(Plane):
         while self._is_joined and self._out:
             await self.clock.sleep(RETRY_S)
         await stop(self._tasks)
+        waiting: list[asyncio.Future[Any]] = [future for _, future in self._calls.values()]
+        waiting += [future for _, future in self._pulls.values()]
+        waiting += [future for _, future in self._unconfirmed.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(has_left())
         self._link.close()
         if self._owned_host:
             self._owned_host.close()
@@ -370,6 +380,7 @@ class EmbeddedPlane(Plane):
 
     def _rejoin(self) -> None:
         self._is_joined = True
+        self._was_joined.set()
         for subject in self._listeners:
             self._post(wire.Subscribe(0, subject))
         for message, _ in list(self._calls.values()):

@@ -39,9 +39,11 @@ from shoal.fleet.plane import (
     WorkItem,
     check_name,
     gave_up,
+    has_left,
     too_large,
 )
 from shoal.fleet.plane_inbox import encode, start, stop
+from shoal.wire import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,9 @@ class NatsPlane(Plane):
         self._js: JetStreamContext = self._client.jetstream()
         self._members_bucket: KeyValue | None = None
         self._outcomes: KeyValue | None = None
-        self._connected, self._joined = asyncio.Event(), asyncio.Event()
+        self._connected = asyncio.Event()  # and not yet joined
+        self._joined = asyncio.Event()
+        self._was_joined = asyncio.Event()
         self._heard_at = clock.now()
         self._registered: dict[str, Member] = {}
         self._revisions: dict[str, int] = {}  # of our keys
@@ -101,7 +105,8 @@ class NatsPlane(Plane):
         self._dead: dict[str, str] = {}  # by id, the owner whose lease has run out
         self._queues: set[str] = set()  # those that the server has
         self._background_tasks: set[asyncio.Task[None]] = set()
-        self._hints: asyncio.Queue[str] = asyncio.Queue()  # subjects of keys that have changed
+        self._hints: dict[str, None] = {}  # subjects of keys that have changed, in order
+        self._has_hints = asyncio.Event()
         self._logged: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -209,7 +214,7 @@ class NatsPlane(Plane):
         if seen and seen.lease == lease:
             seen.renewed_at = self.clock.now()
         else:
-            self._hints.put_nowait(message.subject)
+            self._hint(message.subject)
 
     async def _read_member(self, member_id: str) -> None:
         try:
@@ -230,7 +235,7 @@ class NatsPlane(Plane):
         marker = f"now.{self.name}"
         await self._bucket.put(marker, b"")
         watcher = await self._bucket.watchall(ignore_deletes=True)
-        entries: list[KeyValue.Entry] = []
+        entries: list[Any] = []  # nats-py's own type has the time as a number, and it is a datetime
         while not entries or entries[-1].key != marker:  # they come in the order in which they were written
             entry = await watcher.updates()
             if entry is not None:
@@ -253,6 +258,8 @@ class NatsPlane(Plane):
     # Messages
 
     async def send(self, subject: str, payload: bytes) -> None:
+        if not self._is_closed:
+            await self._was_joined.wait()
         if not self._joined.is_set():
             self.num_unsent += 1
         else:
@@ -309,6 +316,13 @@ class NatsPlane(Plane):
                 full = f"queue {queue} is full: {MAX_QUEUED} items; push again later"
                 raise UnavailableError(full) from None
             raise
+
+    async def _push_again(self, queue: str, item: WorkItem) -> None:
+        """The server knows an item that it has by the id."""
+        try:
+            await self._publish_item(queue, item)
+        except UnavailableError as error:
+            self._settle(item.id, Outcome(failure=Failure.of(error)))
 
     async def _ensure_queue(self, queue: str) -> None:
         if queue in self._queues:
@@ -479,13 +493,14 @@ class NatsPlane(Plane):
                     await self._claim(member)
                 for item_id, (queue, item, _) in list(self._tickets.items()):
                     if not await self._read_ticket(item_id):
-                        await self._publish_item(queue, item)
-            except (nats.errors.Error, UnavailableError) as error:
+                        await self._push_again(queue, item)
+            except nats.errors.Error as error:
                 self._log_once("joining the NATS server failed (it needs JetStream: nats-server -js)", error)
                 await self.clock.sleep(AGAIN_S)
                 self._connected.set()
             else:
                 self._joined.set()
+                self._was_joined.set()
 
     async def _add_buckets(self) -> None:
         for bucket, ttl_s, storage in (
@@ -501,11 +516,20 @@ class NatsPlane(Plane):
         self._outcomes = await self._js.key_value(OUTCOMES)
 
     async def _hear_outcome(self, message: Msg) -> None:
-        self._hints.put_nowait(message.subject)
+        self._hint(message.subject)
+
+    def _hint(self, subject: str) -> None:
+        self._hints[subject] = None
+        self._has_hints.set()
 
     async def _follow_hints(self) -> None:
         while True:
-            _, bucket, key = (await self._hints.get()).split(".", 2)
+            while not self._hints:
+                self._has_hints.clear()
+                await self._has_hints.wait()
+            subject = next(iter(self._hints))
+            del self._hints[subject]
+            _, bucket, key = subject.split(".", 2)
             try:
                 if bucket == MEMBERS:
                     await self._read_member(key.removeprefix("member."))
@@ -519,13 +543,15 @@ class NatsPlane(Plane):
         """Acts, and again until the server answers. What it answers with a refusal is raised."""
         while True:
             await self._joined.wait()
+            if self._is_closed:
+                raise has_left()
             try:
                 return await act()
             except APIError as error:
                 if error.code not in MAY_PASS or isinstance(error, KeyValueError):
                     raise
                 failure: Exception = error
-            except nats.errors.MsgAlreadyAckdError:
+            except (nats.errors.MsgAlreadyAckdError, nats.errors.MaxPayloadError):
                 raise
             except nats.errors.Error as error:
                 failure = error
@@ -557,6 +583,7 @@ class NatsPlane(Plane):
                 await self._client.flush()
         with suppress(nats.errors.Error):
             await self._client.close()
+        self._joined.set()  # who waits for it learns that it is over
 
 
 def _member_key(member_id: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, UnavailableError
 from shoal.fleet.plane import MAX_ATTEMPTS, Member
 from shoal.fleet.plane_streams import WINDOW, PeerGone
 from shoal.fleet.planes import open_plane
@@ -347,6 +347,30 @@ async def test_a_pull_that_is_cancelled_takes_no_work_with_it(site):
         await asyncio.wait([pulling])
         await a.push("queue", Note(1), Note)
         assert (await b.pull("queue", Note)).message.n == 1
+
+
+@asynchronous
+async def test_who_waits_on_a_plane_that_is_closed_learns_it(site):
+    async with site.planes(1) as (plane,):
+        ticket = await plane.push("queue", Note(1), Note)
+        pulling = asyncio.create_task(plane.pull("empty", Note))
+        await asyncio.sleep(0.1)
+        await plane.close()
+        for waiting in (ticket.answer(), pulling):
+            with pytest.raises(UnavailableError, match="has left the plane"):
+                await waiting
+
+
+@asynchronous
+async def test_work_that_was_acknowledged_is_not_done_again_when_the_plane_restarts(site):
+    async with site.planes(2) as (a, b):
+        ticket = await a.push("queue", Note(1), Note)
+        await (await b.pull("queue", Note)).done(Note(2))
+        site.kill()
+        await in_thread(site.start)
+        assert (await ticket.answer()).n == 2
+        await a.push("queue", Note(3), Note)
+        assert (await b.pull("queue", Note)).message.n == 3
 
 
 # A plane that restarts
