@@ -284,13 +284,13 @@ class EmbeddedPlane(Plane):
         listeners.append(take)
         await self._call(lambda call_id: wire.Subscribe(call_id, subject))
 
-        def stop() -> None:
+        def stop_listening() -> None:
             listeners.remove(take)
             if not listeners and self._listeners.get(subject) is listeners:
                 del self._listeners[subject]
                 self._post(wire.Unsubscribe(subject))
 
-        return stop
+        return stop_listening
 
     async def queue_length(self, queue: str) -> QueueLength:
         reply = await self._call(lambda call_id: wire.ReadLength(call_id, queue))
@@ -430,7 +430,7 @@ class EmbeddedPlane(Plane):
             await asyncio.sleep(0)
 
     def _take(self, message: wire._Message) -> None:
-        if isinstance(message, wire.Welcome):
+        if isinstance(message, wire.Welcome) and not self._is_joined:
             self._known_before = dict(self.members)
             self._rejoin()
         elif isinstance(message, wire.WhoAreYou) and self._is_joined:

@@ -9,7 +9,9 @@ that makes an answer count once. nats-py is imported here alone.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -54,6 +56,7 @@ MEMBERS, OUTCOMES = "shoal_members", "shoal_outcomes"  # buckets
 MEMBERS_TTL_S = 60.0  # until the server forgets a key; the lease that counts is in the value
 OUTCOMES_TTL_S = 3600.0
 DUPLICATES_S = 120.0  # within it an item that is pushed again is known to the server
+MAX_DEAD = 1000  # ids whose lease has run out, of which we know whose they were
 AGAIN_S = 0.2  # until what failed is tried again, while the server is away
 PULL_S = 5.0  # one request for work waits that long
 MAX_PAUSE_S = 0.5  # between two looks at the leases; a longer one was no life of this process
@@ -101,6 +104,7 @@ class NatsPlane(Plane):
         self._heard_at = clock.now()
         self._registered: dict[str, Member] = {}
         self._revisions: dict[str, int] = {}  # of our keys
+        self._writing = asyncio.Lock()  # keys of members
         self._seen: dict[str, _Seen] = {}  # by id
         self._dead: dict[str, str] = {}  # by id, the owner whose lease has run out
         self._queues: set[str] = set()  # those that the server has
@@ -115,6 +119,8 @@ class NatsPlane(Plane):
         cls, url: str, clock: Clock, random: Random, lease_s: float, credentials_file: str | None
     ) -> NatsPlane:
         """It connects in the background, for ever: a server that is not there may come yet."""
+        if credentials_file:
+            _check_credentials(credentials_file)
         plane = cls(clock, random, lease_s)
         loops = (plane._keep_joined, plane._renew, plane._expire, plane._follow_hints)
         plane._tasks = [start(loop()) for loop in loops]
@@ -126,15 +132,27 @@ class NatsPlane(Plane):
     async def register(self, member: Member) -> None:
         check_name(member.id)
         patience = self.clock.now() + self.lease_s
-        while not await self._insist(lambda: self._claim(member)):
+
+        async def claim() -> bool:
+            async with self._writing:
+                is_ours = await self._claim(member)
+                if is_ours:
+                    self._registered[member.id] = member
+                return is_ours
+
+        while not await self._insist(claim):
             if self.clock.now() > patience:
                 raise ConfigError(f"member {member.id!r} is there already")
             await self.clock.sleep(TICK_S)
-        self._registered[member.id] = member
 
     async def unregister(self, member_id: str) -> None:
+        async def delete() -> None:
+            async with self._writing:
+                await self._bucket.delete(_member_key(member_id))
+                self._revisions.pop(member_id, None)
+
         if self._registered.pop(member_id, None):
-            await self._insist(lambda: self._bucket.delete(_member_key(member_id)))
+            await self._insist(delete)
 
     @property
     def _bucket(self) -> KeyValue:
@@ -171,13 +189,18 @@ class NatsPlane(Plane):
             try:
                 await self._client.flush(timeout=max(1, round(self.lease_s / 3)))
                 self._heard_at = self.clock.now()
-                for member in list(self._registered.values()):
-                    # A key that the server has forgotten or that another has taken is claimed anew.
-                    if not (await self._claim(member) or await self._claim(member)):
-                        self._registered.pop(member.id)
-                        logger.error("member %r: another process has the id now", member.id)
+                await self._claim_again()
             except nats.errors.Error as error:
                 self._log_once("leases cannot be renewed", error)
+
+    async def _claim_again(self) -> None:
+        for member_id in list(self._registered):
+            async with self._writing:
+                member = self._registered.get(member_id)
+                # A key that the server has forgotten is refused once, then made anew.
+                if member and not (await self._claim(member) or await self._claim(member)):
+                    del self._registered[member_id]
+                    logger.error("member %r: another process has the id now", member_id)
 
     async def _expire(self) -> None:
         """Time in which the server or this process stood still does not count."""
@@ -189,15 +212,21 @@ class NatsPlane(Plane):
             is_away = not self._joined.is_set() or now - self._heard_at > self.lease_s * 0.7
             for member_id, seen in list(self._seen.items()):
                 if is_away or pause > MAX_PAUSE_S:
-                    seen.renewed_at += pause
+                    seen.renewed_at = min(seen.renewed_at + pause, now)
                 elif now - seen.renewed_at >= seen.lease.lease_s - TICK_S:
                     self._unsee(member_id)
-                    self._dead[member_id] = seen.lease.owner
+                    self._bury(seen.lease)
 
     def _see(self, lease: _Lease, renewed_at: float) -> None:
         self._dead.pop(lease.member.id, None)
         self._seen[lease.member.id] = _Seen(lease, renewed_at)
         self._show()
+
+    def _bury(self, lease: _Lease) -> None:
+        """Its id is free, although its key lies in the bucket for a while yet."""
+        self._dead[lease.member.id] = lease.owner
+        while len(self._dead) > MAX_DEAD:
+            del self._dead[next(iter(self._dead))]
 
     def _unsee(self, member_id: str) -> None:
         self._seen.pop(member_id, None)
@@ -253,7 +282,7 @@ class NatsPlane(Plane):
             if age < lease.lease_s:
                 self._see(lease, now - age)
             else:
-                self._dead[lease.member.id] = lease.owner
+                self._bury(lease)
 
     # Messages
 
@@ -265,7 +294,7 @@ class NatsPlane(Plane):
         else:
             self._check_size(payload)
             try:
-                await self._client.publish(f"{PREFIX}.{subject}", payload)
+                await self._client.publish(f"{PREFIX}.subject.{subject}", payload)
             except nats.errors.Error as error:
                 self.num_unsent += 1
                 self._log_once("messages cannot be sent", error)
@@ -276,7 +305,7 @@ class NatsPlane(Plane):
             take(message.data)
 
         async def subscribe() -> Any:
-            subscription = await self._client.subscribe(f"{PREFIX}.{subject}", cb=hear)
+            subscription = await self._client.subscribe(f"{PREFIX}.subject.{subject}", cb=hear)
             await self._client.flush()
             return subscription
 
@@ -417,9 +446,8 @@ class NatsPlane(Plane):
             try:
                 await self._bucket_of_outcomes.create(item.id, value)
             except KeyWrongLastSequenceError:
-                return (
-                    await self._read_result(item.id) == result
-                )  # ours, where a reply of the server was lost
+                first = await self._read_result(item.id)
+                return first == result  # ours, where the server's reply was lost
             return True
 
         counts = await self._insist(create)
@@ -489,8 +517,7 @@ class NatsPlane(Plane):
                 await self._client.flush()
                 await self._read_all_members()
                 self._heard_at = self.clock.now()
-                for member in list(self._registered.values()):
-                    await self._claim(member)
+                await self._claim_again()
                 for item_id, (queue, item, _) in list(self._tickets.items()):
                     if not await self._read_ticket(item_id):
                         await self._push_again(queue, item)
@@ -584,6 +611,13 @@ class NatsPlane(Plane):
         with suppress(nats.errors.Error):
             await self._client.close()
         self._joined.set()  # who waits for it learns that it is over
+
+
+def _check_credentials(path: str) -> None:
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"credentials_file {path!r} cannot be read")
+    if importlib.util.find_spec("nkeys") is None:
+        raise ConfigError("a credentials_file needs the package nkeys: pip install 'nats-py[nkeys]'")
 
 
 def _member_key(member_id: str) -> str:

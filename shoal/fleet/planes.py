@@ -11,7 +11,7 @@ from shoal.fleet.plane import LEASE_S, Plane
 from shoal.fleet.plane_embedded import EmbeddedPlane
 
 EMBEDDED = ("tcp://", "ipc://")
-NATS = ("nats://", "tls://", "ws://", "wss://")
+NATS = ("nats://", "tls://")
 
 
 def open_plane(

@@ -89,7 +89,7 @@ class Site:
                 await plane.close()
 
 
-@pytest.fixture(params=["tcp", "ipc", "nats"])
+@pytest.fixture(params=["tcp", pytest.param("ipc", marks=pytest.mark.slow), "nats"])
 def site(request, tmp_path):
     site = Site(request.param, tmp_path)
     yield site
@@ -281,18 +281,18 @@ async def test_names_that_mean_something_to_nats_are_refused(name, tmp_path):
 @asynchronous
 async def test_work_is_given_in_order_and_its_answer_goes_to_who_asked(site):
     async with site.planes(2) as (a, b):
-        tickets = [await a.push("queue", Note(n), Note) for n in range(5)]
-        assert (await b.queue_length("queue")).waiting == 5
+        tickets = [await a.push("prefill.queue", Note(n), Note) for n in range(5)]
+        assert (await b.queue_length("prefill.queue")).waiting == 5
         for n in range(5):
-            work = await b.pull("queue", Note)
+            work = await b.pull("prefill.queue", Note)
             assert (work.message.n, work.attempt) == (n, 1)
             assert await work.done(Note(n * n))
         assert [(await ticket.answer()).n for ticket in tickets] == [0, 1, 4, 9, 16]
-        length = await a.queue_length("queue")
+        length = await a.queue_length("prefill.queue")
         while length.waiting or length.running:
-            length = await a.queue_length("queue")
-        failing = await a.push("queue", Note(9), Note)
-        await (await b.pull("queue", Note)).fail(ConfigError("it cannot be done"))
+            length = await a.queue_length("prefill.queue")
+        failing = await a.push("prefill.queue", Note(9), Note)
+        await (await b.pull("prefill.queue", Note)).fail(ConfigError("it cannot be done"))
         with pytest.raises(ConfigError, match="it cannot be done"):
             await failing.answer()
 
@@ -546,6 +546,42 @@ async def test_a_handler_is_closed_when_its_caller_is_gone(site):
         async with site.planes(1) as (caller,):
             await anext(await caller.request("wait", Note(0), Note))
         await ended.wait()
+
+
+# NATS alone
+
+
+@asynchronous
+async def test_nats_takes_user_and_password_from_the_url(tmp_path, caplog):
+    port = free_port()
+    options = [
+        "-a",
+        "127.0.0.1",
+        "-p",
+        str(port),
+        "-js",
+        "-sd",
+        str(tmp_path),
+        "--user",
+        "u",
+        "--pass",
+        "secret",
+    ]
+    server = subprocess.Popen([nats_server.find(), *options], stderr=subprocess.DEVNULL)
+    stranger = open_plane(f"nats://u:wrong@127.0.0.1:{port}", lease_s=LEASE_S)
+    friend = open_plane(f"nats://u:secret@127.0.0.1:{port}", lease_s=LEASE_S)
+    try:
+        await friend.register(member("w"))
+        while "Authorization" not in caplog.text:
+            await asyncio.sleep(0.05)
+        assert stranger.members == {} and "secret" not in caplog.text and "wrong" not in caplog.text
+        with pytest.raises(ConfigError, match="cannot be read"):
+            open_plane(f"nats://127.0.0.1:{port}", credentials_file=str(tmp_path / "none.creds"))
+    finally:
+        await stranger.close()
+        await friend.close()
+        server.kill()
+        server.wait()
 
 
 # The embedded plane alone

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.errors import UnavailableError
-from shoal.fleet import plane_hub
+from shoal.fleet import plane_embedded, plane_hub
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.plane import Member
 from shoal.fleet.plane_embedded import EmbeddedPlane, Host
@@ -116,6 +116,41 @@ def test_work_is_given_again_at_its_deadline_to_the_tenth_of_a_second():
 
     passed, answer = run_virtual(main())
     assert passed == pytest.approx(30.0, abs=0.1) and answer == 2
+
+
+def test_work_for_a_process_that_cannot_be_reached_goes_to_the_next_at_once():
+    async def main():
+        fleet = Fleet()
+        asker, unreachable, worker = fleet.plane(), fleet.plane(), fleet.plane()
+        lost = asyncio.create_task(unreachable.pull("queue", Note))
+        await asyncio.sleep(1)
+        fleet.host.detach(unreachable.name)
+        pulling = asyncio.create_task(worker.pull("queue", Note))
+        await asyncio.sleep(0.1)
+        began = fleet.clock.now()
+        await asker.push("queue", Note(1), Note)
+        work = await pulling
+        lost.cancel()
+        return work.message.n, work.attempt, fleet.clock.now() - began
+
+    n, attempt, passed = run_virtual(main())
+    assert (n, attempt) == (1, 1) and passed < LEASE_S / 2
+
+
+def test_a_process_that_reads_nothing_costs_the_hub_a_bounded_memory(monkeypatch):
+    monkeypatch.setattr(plane_embedded, "HIGH_WATER", 100)
+
+    async def main():
+        fleet = Fleet()
+        publisher, stopped = fleet.plane(), fleet.plane()
+        await stopped.subscribe("events", Note)
+        fleet.kill(stopped)
+        for n in range(500):
+            await publisher.publish("events", Note(n))
+        await asyncio.sleep(1)
+        return fleet.host.num_dropped
+
+    assert run_virtual(main()) >= 400
 
 
 def test_a_queue_that_is_full_refuses_and_names_its_limit(monkeypatch):
