@@ -95,7 +95,7 @@ class NatsPlane(Plane):
         if lease_s > MEMBERS_TTL_S:
             raise ConfigError(f"a lease of {lease_s:g} s is longer than NATS keeps it: {MEMBERS_TTL_S:g} s")
         self._client = Client()
-        self._js: JetStreamContext = self._client.jetstream()
+        self._js: JetStreamContext = self._client.jetstream(timeout=max(0.5, lease_s / 3))
         self._members_bucket: KeyValue | None = None
         self._outcomes: KeyValue | None = None
         self._connected = asyncio.Event()  # and not yet joined
@@ -256,11 +256,11 @@ class NatsPlane(Plane):
             self._see(lease, self.clock.now())
 
     async def _read_all_members(self) -> None:
-        """What was known keeps a whole lease. The age of the rest is told by the server's clock: a key that
-        we write now has its time."""
+        """What was known has two leases to join as well and to renew. The age of the rest is told by the
+        server's clock: a key that we write now has its time."""
         now = self.clock.now()
         for seen in self._seen.values():
-            seen.renewed_at = now
+            seen.renewed_at = now + self.lease_s
         marker = f"now.{self.name}"
         await self._bucket.put(marker, b"")
         watcher = await self._bucket.watchall(ignore_deletes=True)
