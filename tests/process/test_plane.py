@@ -21,8 +21,8 @@ from tests import nats_server
 from tests.process.plane_messages import Note
 
 ROOT = Path(__file__).parents[2]
-LEASE_S = 1.5
-PATIENCE_S = 40
+LEASE_S = 2.5
+PATIENCE_S = 90
 
 
 def asynchronous(test):
