@@ -1,8 +1,8 @@
 """A simulated worker: continuous batching with chunked prefill over a KV cache that shares prefixes.
 
-It has no clock. Whoever runs it asks `begin` at a time when no run is under way, and calls `complete` when the
-run has ended. A run is one step, or several decode steps that nothing changes: these cost as much to simulate
-as one. `shorten` ends a run with the step that is under way, so that a request that came can begin.
+It has no clock. Whoever runs it calls `begin` when no run is under way, and `complete` when the run has ended.
+A run is one step, or several decode steps that nothing changes: these cost as much to simulate as one.
+`shorten` ends a run with the step that is under way, so that a request that came can begin.
 
 Blocks have names, which stand for their tokens and all tokens before them. A block that is full can be found
 until it is evicted, the least recently freed first. What is generated has no names here, since a trace does
@@ -59,12 +59,12 @@ class SimCache:
         self._block_pages = block_pages
         self._held: dict[int, int] = {}  # block -> requests that hold it
         self._free: OrderedDict[int, None] = OrderedDict()  # blocks that can be found, the coldest first
-        self._own_pages = 0
+        self.own_pages = 0  # of requests, beside the blocks that they hold
 
     @property
     def used_pages(self) -> int:
         """Pages of requests; those of blocks that nobody holds are free for other use."""
-        return self._own_pages + len(self._held) * self._block_pages
+        return self.own_pages + len(self._held) * self._block_pages
 
     @property
     def cached_pages(self) -> int:
@@ -74,6 +74,10 @@ class SimCache:
     @property
     def held_blocks(self) -> int:
         return len(self._held)
+
+    def blocks(self) -> set[int]:
+        """Those that can be found."""
+        return {*self._held, *self._free}
 
     def match(self, chain: Sequence[int]) -> int:
         """How many blocks can be found, from the first without a gap."""
@@ -91,7 +95,7 @@ class SimCache:
         for block in chain[:num_matched]:
             self._free.pop(block, None)
             self._held[block] = self._held.get(block, 0) + 1
-        self._own_pages += own_pages
+        self.own_pages += own_pages
         self._evict()
         return True
 
@@ -99,7 +103,7 @@ class SimCache:
         """Takes so many pages, or none if there is no room."""
         if self.used_pages + num_pages > self.num_pages:
             return False
-        self._own_pages += num_pages
+        self.own_pages += num_pages
         self._evict()
         return True
 
@@ -108,13 +112,13 @@ class SimCache:
         block is there already: then they stay what they were."""
         if block in self._held or block in self._free:
             return False
-        self._own_pages -= self._block_pages
+        self.own_pages -= self._block_pages
         self._held[block] = 1
         return True
 
     def release(self, blocks: Sequence[int], own_pages: int) -> None:
         """A request lets go of its blocks, the last of its chain first, and of its own pages."""
-        self._own_pages -= own_pages
+        self.own_pages -= own_pages
         for block in reversed(blocks):
             self._held[block] -= 1
             if not self._held[block]:
@@ -122,7 +126,7 @@ class SimCache:
                 self._free[block] = None
 
     def _evict(self) -> None:
-        while self._own_pages + self.cached_pages > self.num_pages:
+        while self.own_pages + self.cached_pages > self.num_pages:
             block, _ = self._free.popitem(last=False)
             self.removed.append(block)
 
