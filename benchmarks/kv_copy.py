@@ -85,19 +85,22 @@ def over_pcie(rows: list[dict[str, Any]]) -> None:
         )
         for name, block_bytes in BLOCKS.items():
             count = min(TOTAL // block_bytes, 8192)
-            slots, blocks = rng.sample(range(count), count), rng.sample(range(count), count)
+            host_blocks, blocks = rng.sample(range(count), count), rng.sample(range(count), count)
             rows_of = [memory[: count * block_bytes].view(count, -1) for memory in (kv, slab)]
             for way, threshold in WAYS.items():
                 with mock.patch.object(copy, "DMA_BYTES", threshold):
 
                     def run(
-                        rows_of: Any = rows_of, blocks: Any = blocks, slots: Any = slots, out: bool = out
+                        rows_of: Any = rows_of,
+                        blocks: Any = blocks,
+                        host_blocks: Any = host_blocks,
+                        out: bool = out,
                     ) -> None:
                         device, host = rows_of
                         if out:
-                            gather_blocks(device, blocks, host, slots, stream)
+                            gather_blocks(device, blocks, host, host_blocks, stream)
                         else:
-                            scatter_blocks(host, slots, device, blocks, stream)
+                            scatter_blocks(host, host_blocks, device, blocks, stream)
 
                     took = seconds(run, stream, 3)
                     start = time.perf_counter()

@@ -1,8 +1,9 @@
 """What the tiers below the device give and cost on one GPU, with random weights of a published shape.
 
-    python benchmarks/offload.py conversations [--conversations 64] [--turns 8] [--prefix 8000] [--json
-    out.json] python benchmarks/offload.py decode        what offloading costs a decode batch of 256 python
-    benchmarks/offload.py restart       a disk tier: what a second engine finds, against none
+    python benchmarks/offload.py conversations [--conversations 64] [--turns 8] [--prefix 8000] [--json FILE]
+    python benchmarks/offload.py second-turn   ten engines just started: is the host tier used at once?
+    python benchmarks/offload.py decode        what offloading costs a decode batch of 256
+    python benchmarks/offload.py restart       a disk tier: what a second engine finds, against none
 
 conversations: 8 at a time, in turn, so that each comes back when 64 others have passed through a cache of a
 third of what they need. A turn adds 32 tokens of the user's and 64 of the model's. Time to first token from
@@ -64,21 +65,22 @@ def build(model: str, **options: Any) -> Any:
 
 def without_tiers(core: Any) -> Any:
     """Until `with_tiers` brings back what this returns."""
-    tiers, core.tiers, core.loop.tiers, core.scheduler.tiers = core.tiers, None, None, None
-    core.scheduler.pool.listeners.remove(tiers.offloader)
+    tiers = core.tiers
+    core.tiers = core.loop.tiers = None
+    tiers.detach()
     core.scheduler.reset_prefix_cache()
     return tiers
 
 
 def with_tiers(core: Any, tiers: Any) -> None:
     core.scheduler.reset_prefix_cache()
-    core.tiers, core.loop.tiers, core.scheduler.tiers = tiers, tiers, tiers.offloader
-    core.scheduler.pool.listeners.append(tiers.offloader)
+    core.tiers = core.loop.tiers = tiers
+    tiers.attach()
 
 
-def wait_for_slots(core: Any) -> float:
+def wait_until_pinned(core: Any) -> float:
     start = time.perf_counter()
-    while core.tiers.offloader._unready:
+    while not core.tiers.is_pinned:
         core.tick()
         time.sleep(0.01)
     return time.perf_counter() - start
@@ -132,7 +134,7 @@ def conversations(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     core = llm.core
     print(
         f"{num_blocks} blocks in all, {num_blocks * block_bytes / 2**30:.1f} GiB; pinned after "
-        f"{wait_for_slots(core):.1f} s more"
+        f"{wait_until_pinned(core):.1f} s more"
     )
     tiers = without_tiers(core)
     rows = talk(core, args, min(args.turns, args.turns_without), "none")
@@ -147,8 +149,8 @@ def conversations(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     print(
         f"from the second turn on {gain:.1f} times sooner; {stats.kv_tiers}; dropped "
         f"{stats.kv_dropped_blocks}; "
-        f"a block is computed in {core.tiers.offloader.token.seconds * 16e3:.3f} ms, fetched in "
-        f"{core.tiers.offloader.books.rates['host'].seconds * 1e3:.3f} ms"
+        f"a block is computed in {stats.kv_compute_seconds_per_block * 1e3:.3f} ms, fetched in "
+        f"{stats.kv_tiers['host'].fetch_seconds_per_block * 1e3:.3f} ms"
     )
     rows.append(
         dict(
@@ -161,6 +163,75 @@ def conversations(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+class FetchTimes:
+    """When a core's fetches begin and end, by request."""
+
+    def __init__(self, core: Any) -> None:
+        self.begun: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+        begin, fetched = core.tiers.offloader.begin, core.scheduler.fetched
+
+        def timed_begin(fetch: Any) -> None:
+            self.begun[fetch.seq.request.request_id] = time.perf_counter()
+            begin(fetch)
+
+        def timed_fetched(fetch: Any, num_blocks: int) -> None:
+            self.ended[fetch.seq.request.request_id] = time.perf_counter()
+            fetched(fetch, num_blocks)
+
+        core.tiers.offloader.begin, core.scheduler.fetched = timed_begin, timed_fetched
+
+
+def second_turn(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ten engines, one after the other, each asked at once, while its host memory is still being pinned: 24
+    conversations of 9,000 tokens, then the second turn of each, one at a time. Where does the time of a
+    second turn go: before its fetch begins, while it runs, or after it?"""
+    length, conversations = 9000, 24
+    num_blocks = conversations * -(-(length + 200) // 16)
+    rows = []
+    for run in range(10):
+        llm = build(
+            model, num_gpu_blocks_override=num_blocks // 3, kv_host_bytes=2 * num_blocks * args.block_bytes
+        )
+        core, r = llm.core, Random(run)
+        times = FetchTimes(core)
+        first_rates = llm.stats()
+        histories = [tokens(r, length) for _ in range(conversations)]
+        for i, history in enumerate(histories):
+            [answer], _, _ = ask(core, [history], 8, f"first-{i}")
+            history += answer + tokens(r, QUESTION)
+            core.tick()
+        ttft, before, fetching, after = [], [], [], []
+        for i, history in enumerate(histories):
+            start = time.perf_counter()
+            _, [seconds], _ = ask(core, [history], 1, f"second-{i}")
+            ttft.append(seconds)
+            name = f"second-{i}-0"
+            if name in times.ended:
+                before.append(times.begun[name] - start)
+                fetching.append(times.ended[name] - times.begun[name])
+                after.append(start + seconds - times.ended[name])
+            core.tick()
+        stats = llm.stats()
+        parts = {"before_s": before, "fetching_s": fetching, "after_s": after}
+        rows.append(
+            dict(
+                run=run,
+                median_ttft_s=statistics.median(ttft),
+                max_ttft_s=max(ttft),
+                fetched=len(fetching),
+                trials=stats.kv_tiers["host"].trial_fetches,
+                first_fetch_s=first_rates.kv_tiers["host"].fetch_seconds_per_block,
+                fetch_s=stats.kv_tiers["host"].fetch_seconds_per_block,
+                compute_s=stats.kv_compute_seconds_per_block,
+            )
+            | {part: statistics.median(values) for part, values in parts.items() if values}
+        )
+        print(rows[-1], flush=True)
+        llm.exit()
+    return rows
+
+
 def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """256 sequences from 256 to 496 tokens. Under "evict" they take the blocks of a cache full of others'
     prefixes, which are copied out ahead of them; under "register" every block that they fill is copied out at
@@ -168,7 +239,7 @@ def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     llm = build(model, num_gpu_blocks_override=256 * 34, kv_host_bytes=int(256 * 34 * args.block_bytes))
     core, r, rows = llm.core, Random(3), []
     fill = [tokens(r, 4080) for _ in range(core.num_blocks * 16 // 4080)]
-    wait_for_slots(core)
+    wait_until_pinned(core)
     policy = core.tiers.offloader.policy
     for repeat in range(2):
         for name in ("none", "evict", "register"):
@@ -231,7 +302,7 @@ def restart(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for name in ("first", "second"):
             llm = build(model, **options)
-            wait_for_slots(llm.core)
+            wait_until_pinned(llm.core)
             r = Random(11)
             ask(llm.core, [tokens(r, 600)], 4, "warm-up")
             _, ttft, cached = ask(llm.core, [tokens(r, args.prefix) for _ in range(AT_ONCE)], ANSWER, name)
@@ -258,11 +329,14 @@ def restart(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+PARTS = {"conversations": conversations, "second-turn": second_turn, "decode": decode, "restart": restart}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("conversations", "decode", "restart"))
+    parser.add_argument("part", choices=tuple(PARTS))
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8)
@@ -282,9 +356,7 @@ def main() -> None:
         2 * 2 * 16 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     )
     with tempfile.TemporaryDirectory() as root:
-        rows = {"conversations": conversations, "decode": decode, "restart": restart}[args.part](
-            write_model(root, args.model), args
-        )
+        rows = PARTS[args.part](write_model(root, args.model), args)
     if args.json:
         write_json(args.json, rows)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any, Protocol
 
 from shoal.errors import ConfigError, RequestError
+from shoal.fields import check_fields, option
 
 MAX_LOGIT_BIAS = 100.0
 MEMORY_TAGS = ("weights", "kv_cache")  # the regions that can sleep
@@ -34,8 +35,8 @@ STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "struct
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What the text of an answer must be: exactly one of the fields is given. Names are vLLM's; raises
-    RequestError otherwise."""
+    """What the text of an answer must look like. Names are vLLM's. Raises RequestError unless exactly one of
+    the kinds is given."""
 
     json: str | dict[str, Any] | bool | None = None  # a JSON schema, or its text
     regex: str | None = None
@@ -71,39 +72,56 @@ class StructuredOutputsParams:
                 )
 
 
+DRAWING, LENGTH = "how tokens are drawn", "where an answer ends"
+
+
 @dataclass(slots=True)
 class SamplingParams:
     """How tokens are drawn and when a request ends. Raises RequestError for impossible values.
 
     The draw of a token depends on (seed, position) alone; answer i of `n` uses seed + i.
-    `temperature` 0 is greedy; `top_k` 0 or -1 is off; `logprobs` -1 asks for the whole vocabulary.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    skip_reading_prefix_cache: bool = False  # compute every prompt token, even if its KV is cached
+    n: int = option(1, "answers to the prompt", low=1, section="answers")
+    presence_penalty: float = option(
+        0.0, "above 0 discourages what was said, once", low=-2, high=2, section=DRAWING
+    )
+    frequency_penalty: float = option(0.0, "above 0 discourages what was said, each time", low=-2, high=2)
+    repetition_penalty: float = option(1.0, "above 1 discourages what was said, in the prompt too", above=0)
+    temperature: float = option(1.0, "0 is greedy", low=0, common=True)
+    top_p: float = option(
+        1.0, "smallest set of tokens with this probability mass", above=0, high=1, common=True
+    )
+    top_k: int = option(0, "the k most likely tokens; 0 and -1 are off", low=-1)
+    min_p: float = option(0.0, "tokens at least this fraction as likely as the best", low=0, high=1)
+    seed: int | None = option(None, "same seed, same tokens")
+    stop: str | list[str] | None = option(None, "texts that end the answer", section=LENGTH)
+    stop_token_ids: list[int] | None = option(None, "token ids that end the answer")
+    bad_words: list[str] | None = option(None, "words that are never said", section="what may be said")
+    include_stop_str_in_output: bool = option(
+        False, "the text keeps the stop string that ended it", section=LENGTH
+    )
+    ignore_eos: bool = option(False, "go on behind an end-of-text id")
+    max_tokens: int | None = option(16, "most tokens of an answer", low=1, common=True)
+    min_tokens: int = option(0, "tokens before the answer may end", low=0)
+    logprobs: int | None = option(
+        None,
+        "log-probabilities of so many likeliest tokens, too; -1: of all",
+        low=-1,
+        section="what is returned",
+    )
+    prompt_logprobs: int | None = option(None, "likewise, for each token of the prompt", low=-1)
+    detokenize: bool = option(True, "text, beside token ids")
+    skip_special_tokens: bool = option(True, "the text has no special tokens")
+    spaces_between_special_tokens: bool = option(True, "means nothing here: there are none anyway")
+    logit_bias: dict[int, float] | None = option(
+        None, "added to the logits of these token ids, -100 to 100", section="what may be said"
+    )
+    allowed_token_ids: list[int] | None = option(None, "no other token ids are drawn")
+    structured_outputs: StructuredOutputsParams | None = option(None, "what the text must look like")
+    skip_reading_prefix_cache: bool = option(
+        False, "compute every prompt token, even if its KV is cached", section="execution"
+    )
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -124,25 +142,12 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_number(name, getattr(self, name), -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_integer("n", self.n, 1)
-        _check_integer("top_k", self.top_k, -1)
-        _check_integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or "
-                    "raise max_tokens"
-                )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), -1)
+        check_fields(self, RequestError)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or raise "
+                "max_tokens"
+            )
         if self.seed is not None and not isinstance(self.seed, int):
             raise RequestError(f"seed {self.seed!r} is not an integer; give one, or leave it out")
         if not all(isinstance(s, str) and s for s in self.stop or ()):
@@ -184,7 +189,7 @@ class SamplingParams:
                         f"logit_bias {{{token_id}: {bias}}} is not a token id from 0 up and a number; mend "
                         f"or drop it"
                     )
-            # as vLLM
+            # vLLM cuts biases to these bounds, too.
             self.logit_bias = {
                 i: min(max(b, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for i, b in self.logit_bias.items()
             }
@@ -192,6 +197,19 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether the logits must be changed or looked at outside of the captured step, for these parameters
+        (engine/runner/sampling.py)."""
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.min_tokens
+            or self.logprobs is not None
+            or self.structured_outputs is not None
+        )
 
 
 @dataclass(slots=True)
@@ -203,38 +221,23 @@ class BeamSearchParams:
     beams are scored by the model's own log-probabilities.
     """
 
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
+    beam_width: int = option(MISSING, "beams of each prompt, as many as texts are returned", low=1)
+    max_tokens: int = option(MISSING, "most tokens of a beam", low=1)
+    ignore_eos: bool = option(False, "go on behind an end-of-text id")
+    temperature: float = option(0.0, "means nothing here", low=0)
+    length_penalty: float = option(1.0, "above 1 prefers longer texts", above=-math.inf)
 
     def __post_init__(self) -> None:
-        _check_integer("beam_width", self.beam_width, 1)
-        _check_integer("max_tokens", self.max_tokens, 1)
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check_number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        check_fields(self, RequestError)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's generation_config.json says of SamplingParams' fields."""
+    """Returns the defaults of SamplingParams' fields in a model's generation_config.json."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     found = {name: value for name in names if (value := generation_config.get(name)) is not None}
     if most := generation_config.get("max_new_tokens"):
         found["max_tokens"] = most
     return found
-
-
-def _check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):  # type: ignore[arg-type,operator]
-        limit = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
-        raise RequestError(f"{name} {value!r} is outside {limit}; choose a finite number inside it")
-
-
-def _check_integer(name: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise RequestError(f"{name} {value!r} is not an integer of at least {low}; choose one")
 
 
 @dataclass(slots=True)
@@ -252,6 +255,9 @@ class Request:
     embed: bool = False  # no tokens: the pooled hidden state of the prompt, in the one Output
     eos_token_ids: tuple[int, ...] = ()  # all end-of-text ids of the model; not checked under ignore_eos
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words, tokenized
+    # The first tokens of the answer, where they were drawn elsewhere: the engine goes on behind them. They
+    # count as its own do for max_tokens, min_tokens, penalties and grammars.
+    output_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -279,7 +285,7 @@ class Output:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held
     queued_seconds: float = 0.0  # how long the request waited for its first step; with its first token
-    embedding: list[float] | None = None  # of a request that asked for it: [hidden size], of unit length
+    embedding: list[float] | None = None  # [hidden size], of unit length, if the request asked for it
     # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
     error: str | None = None
 
@@ -294,6 +300,9 @@ class KvTierStats:
     stored_blocks: int = 0  # that came from above
     fetched_blocks: int = 0  # brought back to the device
     failed_blocks: int = 0  # whose transfer failed: they were computed again, or are lost here
+    fetch_seconds_per_block: float = 0.0  # to the device, as measured lately
+    store_seconds_per_block: float = 0.0  # into the tier; 0 until something was stored
+    trial_fetches: int = 0  # begun though the tier looked slower than computing, to measure it again
 
 
 @dataclass(slots=True)
@@ -311,6 +320,7 @@ class Stats:
     external_prefix_cache_queries: int = 0  # tokens not found there and looked up in the tiers below
     external_prefix_cache_hits: int = 0  # tokens fetched
     kv_dropped_blocks: int = 0  # evicted from the device, and kept nowhere else
+    kv_compute_seconds_per_block: float = 0.0  # of a prompt, as measured lately; 0 without such tiers
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)  # "host", "disk", "store", those there are
     step_tokens: int = 0  # computed in all steps
     # What the engine has measured, where it has a target for the gap between tokens; 0: nothing yet.

@@ -1,4 +1,4 @@
-"""EngineConfig: every option of the engine, validated when it is built, never written again.
+"""Every option of the engine and of the server, checked when a config is built and never changed later.
 
 Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest; vLLM
 options that mean nothing here are accepted with a warning. What depends on the model or the device is filled
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
 MAX_NUM_SEQS = 1 << 16  # each has a row of state and of the sampler on the device, used or not
+MOST_BATCHES = 2**30 - 1
 SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 
@@ -68,20 +69,34 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Whether and where it is published which KV blocks are cached: vLLM's fields. Raises ConfigError."""
+    """How the engine tells others which KV blocks it has cached. Fields are vLLM's. Raises ConfigError."""
 
-    enable_kv_cache_events: bool = False
-    publisher: str = "zmq"  # or "null": for this process only (LLM.drain_kv_events)
-    # bound if it has a *, a :: or a network interface, or is ipc or inproc; else connected to
-    endpoint: str = "tcp://lo:5557"
-    replay_endpoint: str | None = None  # bound: where a listener asks for what it missed
-    buffer_steps: int = 10_000  # batches kept for replay; who has missed more gets a snapshot
-    hwm: int = 100_000  # batches that wait for one slow listener; it misses those beyond
-    max_queue_size: int = 100_000  # batches that wait to be published; then steps wait too
-    topic: str = ""
-    # ZMQ CURVE: the engine's keys, as zmq.auth.create_certificates writes them
-    curve_secret_key_file: str | None = None
-    curve_client_keys_dir: str | None = None  # and the public keys of who may listen, *.key
+    enable_kv_cache_events: bool = option(False, "events are made", section="kv_events_config")
+    publisher: str = option(
+        "zmq", '"null": for this process only, see `LLM.drain_kv_events`', choices=("zmq", "null")
+    )
+    endpoint: str = option(
+        "tcp://lo:5557",
+        "bound if it has a `*`, a `::` or a network interface (`lo` is loopback), or is ipc or inproc; else "
+        "connected to",
+    )
+    replay_endpoint: str | None = option(None, "bound: where a listener asks for what it missed")
+    buffer_steps: int = option(
+        10_000, "batches kept for replay; who has missed more gets a snapshot", low=0, high=MOST_BATCHES
+    )
+    hwm: int = option(
+        100_000, "batches that wait for one slow listener; it misses those beyond", low=1, high=MOST_BATCHES
+    )
+    max_queue_size: int = option(
+        100_000, "batches that wait to be published; beyond, steps wait too", low=1, high=MOST_BATCHES
+    )
+    topic: str = option("", "the first frame of each message; listeners subscribe to its beginning")
+    curve_secret_key_file: str | None = option(
+        None, "ZMQ CURVE: the engine's keys, as `zmq.auth.create_certificates` writes them"
+    )
+    curve_client_keys_dir: str | None = option(
+        None, "ZMQ CURVE: the folder with the public keys (`*.key`) of those who may listen"
+    )
 
     @classmethod
     def of(cls, value: KVEventsConfig | dict[str, Any] | str | None) -> KVEventsConfig | None:
@@ -96,16 +111,9 @@ class KVEventsConfig:
                 f"kv_events_config.enable_kv_cache_events {self.enable_kv_cache_events!r} is neither true "
                 "nor false"
             )
-        if self.publisher not in ("zmq", "null"):
-            raise ConfigError(f"kv_events_config.publisher {self.publisher!r} is not one of zmq, null")
+        check_fields(self, ConfigError, "kv_events_config.")
         if not isinstance(self.topic, str):
             raise ConfigError(f"kv_events_config.topic {self.topic!r} is no text")
-        for name, low in (("buffer_steps", 0), ("hwm", 1), ("max_queue_size", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**30:
-                raise ConfigError(
-                    f"kv_events_config.{name} {value!r} is not an integer from {low} to 2^30 - 1; choose one"
-                )
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if not (value is None and name == "replay_endpoint") and not _is_endpoint(value):
@@ -131,9 +139,14 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
-    """How structured outputs are read where a request doesn't say: vLLM's fields. Raises ConfigError."""
+    """Defaults of structured outputs, for requests that do not say. Fields are vLLM's. Raises ConfigError."""
 
-    disable_additional_properties: bool = True  # unlike in vLLM: small models invent keys until max_tokens
+    disable_additional_properties: bool = option(
+        True,
+        "objects have only the keys that their schema names, unlike in vLLM: small models invent keys until "
+        "max_tokens",
+        section="structured_outputs_config",
+    )
 
     @classmethod
     def of(cls, value: StructuredOutputsConfig | dict[str, Any] | str | None) -> StructuredOutputsConfig:
@@ -183,7 +196,7 @@ def _is_endpoint(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Raises ConfigError naming the option, its value and the limit."""
+    """Options of the engine. Raises ConfigError that names the option, its value and the limit."""
 
     model: str = option(
         DEFAULT_MODEL, 'folder, .gguf file, hub id, or "smollm2"', common=True, section="model and tokenizer"
@@ -195,7 +208,7 @@ class EngineConfig:
         None, "where files from the hub are kept; default: the hub library's cache"
     )
     load_format: str = option(
-        "auto", '"auto" | "safetensors" | "dummy": random weights', choices=("auto", "safetensors", "dummy")
+        "auto", 'the format of the weights; "dummy": random ones', choices=("auto", "safetensors", "dummy")
     )
     check_weights: bool = option(
         False,
@@ -220,7 +233,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU", low=1
     )
-    block_size: int = option(16, "tokens a KV block", low=1)
+    block_size: int = option(16, "tokens a KV block, a power of two", low=1, high=256)
     gpu_memory_utilization: float = option(
         0.9, "this engine's share of the card", common=True, above=0, high=1
     )
@@ -251,7 +264,7 @@ class EngineConfig:
     kv_offload_policy: str = option(
         "evict",
         '"evict": the coldest blocks go to the next tier ahead of their eviction; "register": '
-        "every block at once",
+        "every block goes at once",
         choices=("evict", "register"),
     )
     kv_offload_min_uses: int = option(
@@ -260,12 +273,10 @@ class EngineConfig:
     kv_offload_bandwidth: int | None = option(
         None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound", low=1
     )
-    kv_eviction_policy: str = option(
-        "lru", 'which block of a lower tier goes first: "lru" | "lfu"', choices=("lru", "lfu")
-    )
+    kv_eviction_policy: str = option("lru", "which block of a lower tier goes first", choices=("lru", "lfu"))
     kv_load_policy: str = option(
         "cost",
-        '"cost": what a lower tier has is fetched where that is quicker than computing it | "always"',
+        '"cost": what a lower tier has is fetched only where that is quicker than computing it',
         choices=("cost", "always"),
     )
     kv_flush_timeout: float = option(
@@ -278,7 +289,7 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True, low=1)
     attention_backend: str = option(
         "auto",
-        '"triton" | "cpu" | "flashinfer" | "flash_attn"',
+        '"auto": "triton" on a GPU, else "cpu"',
         choices=("auto", "triton", "cpu", "flashinfer", "flash_attn"),
     )
     disable_cascade_attn: bool = option(
@@ -286,7 +297,7 @@ class EngineConfig:
     )
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
     scheduling_policy: str = option(
-        "fcfs", '"fcfs" | "priority": the lowest number first', choices=("fcfs", "priority")
+        "fcfs", '"fcfs": the first to come; "priority": the lowest number', choices=("fcfs", "priority")
     )
     target_itl_ms: float | None = option(
         None,
@@ -328,8 +339,8 @@ class EngineConfig:
 
     @classmethod
     def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Those of them that are fields. Raises ConfigError for unknown names; meaningless ones of vLLM are
-        dropped with a warning."""
+        """Returns the options that are fields. Drops options of vLLM that mean nothing here, with a warning.
+        Raises ConfigError for unknown names."""
         names = [f.name for f in dataclasses.fields(cls)]
         for name in list(options):
             if name in names:
@@ -352,7 +363,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        if self.block_size & (self.block_size - 1) or self.block_size > 256:
+        if self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default"
             )
@@ -375,8 +386,8 @@ class EngineConfig:
 
     @property
     def closes_objects(self) -> bool:
-        """Whether objects of a JSON schema have no other keys than it names, where neither it nor the request
-        says otherwise."""
+        """Whether an object of a JSON schema has only the keys that the schema names, if neither the schema
+        nor the request says otherwise."""
         return StructuredOutputsConfig.of(self.structured_outputs_config).disable_additional_properties
 
     @property
@@ -505,20 +516,19 @@ class ServerConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        '"hermes" | "llama3_json" | "none"; auto: by the chat template',
+        '"auto": the one that fits the chat template',
         section="tools and templates",
         choices=("auto", "hermes", "llama3_json", "none"),
     )
     reasoning_parser: str = option(
-        "auto", '"qwen3" | "none"; auto: by the chat template', choices=("auto", "qwen3", "none")
+        "auto", '"auto": the one that fits the chat template', choices=("auto", "qwen3", "none")
     )
     log_requests: str = option(
         "all",
-        'which requests get a line in the log: "all" | "errors" | "off"; '
-        "health checks and the like do with --verbose only",
+        "which requests get a line in the log; health checks and the like do with --verbose only",
         choices=("all", "errors", "off"),
     )
-    log_format: str = option("text", '"text" | "json": a JSON object a line', choices=("text", "json"))
+    log_format: str = option("text", '"json": a JSON object a line', choices=("text", "json"))
     trust_request_chat_template: bool = option(
         False, "requests may bring a chat template (in the sandbox, but one may run for ever)"
     )

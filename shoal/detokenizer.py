@@ -1,8 +1,8 @@
 """Detokenizer: one answer's text as its tokens come, and the stop strings that end it.
 
-It adds up bytes, so a token costs the same however long the answer is, and the pieces joined are the text
-that Tokenizer.decode gives. spaces_between_special_tokens is not looked at: neither byte-level nor
-SentencePiece decoding ever puts a space there.
+It adds up bytes, so a token costs the same however long the answer is. The pieces joined are the text that
+Tokenizer.decode gives. `spaces_between_special_tokens` changes nothing, because neither byte-level nor
+SentencePiece decoding puts spaces there.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ CONTEXT = 8  # prompt tokens that may hold the first half of a character: it has
 
 
 def add_texts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> None:
-    """Says of each token in it how it reads."""
+    """Fills in the text of each token."""
     for token_id, entry in logprobs.items():
         entry.decoded_token = tokenizer.token_text(token_id)
 
 
 class Detokenizer:
-    """Half a character is held back until it is whole, and so is text that may yet become a stop string: no
-    stream shows part of one."""
+    """The text of one answer. It holds back half a character until it is whole, and text that may yet become
+    a stop string, so no stream shows part of either."""
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        """With the prompt given, the text is what follows the prompt's; without, it is the text of the answer
-        alone (no first space)."""
+        """prompt_token_ids: the text follows that of the prompt. Without them it is the text of the answer
+        alone, which begins without a space."""
         self._pieces = tokenizer.shown_bytes if params.skip_special_tokens else tokenizer.token_bytes
         self._partial = b""  # the first bytes of a character
         self._strips_space = self._pieces.strips_first_space
@@ -43,11 +43,11 @@ class Detokenizer:
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, drop_last: bool = False
     ) -> tuple[str, str | None]:
-        """(new text, the stop string that ends the answer). The text ends before that string, or with it
-        under include_stop_str_in_output.
+        """Returns the new text, and the stop string that ends the answer if there is one. The text ends
+        before that string, or behind it under include_stop_str_in_output.
 
-        last: nothing follows, so nothing is held back. drop_last: the last id is a stop token, whose text
-        counts as a stop string's does.
+        last: nothing follows, so nothing is held back. drop_last: the last id is a stop token; its text is
+        shown only where that of a stop string is.
         """
         shown = token_ids[:-1] if drop_last and not self._include_stop else token_ids
         if not self._stops:
@@ -57,7 +57,8 @@ class Detokenizer:
             self._num_exempt = max(0, exempt - len(token_ids))
             text += self._decode(shown[:exempt])
             shown = shown[exempt:]
-        # no stop string that ends in text[:checked] counts: there was none, or it came before min_tokens
+        # A stop string that ends in text[:checked] does not count: it would have been found, or it came
+        # before min_tokens.
         checked = len(text)
         text += self._decode(shown, last)
         if (found := self._find_stop(text, checked)) is not None:
@@ -77,8 +78,8 @@ class Detokenizer:
         return text
 
     def _find_stop(self, text: str, checked: int) -> tuple[int, int, str] | None:
-        """(end, start, stop string) of the one that is complete first, the longest of those: steps may group
-        tokens at will."""
+        """Returns (end, start, stop string) of the stop string that is complete first, and of several that
+        end there the longest. So the result does not depend on how tokens were grouped."""
         found = [
             (start + len(stop), start, stop)
             for stop in self._stops
@@ -87,7 +88,7 @@ class Detokenizer:
         return min(found, default=None)
 
     def _end_of_safe(self, text: str) -> int:
-        """The length of `text` without its longest tail that begins a stop string."""
+        """Returns the length of `text` without its longest tail that may begin a stop string."""
         safe = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1))

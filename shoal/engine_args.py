@@ -8,15 +8,18 @@ import typing
 from typing import Any
 
 from shoal.config import EngineConfig
+from shoal.fields import described
 from shoal.options import argument_of, flag_of
 
 
 class EngineArgs(EngineConfig):
-    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. What of vLLM's
-    means nothing here is dropped with a warning, as by `LLM`. Raises ConfigError."""
+    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. Options of vLLM
+    that mean nothing here are dropped with a warning, as `LLM` does. Raises ConfigError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**self.known_options(options))
+
+    __doc__ = f"{__doc__}\n\n{described(EngineConfig)}\n"
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:

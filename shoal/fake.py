@@ -38,6 +38,7 @@ from shoal.control import (
     WakeUp,
 )
 from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
+from shoal.request_builder import check_request
 
 MAX_LOGPROBS = 20
 
@@ -75,11 +76,7 @@ class FakeEngine(Control):
         self._check_alive()
         if self.refuses is not None:
             raise RequestError(self.refuses)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(request.params, name) or 0) > MAX_LOGPROBS:
-                raise RequestError(
-                    f"{name} {getattr(request.params, name)} is more than {MAX_LOGPROBS}; ask for fewer"
-                )
+        check_request(request, self.vocab_size, MAX_LOGPROBS)
         if self.state.is_sleeping:
             raise UnavailableError(f"the engine sleeps at level {self.state.level}; wake it up first")
         self.seen = [*self.seen[-99:], request]
@@ -94,14 +91,16 @@ class FakeEngine(Control):
                     embedding=self._embedding(request),
                 )
                 return
-            start, done, limit = time.monotonic(), 0, request.params.max_tokens or 16
+            start, limit = time.monotonic(), request.params.max_tokens or 16
+            done = given = len(request.output_token_ids)
             while not stopped.is_set():
                 while self.state.is_sleeping and not stopped.is_set():  # kept for after the wake-up
                     await self._changed.wait()
                 if self.token_seconds:
-                    due = int((time.monotonic() - start) / self.token_seconds) + 1
+                    due = given + int((time.monotonic() - start) / self.token_seconds) + 1
                     if due <= done:
-                        await self._pause(stopped, start + done * self.token_seconds - time.monotonic())
+                        next_at = start + (done - given) * self.token_seconds
+                        await self._pause(stopped, next_at - time.monotonic())
                         continue
                 else:
                     due = done + 1

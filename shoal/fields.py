@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import types
 import typing
@@ -37,7 +38,7 @@ def option(
     high: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that is an option.
+    """A dataclass field that is an option. default: MISSING for one that must be given.
 
     help: its meaning. common: `--help` shows it; `--help-all` shows every option. section: the heading above
     this field and above those after it, up to the next field that has one. The rest are `Limits`.
@@ -50,24 +51,54 @@ def option(
 def check_fields(config: Any, error: type[Exception], prefix: str = "") -> None:
     """Raises `error` for the first field whose value is outside its limits. None is possible where the type
     of the field says so. `prefix` comes before the field's name in the message."""
-    for name, kind, optional, limits in _limited_fields(config.__class__):
-        value = getattr(config, name)
-        if (value is None and optional) or _is_within(value, kind, limits):
-            continue
-        raise error(f"{prefix}{name} {value!r:.200} {_complaint(kind, limits)}")
+    for check in _checks(config.__class__):
+        value = getattr(config, check.name)
+        if not check.allows(value):
+            raise error(f"{prefix}{check.name} {value!r:.200} {_complaint(check.kind, check.limits)}")
+
+
+class _Check:
+    """A field's limits, prepared for the check of a value."""
+
+    __slots__ = ("above", "choices", "high", "kind", "kinds", "limits", "low", "may_be_none", "name")
+
+    def __init__(self, name: str, hint: Any, limits: Limits) -> None:
+        self.name, self.limits = name, limits
+        self.kind, self.may_be_none = kind_of(hint)
+        self.kinds = int if self.kind is int else (int, float)
+        most = MOST_INTEGER if self.kind is int else sys.float_info.max
+        self.low = -most if limits.low is None else limits.low
+        self.high = most if limits.high is None else limits.high
+        self.above = -math.inf if limits.above is None else limits.above
+        self.choices = limits.choices
+
+    def allows(self, value: Any) -> bool:
+        if value is None:
+            return self.may_be_none
+        if self.choices:
+            return value in self.choices
+        if not isinstance(value, self.kinds) or isinstance(value, bool):
+            return False
+        return self.low <= value <= self.high and value > self.above  # never true of NaN
 
 
 @functools.cache
-def _limited_fields(config: type) -> list[tuple[str, type, bool, Limits]]:
-    """(name, type without None, whether it may be None, limits) of each field that has limits."""
+def _checks(config: type) -> list[_Check]:
+    """Returns a check for each field that has limits."""
     hints = typing.get_type_hints(config)
-    found = []
+    fields = {field.name: field.metadata.get("limits") for field in dataclasses.fields(config)}
+    return [
+        _Check(name, hints[name], limits) for name, limits in fields.items() if limits not in (None, Limits())
+    ]
+
+
+def described(config: type) -> str:
+    """A line for each field: name, type, default and meaning. For the docstrings of what takes them as
+    arguments."""
+    lines = []
     for field in dataclasses.fields(config):
-        limits = field.metadata.get("limits")
-        if limits is not None and limits != Limits():
-            kind, optional = kind_of(hints[field.name])
-            found.append((field.name, kind, optional, limits))
-    return found
+        lines.append(f"    {field.name}: {field.type} = {field.default!r}\n        {field.metadata['help']}")
+    return "\n".join(lines)
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
@@ -78,21 +109,8 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
     return next(kind for kind in kinds if kind is not types.NoneType), types.NoneType in kinds
 
 
-def _is_within(value: Any, kind: type, limits: Limits) -> bool:
-    if limits.choices:
-        return value in limits.choices
-    if not isinstance(value, int if kind is int else (int, float)) or isinstance(value, bool):
-        return False
-    return (
-        abs(value) <= (MOST_INTEGER if kind is int else sys.float_info.max)  # NaN is not, either
-        and (limits.low is None or value >= limits.low)
-        and (limits.above is None or value > limits.above)
-        and (limits.high is None or value <= limits.high)
-    )
-
-
 def _complaint(kind: type, limits: Limits) -> str:
-    """What is wrong with a value that is not possible, and which are."""
+    """Says which values are possible."""
     if limits.choices:
         return f"is not one of {', '.join(limits.choices)}"
     if kind is int:
@@ -103,7 +121,7 @@ def _complaint(kind: type, limits: Limits) -> str:
 
 
 def interval(limits: Limits) -> str:
-    """[0, 1], (0, 1] or [0, inf)."""
+    """Writes limits as an interval, such as [0, 1], (0, 1] or [0, inf)."""
     if limits.above is not None:
         begin = f"({limits.above:g}"
     else:

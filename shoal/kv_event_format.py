@@ -14,9 +14,10 @@ import msgspec
 
 from shoal.hashing import UINT64_MAX
 
-# media: the engine's own cache (on a CPU engine too), pinned host memory, files and stores
+# Media: GPU is an engine's own cache (also that of an engine on a CPU), CPU is its host memory, STORAGE are
+# files and stores.
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
-# before there were media, and SGLang's names
+# What other engines call them: older vLLM had no media, and SGLang has names of its own
 MEDIA = {None: GPU, "CPU_PINNED": CPU, "DISK": STORAGE, "EXTERNAL": STORAGE}
 END = (-1).to_bytes(8, "big", signed=True)  # in place of a number: a replay is complete
 
@@ -38,7 +39,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
     @property
     def cache_salt(self) -> str | None:
-        """Of a run that starts a sequence."""
+        """The salt of a run that starts a sequence; None for any other run."""
         first = (self.extra_keys or [None])[0]
         return next((key.get("salt") for key in first or () if key.get("type") == "cache_salt"), None)
 
@@ -98,7 +99,7 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def _fields_of(event: Any) -> dict[str, Any] | None:
-    """None of a kind that is not known."""
+    """The event's fields in this file's terms; None if its kind is not known."""
     if not isinstance(event, dict):
         kind, *values = event
         event = {"type": kind, **dict(zip(FIELDS.get(kind, ()), values))}
@@ -127,13 +128,14 @@ def _name(value: int | bytes) -> int:
 def _typed(keys: Sequence[Any], lora_name: str | None) -> list[dict[str, Any]]:
     """Keys were bare values first: an adapter's name, a salt, (hash, offset) of an image, bytes of
     embeddings."""
-    return [
-        key
-        if isinstance(key, dict)
-        else {"type": "legacy", "value": key}
-        if not isinstance(key, str)
-        else {"type": "lora", "name": key}
-        if key == lora_name
-        else {"type": "cache_salt", "salt": key}
-        for key in keys
-    ]
+    typed: list[dict[str, Any]] = []
+    for key in keys:
+        if isinstance(key, dict):
+            typed.append(key)
+        elif not isinstance(key, str):
+            typed.append({"type": "legacy", "value": key})
+        elif key == lora_name:
+            typed.append({"type": "lora", "name": key})
+        else:
+            typed.append({"type": "cache_salt", "salt": key})
+    return typed

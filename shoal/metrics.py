@@ -240,6 +240,12 @@ class ModelMetrics:
             "shoal:kv_dropped_blocks", "KV blocks that left the device and are kept nowhere.", labels=LABELS
         )
         yield self._one(dropped, stats.kv_dropped_blocks)
+        compute = GaugeMetricFamily(
+            "shoal:kv_compute_seconds_per_block",
+            "Seconds to compute a KV block of a prompt, as measured lately.",
+            labels=LABELS,
+        )
+        yield self._one(compute, stats.kv_compute_seconds_per_block)
         labels, tiers = (*LABELS, "tier"), stats.kv_tiers
         for name, text, values in (
             (
@@ -251,6 +257,16 @@ class ModelMetrics:
                 "capacity_bytes",
                 "The tier's room; 0: unknown.",
                 {tier: one.capacity_bytes for tier, one in tiers.items()},
+            ),
+            (
+                "fetch_seconds_per_block",
+                "Seconds to fetch a KV block to the device, as measured lately.",
+                {tier: one.fetch_seconds_per_block for tier, one in tiers.items()},
+            ),
+            (
+                "store_seconds_per_block",
+                "Seconds to store a KV block, as measured lately; 0: nothing was stored yet.",
+                {tier: one.store_seconds_per_block for tier, one in tiers.items()},
             ),
         ):
             gauge = GaugeMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
@@ -282,6 +298,11 @@ class ModelMetrics:
                 "failed_blocks",
                 "KV blocks whose transfer failed.",
                 {tier: one.failed_blocks for tier, one in tiers.items()},
+            ),
+            (
+                "trial_fetches",
+                "Fetches of a few blocks to measure a tier that looked slower than computing.",
+                {tier: one.trial_fetches for tier, one in tiers.items()},
             ),
         ):
             counter = CounterMetricFamily("shoal:kv_tier_" + name, text, labels=labels)

@@ -1,4 +1,5 @@
-"""The command's parser: flags out of dataclasses, --help with the common ones, mistakes told in a line."""
+"""The command's parser. Flags come from dataclass fields, --help shows the common ones, and a mistake is one
+line."""
 
 from __future__ import annotations
 
@@ -8,26 +9,14 @@ import difflib
 import itertools
 import re
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from shoal.api import DRAWING, LENGTH, SamplingParams
 from shoal.config import IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig
+from shoal.fields import kind_of
 
-# How tokens are drawn: flags of the commands that generate, and what /set sets in a chat.
-SAMPLING: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 is greedy"),
-    "top_p": (float, "smallest set of tokens with this probability mass"),
-    "top_k": (int, "the k most likely tokens; 0 is off"),
-    "min_p": (float, "tokens at least this fraction as likely as the best"),
-    "repetition_penalty": (float, "above 1 discourages what was said"),
-    "presence_penalty": (float, "above 0 discourages what was said, once"),
-    "frequency_penalty": (float, "above 0 discourages what was said, each time"),
-    "seed": (int, "same seed, same tokens"),
-    "max_tokens": (int, "most tokens of an answer"),
-}
-COMMON_SAMPLING = ("temperature", "top_p", "max_tokens")
 NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 
 
@@ -43,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title = "arguments"
         self.rare: set[argparse.Action] = set()  # shown by --help-all alone
         self.foreign: dict[str, str] = {}  # options of other programs, and what to do about each
-        self.short_titles: dict[object, str] = {}  # of groups that --help shows together
+        self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
 
     def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
         """Adds a flag for each field of the dataclass `config` but some. One not given leaves no trace."""
@@ -67,15 +56,19 @@ class Parser(argparse.ArgumentParser):
                 self.rare.add(action)
 
     def add_sampling_flags(self) -> None:
-        """Adds those of SAMPLING but the seed, as the engine's --seed serves."""
+        """Adds a flag for each of SAMPLING. There is none for the seed, as the engine's --seed serves."""
         group = self.add_argument_group("sampling")
-        for name, (kind, meaning) in SAMPLING.items():
+        for name, (kind, field) in SAMPLING.items():
             if name != "seed":
                 read, metavar = KINDS[kind]
                 action = group.add_argument(
-                    flag_of(name), type=read, metavar=metavar, default=argparse.SUPPRESS, help=meaning
+                    flag_of(name),
+                    type=read,
+                    metavar=metavar,
+                    default=argparse.SUPPRESS,
+                    help=field.metadata["help"],
                 )
-                if name not in COMMON_SAMPLING:
+                if not field.metadata["common"]:
                     self.rare.add(action)
 
     def format_usage(self) -> str:
@@ -109,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}see `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As the base class does, after a look at the names: a misspelt one is told before the values are."""
+        """Checks the names of all options first, so that a misspelt name is told before a wrong value."""
         words = self._with_known_names(sys.argv[1:] if args is None else args)
         return super().parse_known_args(words, namespace)
 
@@ -117,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         words = list(args)
         unknown: list[str] = []
         commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
-        is_value = False  # of the option before it
+        is_value = False  # the word is the value of the option before it
         for i, word in enumerate(words):
             if word == "--":
                 break
@@ -188,7 +181,7 @@ KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Those fields of the dataclass `config` that are among the arguments."""
+    """Returns the fields of the dataclass `config` that are among the arguments."""
     names = [field.name for field in dataclasses.fields(config)]
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
@@ -199,11 +192,15 @@ def flag_of(name: str) -> str:
 
 
 def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """What add_argument is to know of a field."""
-    union = isinstance(hint, types.UnionType)
-    [kind, *_] = [t for t in typing.get_args(hint) if t is not types.NoneType] if union else [hint]
-    default = "" if field.default is None else f" (default: {field.default})"
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"] + default}
+    """Returns the arguments of `add_argument` for a field."""
+    kind, _ = kind_of(hint)
+    notes = []
+    if choices := field.metadata["limits"].choices:
+        notes.append(" | ".join(choices))
+    if field.default is not None:
+        notes.append(f"default: {field.default}")
+    meaning = field.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning}
     if kind is bool:
         return options | {"action": argparse.BooleanOptionalAction}
     if dataclasses.is_dataclass(kind):
@@ -213,6 +210,23 @@ def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         [kind] = typing.get_args(kind)
     read, metavar = KINDS[kind]
     return options | {"type": read, "metavar": metavar}
+
+
+def _sampling_numbers() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
+    """(type, field) of each number in SamplingParams that says how tokens are drawn or where an answer
+    ends."""
+    hints = typing.get_type_hints(SamplingParams)
+    found, section = {}, None
+    for field in dataclasses.fields(SamplingParams):
+        section = field.metadata["section"] or section
+        kind, _ = kind_of(hints[field.name])
+        if section in (DRAWING, LENGTH) and kind in (int, float):
+            found[field.name] = (kind, field)
+    return found
+
+
+# How tokens are drawn: flags of the commands that generate, and what /set sets in a chat.
+SAMPLING = _sampling_numbers()
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -202,7 +202,8 @@ def write_whole(folder: Path) -> None:
 
 
 def parse(path: Path) -> Gguf:
-    from shoal.weights.gguf_header import TYPES, read_header
+    from shoal.kernels.ggml_types import TYPES
+    from shoal.weights.gguf_header import read_header
 
     header, content = read_header(path), path.read_bytes()
     start = min(info.offset for info in header.tensors.values())

@@ -62,7 +62,23 @@ MODELS: dict[str, tuple[str, dict]] = {
             mlp_only_layers=[],
         ),
     ),
+    "granite": (
+        "GraniteConfig",
+        dict(
+            embedding_multiplier=3.0,
+            attention_multiplier=0.21,  # 1 / sqrt(head_dim) is 0.35
+            residual_multiplier=0.4,
+            logits_scaling=2.5,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2-one-kv-head": ("Olmo2Config", dict(num_key_value_heads=1, tie_word_embeddings=True)),
 }
+LLAMA_LINE = ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Qwen3MoeConfig")
+# qwen3 stands for the line above in tests of all the ways in which an engine runs; each other model is tried by itself
+UNLIKE_LLAMA = [name for name, (kind, _) in MODELS.items() if kind not in LLAMA_LINE]
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -22,8 +22,9 @@ class CpuBackend:
     captures_mixed = False
     share_from: int | None = None
 
-    def __init__(self, head_dim: int) -> None:
-        self.scale = head_dim**-0.5
+    def __init__(self, head_dim: int, scale: float | None = None) -> None:
+        """`scale`: what q k^T is multiplied by; None: 1 / sqrt(head_dim)."""
+        self.scale = head_dim**-0.5 if scale is None else scale
         self._library = cpu_build.load()
         self._step: StepInput | None = None
         self._sequences = cpu_build.Sequences()

@@ -55,6 +55,7 @@ class FlashAttentionBackend(TritonBackend):
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
+        scale: float | None = None,
     ) -> None:
         require_half("flash_attn", dtype)
         if block_size % 256:
@@ -64,7 +65,7 @@ class FlashAttentionBackend(TritonBackend):
             )
         self.varlen = import_or_refuse("flash_attn", "flash-attn", "flash_attn").flash_attn_varlen_func
         super().__init__(
-            num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype
+            num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype, scale
         )
 
     def begin(self, step: StepInput) -> None:
@@ -122,11 +123,12 @@ class FlashInferBackend(TritonBackend):
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
+        scale: float | None = None,
     ) -> None:
         require_half("flashinfer", dtype)
         flashinfer = import_or_refuse("flashinfer", "flashinfer-python", "flashinfer")
         super().__init__(
-            num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype
+            num_heads, num_kv_heads, head_dim, block_size, max_num_seqs, max_model_len, device, dtype, scale
         )
         self.num_heads, self.head_dim, self.block_size, self.dtype = num_heads, head_dim, block_size, dtype
         # FlashInfer's documentation recommends this size.

@@ -23,6 +23,7 @@ def select_backend(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scale: float,
 ) -> AttentionBackend:
     """The backend that `config` names, for this rank's heads. Raises ConfigError if it is not installed or is
     for another device."""
@@ -38,7 +39,7 @@ def select_backend(
     if name == "cpu":
         from shoal.attention.cpu import CpuBackend
 
-        return CpuBackend(head_dim)
+        return CpuBackend(head_dim, scale)
     if name == "triton":
         from shoal.attention.triton import TritonBackend
 
@@ -56,4 +57,5 @@ def select_backend(
         config.max_model_len,
         device,
         dtype,
+        scale,
     )

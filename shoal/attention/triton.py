@@ -86,8 +86,10 @@ class TritonBackend:
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
+        scale: float | None = None,
     ) -> None:
-        self.scale = head_dim**-0.5
+        """Heads are this rank's. `scale`: what q k^T is multiplied by; None: 1 / sqrt(head_dim)."""
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.num_kv_heads = num_kv_heads
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.

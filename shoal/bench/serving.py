@@ -19,7 +19,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.fields import option
+from shoal.fields import check_fields, option
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,57 +40,47 @@ class ServeBench:
     """What is asked of the server: the flags of the command. Raises ConfigError."""
 
     base_url: str = option("http://127.0.0.1:8000", "where the server is", common=True)
-    endpoint: str = option("completions", "completions or chat", common=True)
+    endpoint: str = option("completions", "the endpoint that is measured", common=True, choices=tuple(PATHS))
     model: str | None = option(None, "by default the first that the server lists", common=True)
     api_key: str | None = option(None, "sent as a bearer token; also taken from OPENAI_API_KEY", common=True)
-    dataset_name: str = option("random", "random or sharegpt", common=True)
+    dataset_name: str = option(
+        "random", "where prompts come from", common=True, choices=("random", "sharegpt")
+    )
     dataset_path: str | None = option(
         None, "for sharegpt: a JSON list of {'conversations': [{'value': text}, ...]}"
     )
-    num_prompts: int = option(1000, "requests", common=True)
-    num_warmups: int = option(0, "requests sent before, all at once, which are not counted")
+    num_prompts: int = option(1000, "requests", common=True, low=1)
+    num_warmups: int = option(0, "requests sent before, all at once, which are not counted", low=0)
     request_rate: float = option(math.inf, "requests a second in the mean; inf: all at once", common=True)
     burstiness: float = option(
-        1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)"
+        1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)", above=0
     )
     max_concurrency: int | None = option(
         None,
         "most requests under way; others wait in the client, which is not counted as latency",
         common=True,
+        low=1,
     )
-    random_input_len: int = option(1024, "tokens of a prompt (words, with chat)", common=True)
-    random_output_len: int = option(128, "tokens of an answer", common=True)
+    random_input_len: int = option(1024, "tokens of a prompt (words, with chat)", common=True, low=1)
+    random_output_len: int = option(128, "tokens of an answer", common=True, low=1)
     random_range_ratio: float = option(0.0, "lengths vary by this fraction, up and down")
-    random_prefix_len: int = option(0, "tokens that all prompts begin with, beside their own")
+    random_prefix_len: int = option(0, "tokens that all prompts begin with, beside their own", low=0)
     sharegpt_output_len: int | None = option(
-        None, "tokens of an answer; by default a quarter of the characters of the file's answer"
+        None, "tokens of an answer; by default a quarter of the characters of the file's answer", low=1
     )
     vocab_size: int = option(
-        10_000, "random token ids are below this; every common vocabulary is larger than the default"
+        10_000, "random token ids are below this; every common vocabulary is larger than the default", low=2
     )
     ignore_eos: bool = option(False, "ask for answers of full length")
     temperature: float | None = option(None, "by default the server's")
     seed: int = option(0, "of prompts, lengths and arrivals")
-    timeout: float = option(6 * 3600.0, "seconds a request may take")
+    timeout: float = option(6 * 3600.0, "seconds a request may take", above=0)
     metric_percentiles: str = option("99", "which to show, comma-separated")
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("num_prompts", 1),
-            ("num_warmups", 0),
-            ("random_input_len", 1),
-            ("random_output_len", 1),
-            ("random_prefix_len", 0),
-            ("vocab_size", 2),
-            ("max_concurrency", 1),
-            ("sharegpt_output_len", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(f"{name} {value} is below {low}; raise it")
-        for name in ("request_rate", "burstiness", "timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} {getattr(self, name)} is not above 0; raise it")
+        check_fields(self, ConfigError)
+        if not self.request_rate > 0:
+            raise ConfigError(f"request_rate {self.request_rate} is not above 0; raise it")
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(
                 f"random_range_ratio {self.random_range_ratio} is outside [0, 1); lengths vary by this "
@@ -105,9 +95,6 @@ class ServeBench:
                 f"metric_percentiles {self.metric_percentiles!r} is no list of numbers from 0 to 100, such "
                 "as 50,90,99"
             )
-        for name, choices in (("endpoint", tuple(PATHS)), ("dataset_name", ("random", "sharegpt"))):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if (self.dataset_name == "sharegpt") != (self.dataset_path is not None):
             raise ConfigError("dataset_name sharegpt and dataset_path belong together; give both or neither")
         if not self.base_url.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""`shoal chat`: a conversation at the terminal, or read from a pipe. Who answers is cli_speakers.py's."""
+"""`shoal chat`: a conversation at the terminal, or read from a pipe. speakers.py has who answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.version import __version__
 HISTORY_LINES = 1000
 LEAVE = ("bye", "exit", "quit")
 FENCE = '"""'
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")  # what a model could do to a terminal with
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")  # characters that could command a terminal
 
 HELP = f"""/help                  this list
 /clear                 forget the conversation; the system message stays
@@ -274,7 +274,8 @@ class Chat:
             nearest = difflib.get_close_matches(name, SAMPLING, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(SAMPLING)}"
             raise RequestError(f"there is no setting {name!r}; {hint}")
-        kind, meaning = SAMPLING[name]
+        kind, field = SAMPLING[name]
+        meaning = field.metadata["help"]
         value = value.strip()
         if value == "default":
             self.settings.pop(name, None)
@@ -292,8 +293,8 @@ class Chat:
     def _show_settings(self) -> None:
         note(
             "\n".join(
-                f"{name:20} {self.settings.get(name, 'default')!s:10} {meaning}"
-                for name, (_, meaning) in SAMPLING.items()
+                f"{name:20} {self.settings.get(name, 'default')!s:10} {field.metadata['help']}"
+                for name, (_, field) in SAMPLING.items()
             )
         )
 
@@ -389,7 +390,7 @@ class _Shown:
 
 
 def note(text: str) -> None:
-    """What is not the model's goes to standard error, dim where that is a terminal."""
+    """Prints a remark of ours to standard error, dimmed at a terminal."""
     _write(sys.stderr, _dim(text) + "\n")
 
 

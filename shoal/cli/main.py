@@ -1,7 +1,4 @@
-"""The `shoal` command: its parser and what each command runs. Heavy imports happen inside commands.
-
-The engine's flags are EngineConfig's fields, so the two never differ.
-"""
+"""The `shoal` command: its parser, and what each command runs. Heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ SIM_DESCRIPTION = """Simulates a fleet under a trace: the router's own code over
 virtual clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/fleet.md
 explains it."""
 SHELLS = ("bash", "zsh", "fish")
-BROKEN_PIPE = 128 + 13  # as if SIGPIPE had ended us, as it does most programs
+BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # who reads us has enough; what is still buffered must not fail at the end
+    except BrokenPipeError:  # The reader has gone. What is still buffered must not fail at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:
@@ -230,7 +227,7 @@ def build_parser() -> Parser:
 
 
 def _add_engine_flags(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
-    """What every command takes that has an engine of its own."""
+    """Adds the flags of a command that has an engine of its own."""
     parser.add_argument("--verbose", action="store_true", help="log what the engine decides")
     parser.add_flags(EngineConfig, "engine")
     parser.add_sampling_flags()
@@ -251,7 +248,7 @@ def _add_lengths(parser: Parser, output_len: int) -> None:
 
 
 def _print_help(parser: Parser) -> Callable[[argparse.Namespace], int]:
-    """What a command does that needs a second word and has none: 2, for a script that meant to say one."""
+    """Returns what a command runs that needs a second word and got none: it prints the help and fails (2)."""
 
     def run(_: argparse.Namespace) -> int:
         sys.stderr.write(parser.format_help())

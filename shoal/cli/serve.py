@@ -54,7 +54,7 @@ def serve(model: str | None, models: Sequence[str], options: dict[str, Any], con
 def plan(
     model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig
 ) -> list[Planned]:
-    """What to serve. A mistake is told here, before an engine is started, which may take minutes. Raises
+    """Returns what to serve. It finds mistakes before an engine is started, which may take minutes. Raises
     ShoalError."""
     check_admin_port(config)
     check_tls(config)
@@ -199,7 +199,7 @@ def _served(
 
 
 def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
-    """What vllm:cache_config_info says: vLLM's labels, as far as they mean something here."""
+    """Returns the labels of vllm:cache_config_info that mean something here."""
     return {
         "block_size": str(info.block_size),
         "cache_dtype": info.dtype,

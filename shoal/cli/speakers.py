@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError, RequestError, UnavailableError
 
-MAX_TOKENS = 1024  # of an answer of a local model, unless told otherwise; a server has its own default
+MAX_TOKENS = 1024  # the default for an answer of a local model; a server has its own default
 TIMEOUT_SECONDS = 600  # until the next byte comes: a long prompt is computed meanwhile
 REFUSALS = (400, 413, 422)
 
@@ -30,7 +30,7 @@ class ContextFullError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What an answer grew by. The last one has a finish_reason, and num_tokens where it is known."""
+    """A new part of an answer. The last one has a finish_reason, and num_tokens where it is known."""
 
     text: str = ""
     thought: str = ""
@@ -187,7 +187,7 @@ class RemoteSpeaker:
             ) from None
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
-        """What an answer that is an error means for us."""
+        """Returns the exception for an answer that is an error."""
         text = error.read(1 << 16).decode(errors="replace")
         with contextlib.suppress(ValueError, AttributeError):
             content = json.loads(text)

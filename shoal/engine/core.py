@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 
 from shoal.api import FinishReason, MemoryReport, Output, Request, SleepState, Stats
@@ -34,6 +32,7 @@ from shoal.engine.step_loop import StepLoop
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.kv.event_publisher import KvEvents
 from shoal.models.decoder import check_parallel
+from shoal.request_builder import check_request
 from shoal.tokenizer import load_tokenizer
 from shoal.weights.check import verify_weights
 from shoal.weights.loader import check_shapes
@@ -155,8 +154,7 @@ class EngineCore:
         (`refuse`). A request that is not taken leaves no trace."""
         if (why := self.standstill or self.refused) is not None:
             raise UnavailableError(why)
-        self.scheduler.check_request(request)
-        self._check_ids(request)
+        check_request(request, self.model_config.vocab_size, self.config.max_logprobs)
         structured = request.params.structured_outputs
         if structured is not None and (request.embed or self.config.skip_tokenizer_init):
             without = "this engine runs without a tokenizer (skip_tokenizer_init)"
@@ -168,34 +166,6 @@ class EngineCore:
             self.tiers.ask(seq)
         if structured is not None:
             self.admission.hold(seq, structured)
-
-    def _check_ids(self, request: Request) -> None:
-        params, vocab_size = request.params, self.model_config.vocab_size
-        ids = request.prompt_token_ids
-        try:
-            # min and max of a list take six times as long
-            valid = np.frombuffer(array("I", ids), np.uint32).max() < vocab_size
-        except OverflowError:  # negative, or beyond 32 bits
-            valid = False
-        if not valid:
-            bad = next(i for i in ids if not 0 <= i < vocab_size)
-            raise RequestError(
-                f"token id {bad} in the prompt is outside the vocabulary [0, {vocab_size}); check the "
-                "tokenizer"
-            )
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            for token_id in getattr(params, name) or ():
-                if not 0 <= token_id < vocab_size:
-                    raise RequestError(
-                        f"{name} names token id {token_id}, outside the vocabulary [0, {vocab_size}); drop it"
-                    )
-        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            most = self.config.max_logprobs
-            if asked is not None and most >= 0 and not 0 <= asked <= most:
-                raise RequestError(
-                    f"{name} {asked} is more than max_logprobs {most}; ask for fewer or raise max_logprobs "
-                    "of the engine"
-                )
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)

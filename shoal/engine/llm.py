@@ -1,21 +1,19 @@
-"""LLM: the offline interface, vLLM's by name and meaning. Text in and out around an EngineCore in this
+"""LLM: the offline interface, with vLLM's names and meanings. It adds text to an EngineCore in this
 process."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import random
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from typing import Any, TypeVar
 
 from msgspec import ValidationError, convert
 from tqdm import tqdm
 
-from shoal import structured
+from shoal.answer import Answer, add_to
 from shoal.api import (
     BeamSearchOutput,
     BeamSearchParams,
@@ -33,11 +31,12 @@ from shoal.api import (
     sampling_defaults,
 )
 from shoal.config import DEFAULT_MODEL, EngineConfig
-from shoal.detokenizer import Detokenizer, add_texts
 from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, UnavailableError
+from shoal.fields import described
 from shoal.kv_event_format import EventBatch
+from shoal.request_builder import RequestBuilder
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import resolve
 
@@ -54,6 +53,8 @@ class LLM:
     after a bad request.
     """
 
+    __doc__ = f"{__doc__}\n\n{described(EngineConfig)}\n"
+
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         for name in ("tokenizer", "dtype"):  # a path, a torch.dtype
             if options.get(name) is not None:
@@ -69,7 +70,13 @@ class LLM:
         self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, files.config.vocab_size)
         self.core = EngineCore(config, files)
         self.config = self.core.config
-        self._seeds = random.Random(config.seed)
+        self._builder = RequestBuilder(
+            self.tokenizer,
+            self.core.model_config.vocab_size,
+            self.eos_token_ids,
+            seed=config.seed,
+            closes_objects=config.closes_objects,
+        )
         self._ids = itertools.count()
         self._answers: dict[str, _Answer | _Embedding] = {}
 
@@ -83,8 +90,9 @@ class LLM:
         *,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in order. A prompt is text, token ids, or {"prompt": text} /
-        {"prompt_token_ids": ids}, which may carry a "cache_salt"."""
+        """Returns one RequestOutput for each prompt, in order. A prompt is text, token ids, or a dict with
+        "prompt" (text) or "prompt_token_ids", and "cache_salt" if wanted. Raises RequestError for an
+        impossible request and UnavailableError while the engine sleeps; then none of them has run."""
         prompts = _as_list(prompts)
         params = self._params_for(len(prompts), sampling_params)
         if priority is not None and (
@@ -107,15 +115,16 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
-        """One embedding a prompt, in order: the hidden state after its last token, of unit length. Prompts
-        are those of `generate`."""
+        """Returns one embedding for each prompt, in order: the hidden state after its last token, of unit
+        length. Prompts are those of `generate`."""
         embeddings = []
+        params = SamplingParams(max_tokens=1)
         with _only_young_garbage:
             for prompt in _as_list(prompts):
                 _, ids, salt = self._tokenize(prompt)
                 number = next(self._ids)
-                request = Request(
-                    f"{number}-0", ids, SamplingParams(), arrival=float(number), cache_salt=salt, embed=True
+                [request] = self._builder.build(
+                    [ids], params, iter([f"{number}-0"]), arrival=float(number), cache_salt=salt, embed=True
                 )
                 embeddings.append(_Embedding(request))
             self._run(self._add(embeddings), use_tqdm)
@@ -171,7 +180,7 @@ class LLM:
         """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
-            # in turn: looking at all of them at each step takes thousands of small ones a fifth of their time
+            # One after the other: to look at all of thousands at each step takes a fifth of their time.
             for group in groups:
                 while not group.finished:
                     self._step()
@@ -344,7 +353,7 @@ class LLM:
 
     @property
     def weights_version(self) -> int:
-        """How many updates there have been."""
+        """The number of weight updates so far."""
         return self.core.weights.version
 
     def check_weights(self) -> dict[str, str]:
@@ -409,36 +418,17 @@ class LLM:
 
     def _group(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Group:
         text, ids, salt = self._tokenize(prompt)
-        needs_text = params.detokenize and self.tokenizer is not None
-        if params.structured_outputs is not None:
-            structured.check(params.structured_outputs, self.config.closes_objects)
-        if (params.stop or params.bad_words) and self.tokenizer is None:
-            raise RequestError(
-                "stop strings and bad_words need a tokenizer; this engine runs without one "
-                "(skip_tokenizer_init)"
-            )
-        bad_words = (
-            self.get_tokenizer().bad_word_ids(params.bad_words, self.core.model_config.vocab_size)
-            if params.bad_words
-            else ()
-        )
-        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        self._builder.check_grammar(params)
         number = next(self._ids)
-        answers = []
-        for i in range(params.n):
-            own = _copy_params(params)
-            own.n, own.seed = 1, (seed + i) % 2**64
-            request = Request(
-                f"{number}-{i}",
-                ids,
-                own,
-                priority=priority,
-                arrival=float(number),
-                cache_salt=salt,
-                eos_token_ids=self.eos_token_ids,
-                bad_word_ids=bad_words,
-            )
-            answers.append(_Answer(i, request, self.tokenizer if needs_text else None))
+        requests = self._builder.build(
+            [ids],
+            params,
+            (f"{number}-{i}" for i in range(params.n)),
+            arrival=float(number),
+            priority=priority,
+            cache_salt=salt,
+        )
+        answers = [_Answer(i, request, self.tokenizer) for i, request in enumerate(requests)]
         return _Group(str(number), text, ids, answers)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
@@ -504,64 +494,44 @@ class LLM:
 
 
 class _Answer:
-    """One sequence's answer as it grows: ids, text, log-probabilities, the reason it ended."""
+    """One sequence's answer, with all that came of it so far."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
-        self.request, self.tokenizer = request, tokenizer
-        params = request.params
+        self.request = request
+        self._answer = Answer(request, tokenizer)
+        wants_logprobs = request.params.logprobs is not None
         self.completion = CompletionOutput(
             index,
             "",
             [],
-            cumulative_logprob=0.0 if params.logprobs is not None else None,
-            logprobs=[] if params.logprobs is not None else None,
+            cumulative_logprob=0.0 if wants_logprobs else None,
+            logprobs=[] if wants_logprobs else None,
         )
-        self.detokenizer = (
-            Detokenizer(tokenizer, params, request.prompt_token_ids) if tokenizer is not None else None
-        )
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.num_cached_tokens = 0
 
     @property
     def finished(self) -> bool:
         return self.completion.finish_reason is not None
 
-    def push(self, output: Output) -> str | None:
-        """Adds one output. Returns the stop string if its text completed one: the engine is to end the
-        request."""
-        completion = self.completion
-        if self.finished:
-            return None
-        completion.token_ids.extend(output.token_ids)
-        self.num_cached_tokens = output.num_cached_tokens
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = [
-                self._with_text(step) if step else None for step in output.prompt_logprobs
-            ]
-        for token_id, step in zip(output.token_ids, output.logprobs or ()):
-            completion.logprobs.append(self._with_text(step))  # type: ignore[union-attr]
-            completion.cumulative_logprob += step[token_id].logprob  # type: ignore[operator]
-        stop = None
-        if self.detokenizer is not None and output.token_ids:
-            stop_id = output.finish_reason == "stop"
-            text, stop = self.detokenizer.push(
-                output.token_ids, last=output.finish_reason is not None, drop_last=stop_id
-            )
-            completion.text += text
-        if stop is not None:
-            completion.finish_reason, completion.stop_reason = "stop", stop
-        elif output.finish_reason is not None:
-            completion.finish_reason, completion.stop_reason = str(output.finish_reason), output.stop_reason
-        return stop if output.finish_reason is None else None
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        return self._answer.prompt_logprobs
 
-    def _with_text(self, step: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self.tokenizer is not None:
-            add_texts(step, self.tokenizer)
-        return step
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._answer.num_cached_tokens
+
+    def push(self, output: Output) -> str | None:
+        """Adds one output. Returns the stop string that ended the answer if the engine does not know of
+        it."""
+        if self.completion.finish_reason is not None:
+            return None
+        goes_on = output.finish_reason is None
+        add_to(self.completion, output, self._answer.push(output))
+        return str(output.stop_reason) if goes_on and output.finish_reason is not None else None
 
 
 class _Embedding:
-    """The embedding of one prompt, once it is there. Its own group of one answer."""
+    """The embedding of one prompt, once it is there. It is a group of one answer, itself."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -591,7 +561,7 @@ class _Embedding:
 
 
 class _Group:
-    """The n answers to one prompt."""
+    """The `params.n` answers to one prompt."""
 
     def __init__(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: list[_Answer]
@@ -638,9 +608,9 @@ class _Group:
 
 
 class _OnlyYoungGarbage:
-    """Is collected while somebody is in here, but for once in minutes. A full collection looks at all modules
-    and requests, for 0.1 s, before the first step, in the middle of one, or after the last. (To freeze what
-    is there would undo it for others: `gc.unfreeze` does not tell whose it was.)"""
+    """A context in which Python's full garbage collections wait. A full collection looks at all modules and
+    requests, which takes 0.1 s in the middle of a batch. (`gc.freeze` would do, but its `unfreeze` undoes
+    what others have frozen.)"""
 
     def __init__(self) -> None:
         self._lock, self._num_inside, self._before = threading.Lock(), 0, gc.get_threshold()
@@ -670,17 +640,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"prompts {prompts!r:.80} is neither a prompt nor a list of them; give text, token ids or a dict"
         )
     return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item,arg-type]
-
-
-def _copy_params(params: SamplingParams) -> SamplingParams:
-    """Checked already, so not by `replace`. (copy's own way with slots takes more than twice as long, and
-    each request has its copy.)"""
-    if type(params) is not SamplingParams:
-        return copy(params)
-    own = object.__new__(SamplingParams)
-    for name in SamplingParams.__slots__:
-        setattr(own, name, getattr(params, name))
-    return own
 
 
 def _own_ids(ids: object) -> list[int] | None:

@@ -1,9 +1,10 @@
-"""From an EngineConfig to a ResolvedConfig, once model and machine are known. Defaults and their reasons:
+"""Makes a ResolvedConfig out of an EngineConfig, once model and machine are known. The reasons of the
+defaults:
 
-block_size 16: a prefix is shared to within 15 tokens, and a block over all layers is one copy of megabytes.
-gpu_memory_utilization 0.9: the rest is room for the driver and fragmentation. max_num_seqs 256 with graphs at
-1, 2, 4, 8 and every 16: a padded row costs little, a missing graph costs milliseconds. Budget 16384 tokens a
-step on a GPU: beyond it a product is no faster; on the CPU 1024.
+block_size is 16, so that a prefix is shared to within 15 tokens while a block over all layers is one copy of
+megabytes. gpu_memory_utilization is 0.9, as the driver and fragmentation need the rest. max_num_seqs is 256
+on a GPU, with graphs at 1, 2, 4, 8 and every 16, as a padded row costs little and a missing graph costs
+milliseconds. A step on a GPU takes at most 16384 tokens, as products of more are no faster; on the CPU 1024.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def _check_memory(
 
 
 def _longest(model: ModelConfig) -> int:
-    """Positions the model is good for: scaled rope reaches beyond max_position_embeddings (as vLLM derives
-    it)."""
+    """Returns how many positions the model is good for. Scaled rope reaches beyond max_position_embeddings;
+    the rule is vLLM's."""
     rope, trained = model.rope, model.max_position_embeddings
     scaled = {"yarn": rope.original_max_position_embeddings * rope.factor, "linear": trained * rope.factor}
     return max(trained, int(scaled.get(rope.kind, trained)))
@@ -139,6 +140,6 @@ def _dtype(config: EngineConfig, model: ModelConfig, gpu: bool, quantized: bool)
         return ALIASES.get(config.dtype, config.dtype)
     if gpu:
         return "bfloat16" if model.dtype in (None, "float32", "bfloat16") else "float16"
-    # Quantized weights meet float32 activations in our kernels; plain ones are bf16 where the processor
-    # multiplies bf16 itself.
+    # Our kernels multiply quantized weights with float32 activations. Plain weights are bf16 where the
+    # processor multiplies bf16 itself.
     return "bfloat16" if not quantized and torch.cpu._is_avx512_bf16_supported() else "float32"

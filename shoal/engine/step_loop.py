@@ -164,7 +164,8 @@ class StepLoop:
         outputs = []
         for drawn in self.scheduler.update(step.plan, tokens):
             seq, params = drawn.seq, drawn.seq.request.params
-            is_first = len(seq.token_ids) == seq.num_prompt_tokens + 1
+            num_given = seq.num_prompt_tokens + len(seq.request.output_token_ids)
+            is_first = len(seq.token_ids) == num_given + 1
             queued = seq.started_at - seq.added_at if is_first and seq.started_at is not None else 0.0
             if seq.request.embed:
                 outputs.append(
@@ -229,6 +230,7 @@ class StepLoop:
                 "interrupted in the middle of a tensor-parallel step; build a new engine"
             )
             return
+        # This stands if what follows does not come to its end.
         self.ranks.error = EngineDeadError(
             "interrupted in the middle of a step, and what was under way did not end; build a new engine"
         )

@@ -276,14 +276,13 @@ class KvIndexer:
         before: Node | None,
         seed: int,
     ) -> None:
-        nodes, own_names, add, number = self._tree.nodes, worker.names[tier], self._tree.add, worker.number
-        for name, own in zip(names, hashes):
+        first = 0
+        if tier == DEVICE:
+            first, before = self._tree.add_new(worker.number, before, seed, names, hashes, worker.names[tier])
+            self._num_blocks += first
+        for name, own in zip(names[first:], hashes[first:]):
             chain = own if before is None else chain_hash(before.chain, own)
-            if name in own_names or chain in nodes:
-                before = self._place(worker, tier, name, chain, before, seed)
-            else:
-                own_names[name] = before = add(number, tier, chain, before, seed)
-                self._num_blocks += 1
+            before = self._place(worker, tier, name, chain, before, seed)
         if self._num_blocks > self.max_blocks:
             self._forget_oldest()
 

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from shoal.hashing import chain_hash
+
 NUM_LEVELS = 3
 DEVICE, HOST, DISK = range(NUM_LEVELS)
 
@@ -89,17 +91,7 @@ class PrefixTree:
         """Worker now holds this block in this tier; it lies behind `parent` (None: it is a chain's first)."""
         bit = 1 << worker
         in_tier = self._in_tier[tier]
-        if chain not in self.nodes:
-            node = self.place(chain, parent, seed)
-            if (
-                len(self._held) == 1
-                and tier == DEVICE
-                and (parent is None or in_tier.get(parent.chain, 0) & bit)
-            ):
-                in_tier[chain] = self._masks.setdefault(bit, bit)  # what is told of most often
-                return node
-        else:
-            node = self.nodes[chain]
+        node = self.place(chain, parent, seed)
         if tier != DEVICE and not self.has_lower_tiers:
             self._begin_lower_levels()
         self._set(in_tier, chain, bit)
@@ -110,6 +102,40 @@ class PrefixTree:
                 self._set(self._held[level], chain, bit)
             self._entered(level, node, bit, worker)
         return node
+
+    def add_new(
+        self,
+        worker: int,
+        parent: Node | None,
+        seed: int,
+        names: Sequence[int],
+        hashes: Sequence[int],
+        by_name: dict[int, Node],
+    ) -> tuple[int, Node | None]:
+        """The quick way of what is told of most often: blocks on the device that nobody has yet, with new
+        names, behind a block that the worker holds there. `hashes` are those of the blocks alone. Returns how
+        many were taken, up to the first that is something else, and the last of them (or `parent`)."""
+        bit, nodes, in_tier = 1 << worker, self.nodes, self._in_tier[DEVICE]
+        if self.has_lower_tiers or (parent is not None and not in_tier.get(parent.chain, 0) & bit):
+            return 0, parent
+        mask = self._masks.setdefault(bit, bit)
+        for number, (name, own) in enumerate(zip(names, hashes)):
+            if parent is None:
+                chain, depth, before = own, 0, None
+            else:
+                before = parent.chain
+                chain, depth = chain_hash(before, own), parent.depth + 1
+            if chain in nodes or name in by_name:
+                return number, parent
+            node = Node(chain, before, depth, seed)
+            if parent is not None:
+                if parent.child is None:
+                    parent.child = chain
+                else:
+                    parent.add_child(chain)
+            nodes[chain] = by_name[name] = parent = node
+            in_tier[chain] = mask
+        return len(names), parent
 
     def place(self, chain: int, parent: Node | None, seed: int) -> Node:
         """The node of a chain, made if it is not there; nobody holds it by that."""

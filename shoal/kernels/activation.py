@@ -51,7 +51,8 @@ def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     and the kernels after it count on that what was prepared before it is there (pdl.py)."""
     assert weight_VD.is_contiguous()
     num_tokens, size = ids_T.shape[0], weight_VD.shape[1]
-    out_TD = weight_VD.new_empty((num_tokens, size))
+    # a product reads it in models whose norms stand behind attention
+    out_TD = empty_product_input(weight_VD, num_tokens, size)
     block = min(BLOCK, triton.next_power_of_2(size))
     grid = (num_tokens, triton.cdiv(size, block))
     _embed_kernel[grid](ids_T, weight_VD, out_TD, size, BLOCK=block, **ORDINARY)

@@ -1,7 +1,7 @@
-"""QuantizedTensor: a GGUF matrix as its file holds it, rows of packed groups; and what those groups mean.
+"""QuantizedTensor: a GGUF matrix as its file holds it, in rows of packed groups; and what those groups mean.
 
-The formulas are ggml's, as tensor code that runs on any device, in the order of operations of the `gguf`
-package (equal to the bit).
+The formulas are ggml's, as tensor code that runs on any device. The order of operations is that of the `gguf`
+package, so that results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from shoal.errors import CheckpointError
+from shoal.kernels.ggml_types import GROUPS
 
-# Weights unpacked at a time: on the CPU what stays in its caches (4 times as fast as whole tensors),
-# elsewhere what fills the device.
-CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
+# How many weights are unpacked at a time: on the CPU so many that they stay in its caches, which is 4 times
+# as fast as whole tensors; elsewhere so many that they fill the device.
+CPU_CHUNK = 1 << 18
+DEVICE_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,17 @@ class QuantizedTensor:
 
     @property
     def group_size(self) -> int:
-        """Weights of a row that share a scale; columns are cut at multiples of it."""
+        """How many weights of a row share a scale. Columns are cut at multiples of it."""
         return GROUPS[self.kind][0]
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """The packed rows travel to `device` and are unpacked there."""
+        """[out, in] on `device`, to which the rows travel packed."""
         group_bytes = GROUPS[self.kind][1]
         out = torch.empty(self.shape, dtype=dtype, device=device)
-        packed, (rows, columns) = torch.from_numpy(self.data), self.shape
+        packed = torch.from_numpy(self.data)
+        rows, columns = self.shape
         step = max(1, (CPU_CHUNK if out.device.type == "cpu" else DEVICE_CHUNK) // columns)
         for start in range(0, rows, step):
             groups = packed[start : start + step].to(device).reshape(-1, group_bytes)
@@ -54,8 +57,7 @@ class QuantizedTensor:
         if start % group_size or stop % group_size:
             raise CheckpointError(
                 f"columns {start} to {stop} of a {self.kind} tensor of shape {list(self.shape)} cut through "
-                "its groups "
-                f"of {group_size}; choose a smaller tensor_parallel_size"
+                f"its groups of {group_size}; choose a smaller tensor_parallel_size"
             )
         data = self.data[:, start // group_size * group_bytes : stop // group_size * group_bytes]
         return replace(self, shape=(self.shape[0], stop - start), data=data)
@@ -71,12 +73,12 @@ def _half(groups: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _bits(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
-    """[n, k] bytes to [n, ...] fields of `width` bits: of each `run` bytes first all lowest fields, then the
-    next higher ones."""
+    """[n, k] bytes to [n, k * 8 / width] fields of `width` bits. Each `run` bytes give first the lowest
+    fields of all of them, then the next higher ones."""
     runs = packed.reshape(len(packed), -1, run)
-    return torch.stack([(runs >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)], dim=2).flatten(
-        1
-    )
+    mask = (1 << width) - 1
+    fields = [(runs >> shift) & mask for shift in range(0, 8, width)]
+    return torch.stack(fields, dim=2).flatten(1)
 
 
 def _q4_0(groups: torch.Tensor) -> torch.Tensor:
@@ -87,17 +89,34 @@ def _q4_1(groups: torch.Tensor) -> torch.Tensor:
     return _half(groups, 0) * _bits(groups[:, 4:], 4, 16).float() + _half(groups, 2)
 
 
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """The upper bits of Q5_0 and Q5_1, [n, 32], in their place. 4 bytes hold one bit a weight, in order."""
+    return _bits(packed, 1, 1) << 4
+
+
+def _q5_0(groups: torch.Tensor) -> torch.Tensor:
+    values = _bits(groups[:, 6:], 4, 16) | _fifth_bits(groups[:, 2:6])
+    return _half(groups, 0) * (values.float() - 16)
+
+
+def _q5_1(groups: torch.Tensor) -> torch.Tensor:
+    values = _bits(groups[:, 8:], 4, 16) | _fifth_bits(groups[:, 4:8])
+    return _half(groups, 0) * values.float() + _half(groups, 2)
+
+
 def _q8_0(groups: torch.Tensor) -> torch.Tensor:
     return groups[:, 2:].contiguous().view(torch.int8).float() * _half(groups, 0)
 
 
 def _k_scales(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima [n, 8, 1] of Q4_K and Q5_K: 6 bits each in 12 bytes; the last four have their upper 2
-    bits in the first eight."""
+    """Scales and minima [n, 8, 1] of Q4_K and Q5_K. They have 6 bits each, in 12 bytes; the last four have
+    their upper 2 bits in the first eight bytes."""
     low, middle, high = groups[:, 4:8], groups[:, 8:12], groups[:, 12:16]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=1)
-    return (_half(groups, 0) * scales.float()).unsqueeze(2), (_half(groups, 2) * minima.float()).unsqueeze(2)
+    scales = _half(groups, 0) * scales.float()
+    minima = _half(groups, 2) * minima.float()
+    return scales.unsqueeze(2), minima.unsqueeze(2)
 
 
 def _q4_k(groups: torch.Tensor) -> torch.Tensor:
@@ -117,18 +136,12 @@ def _q6_k(groups: torch.Tensor) -> torch.Tensor:
     return (scales.unsqueeze(2) * (values.view(-1, 16, 16).float() - 32)).flatten(1)
 
 
-# kind -> (weights, bytes) of a group
-GROUPS = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-}
+# From groups, uint8 [n, bytes of a group], to their weights, float32 [n, weights of a group].
 UNPACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,

@@ -5,10 +5,10 @@ block keeps its key and stays findable until it is taken for something else. The
 without a key, the last freed first (its memory is warm), then blocks with a key, the lowest priority first,
 of equal ones the least recently freed.
 
-Of blocks with equal content one is findable: the first, while it is held; then one that still is. The others
-are free without a key. So whoever holds a block holds the content of all before it in findable blocks, and as
-sequences are freed tail first, no findable block outlives its parent (unless priorities or `reset` ask for
-it): what can be found can be reached.
+Several blocks may have equal content; one of them is findable. It is the first one as long as it is held,
+then one that is still held. Copies that nobody holds are free, without a key. So whoever holds a block can
+find the content of all blocks before it. Sequences are freed tail first, so no findable block outlives its
+parent, unless priorities or `reset` ask for that: what can be found can be reached.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ class Prefill:
 
 
 class BlockPool:
-    """Pure bookkeeping, O(1) a block. With `enable_caching` False no block is ever findable. For one thread:
-    what it does is done when it returns. Steps in flight may still read what was released, and whoever gets
-    it writes in a later step; a copy that is not ordered with the steps must hold a reference until it has
-    ended."""
+    """Pure bookkeeping, O(1) a block. With `enable_caching` False no block is ever findable.
+
+    For one thread: what a call does is done when it returns. Steps in flight may still read a block that was
+    released; whoever gets the block writes it in a later step. A copy that is not ordered with the steps must
+    hold a reference until it has ended.
+    """
 
     def __init__(
         self, num_blocks: int, enable_caching: bool = True, listener: BlockListener | None = None
@@ -67,7 +69,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._key_to_block: dict[bytes, int] = {}
-        # key -> held blocks of this content that are not the findable one
+        # For each key: held blocks with this content that are not the findable one
         self._copies: dict[bytes, list[int]] = {}
         self._copy_to_key: dict[int, bytes] = {}
         # Free blocks lie in rings: doubly linked, so that a hit can leave the middle. One for those without
@@ -76,7 +78,7 @@ class BlockPool:
         self._prev = [num_blocks, *range(num_blocks)]
         self._rings: dict[int, int] = {}  # priority -> end
         self._ends = [num_blocks]  # in the order of re-use; the first ring's blocks have no key
-        # of the ring where a block lies, or will lie when it is free
+        # For each block: the end of the ring in which it lies, or will lie when it is free
         self._end_of = [num_blocks] * num_blocks
         self._default_end = self._ring(0)
         self._freed_at = [0] * num_blocks  # age, of blocks with a key
@@ -85,6 +87,7 @@ class BlockPool:
     # What is there
 
     def find(self, key: bytes) -> int | None:
+        """The findable block with this content. Takes no reference."""
         return self._key_to_block.get(key)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
@@ -99,23 +102,23 @@ class BlockPool:
         return found
 
     def key_of(self, block: int) -> bytes | None:
-        """By which it can be found."""
+        """The key by which the block can be found."""
         return self._keys[block]
 
     def has_copies(self, key: bytes) -> bool:
-        """Whether other held blocks have its content: one of them inherits the key when its block is free, of
-        which no listener is told."""
+        """Whether held blocks beside the findable one have this content. One of them inherits the key when
+        the findable block is released, and no listener is told."""
         return key in self._copies
 
     def is_held(self, block: int) -> bool:
         return self._ref_counts[block] > 0
 
     def cached_keys(self) -> list[bytes]:
-        """Of all findable blocks."""
+        """The keys of all findable blocks."""
         return list(self._key_to_block)
 
     def free_blocks(self) -> list[int]:
-        """In the order of re-use."""
+        """All free blocks, in the order of re-use."""
         return [block for end in self._ends for block in self._ring_from(end, self.num_blocks)]
 
     def coldest(self, num_blocks: int) -> list[int]:
@@ -147,6 +150,10 @@ class BlockPool:
                 num_blocks -= 1
         return taken
 
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Takes one more reference on each, free ones included."""
+        self.try_allocate(0, shared=blocks)
+
     def prepare_prefill(self, keys: Sequence[bytes], num_blocks: int) -> Prefill:
         """Holds `num_blocks` blocks for a prompt: what can be found of `keys` (of its full blocks), and new
         ones for the rest and its tail. One transaction: raises NoFreeBlocksError, and nothing is taken, if
@@ -160,16 +167,15 @@ class BlockPool:
         if blocks is None:
             raise NoFreeBlocksError(
                 f"{num_blocks - len(hits)} KV blocks are needed and {num_free} of {self.num_blocks} are "
-                "free; ask for "
-                "fewer, or again when others have released some"
+                "free; ask for fewer, or again when others have released some"
             )
         return Prefill(blocks[:num_in_flight], blocks[num_in_flight : len(hits)], blocks[len(hits) :])
 
     def release(self, blocks: Sequence[int], coldest: bool = False) -> None:
-        """Gives back a reference on each. They come in sequence order and are freed tail first: a shared
-        prefix outlives its suffixes.
-        `coldest`: they go to the front, the first of them the very first, as the coldest do whose holding was
-        no use of their content."""
+        """Gives back a reference on each. The blocks are in the order of a sequence, and are freed tail
+        first: a shared prefix outlives its suffixes. With `coldest` they are re-used before all others, the
+        first of them first: so come back those that were the coldest and were held for something that was no
+        use of their content."""
         ref_counts = self._ref_counts
         for block in reversed(blocks):
             assert ref_counts[block] > 0
@@ -211,8 +217,9 @@ class BlockPool:
         return block
 
     def set_priority(self, which: Iterable[bytes | int], priority: int) -> None:
-        """Of findable blocks, by key or as blocks; others are passed over. Holds until the content is
-        forgotten. Ages stay, so it is O(free blocks). Raises ValueError for a priority not in PRIORITIES."""
+        """Sets the priority of findable blocks, named by key or as blocks; others are passed over. It holds
+        until the content is forgotten. Ages stay, so this is O(free blocks). Raises ValueError for a priority
+        not in PRIORITIES."""
         end = self._ring(priority)
         moved = []
         for item in which:
@@ -313,8 +320,8 @@ class BlockPool:
         return found
 
     def _hand_over(self, block: int) -> None:
-        """Of a block that is held no longer: its key goes to a copy that is; if it was a copy itself, it is
-        one no longer."""
+        """For a block that is held no longer. If it is findable, its key goes to a copy that is held; if it
+        is a copy itself, it ends being one."""
         key = self._keys[block]
         if key is None:
             key = self._copy_to_key.pop(block, None)

@@ -41,25 +41,25 @@ def gather_blocks(
     kv: torch.Tensor,
     block_ids: Sequence[int],
     slab: torch.Tensor,
-    slots: Sequence[int],
+    host_blocks: Sequence[int],
     stream: torch.cuda.Stream | None = None,
 ) -> torch.cuda.Event | None:
-    """slab[slots[i]] = kv[block_ids[i]]. `kv` [blocks, ...] has contiguous blocks; `slab` [slots, bytes of a
-    block] is uint8, pinned where `kv` is on a GPU. Queued on `stream` (default: behind the current stream,
-    which waits for it). Returns the event of its end, until which the caller keeps both, or None if it is
-    done. Raises BlockCopyError."""
-    return _copy_rows(kv, block_ids, slab, slots, stream)
+    """slab[host_blocks[i]] = kv[block_ids[i]]. `kv` [blocks, ...] has contiguous blocks. `slab` [host blocks,
+    bytes of a block] is uint8, pinned if `kv` is on a GPU. The copy is queued on `stream`, or without one
+    behind the current stream, which then waits for it. Returns the event of the copy's end, until which the
+    caller keeps both tensors, or None if the copy is done. Raises BlockCopyError."""
+    return _copy_rows(kv, block_ids, slab, host_blocks, stream)
 
 
 def scatter_blocks(
     slab: torch.Tensor,
-    slots: Sequence[int],
+    host_blocks: Sequence[int],
     kv: torch.Tensor,
     block_ids: Sequence[int],
     stream: torch.cuda.Stream | None = None,
 ) -> torch.cuda.Event | None:
-    """kv[block_ids[i]] = slab[slots[i]]; else as `gather_blocks`."""
-    return _copy_rows(slab, slots, kv, block_ids, stream)
+    """kv[block_ids[i]] = slab[host_blocks[i]]; otherwise as `gather_blocks`."""
+    return _copy_rows(slab, host_blocks, kv, block_ids, stream)
 
 
 def _copy_rows(
@@ -434,7 +434,7 @@ class CopyStream:
             (stream or torch.cuda.current_stream(self.device)).wait_event(event)
 
     def event(self, layer: int) -> torch.cuda.Event | None:
-        """Of a layer's end; None before it is triggered, and on the CPU."""
+        """The event of a layer's end; None before the layer is triggered, and on the CPU."""
         self._check(layer)
         return self._events[layer]
 

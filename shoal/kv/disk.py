@@ -16,9 +16,8 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
@@ -27,37 +26,23 @@ from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec, Event, in_pag
 from shoal.kv.block_folder import BlockFolder, delete
 from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
 from shoal.kv.policy import EvictionOrder
+from shoal.kv.tier import TierStats
 
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)  # others can be written
-# says nothing of the files
+# Errors of this process, which say nothing of the files
 OF_OURSELVES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 
 
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """Now; then counts since the start."""
-
-    blocks: int
-    num_bytes: int  # that files take, in whole pages; writes under way included
-    pending: int  # reads and writes that wait or run
-    written: int
-    read: int
-    evicted: int
-    # writes (of a store, any calls) that were not tried: too many waited, or the tier rests after an error
-    refused: int
-    problems: dict[str, int]  # by kind; each cost a block, none a wrong answer
-
-
 class DiskTier:
-    """Raises ConfigError, from its constructor alone, if `path` can't be used, or `max_bytes` is less than
-    one file.
-
-    Buffers must stay as they are until the future of their read or write is done; futures are never in error.
-    With `record_events` somebody must call take_events. Thread-safe.
+    """A Tier (kv/tier.py) in the folder `path`, of at most `max_bytes`. Raises ConfigError, from its
+    constructor alone, if the folder can't be used or `max_bytes` is less than one file. With `record_events`
+    somebody must call take_events.
     """
+
+    must_be_asked = False
 
     def __init__(
         self,
@@ -81,7 +66,7 @@ class DiskTier:
         self._order = EvictionOrder(policy)
         self._bytes: dict[bytes, int] = {}  # findable blocks, and what their files take
         self._verified: set[bytes] = set()  # of those, the ones that were written or read since the start
-        # files to delete before any other: forgotten blocks, abandoned models; their bytes
+        # Files to delete before any other (forgotten blocks, abandoned models), with their bytes
         self._doomed: dict[str, int] = {}
         self._stuck = 0  # bytes of files that can't be deleted
         self._used = 0  # bytes of all these, and of writes under way
@@ -92,7 +77,7 @@ class DiskTier:
         self._problems: Counter[str] = Counter()
         self._breaker = Breaker(failures=1)
         self._lock = threading.Lock()  # of the fields above; never held during I/O
-        # deletions and renames are one at a time, together with their part of the books
+        # Held over each deletion and each rename, together with its part of the books
         self._names = threading.RLock()
         self._reads = IoThreads("kv-disk-read", threads, 16 * max_pending)
         self._writes = IoThreads("kv-disk-write", threads, max_pending)
@@ -119,6 +104,9 @@ class DiskTier:
     def match(self, keys: Iterable[bytes]) -> int:
         """How many of the first keys are there, as far as known: no I/O."""
         return sum(1 for _ in takewhile(self.contains, keys))
+
+    def look_up(self, keys: Sequence[bytes]) -> Future[int]:
+        return done(self.match(keys))
 
     # Blocks in and out
 
@@ -149,14 +137,15 @@ class DiskTier:
             self._order.use(meta.key)
         return self._reads.submit(partial(self._read, meta, into)) or done(False)
 
-    def forget(self, keys: Iterable[bytes] | None = None) -> None:
-        """These blocks (all, without `keys`) can't be found any more. Their files are deleted in the
-        background."""
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """These blocks can't be found any more. Their files are deleted in the background."""
         with self._lock:
-            keys = [*self._bytes, *self._writing] if keys is None else list(keys)
-            self._unwanted |= self._writing.keys() & set(keys)
-            paths = [self._doom(key) for key in keys if key in self._bytes]
-        self._writes.submit(partial(self._delete_all, paths))
+            self._forget(list(keys))
+
+    def reset(self) -> None:
+        """As `forget`, of every block."""
+        with self._lock:
+            self._forget([*self._bytes, *self._writing])
 
     # Life
 
@@ -184,14 +173,15 @@ class DiskTier:
         with self._lock:
             counts = self._counts
             return TierStats(
-                len(self._bytes),
-                self._used,
-                self._writes.pending + self._reads.pending,
-                counts["written"],
-                counts["read"],
-                counts["evicted"],
-                counts["refused"],
-                dict(self._problems),
+                blocks=len(self._bytes),
+                num_bytes=self._used,
+                capacity_bytes=self.max_bytes,
+                pending=self._writes.pending + self._reads.pending,
+                written=counts["written"],
+                read=counts["read"],
+                evicted=counts["evicted"],
+                refused=counts["refused"],
+                problems=dict(self._problems),
             )
 
     def check(self) -> None:
@@ -374,6 +364,11 @@ class DiskTier:
         self._make_room(0)
 
     # Under self._lock
+
+    def _forget(self, keys: list[bytes]) -> None:
+        self._unwanted |= self._writing.keys() & set(keys)
+        paths = [self._doom(key) for key in keys if key in self._bytes]
+        self._writes.submit(partial(self._delete_all, paths))
 
     def _doom(self, key: bytes) -> str:
         """A block can't be found any more. Returns the file that is to be deleted, whose bytes still

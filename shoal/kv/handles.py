@@ -38,7 +38,7 @@ class HeldBlocks:
                 continue
             first = pool.register(block, key)
             if first != block:
-                pool.try_allocate(0, shared=[first])
+                pool.hold([first])
                 self.blocks[i] = first
                 pool.release([block])
 
@@ -83,7 +83,7 @@ class BlockManager:
         return self.prepare_prefill((), num_blocks)
 
     def match(self, keys: Sequence[bytes]) -> HeldBlocks:
-        """Of the longest findable prefix of `keys`."""
+        """Holds the blocks of the longest findable prefix of `keys`."""
         self.fence()
         return self.prepare_prefill(keys, len(self.pool.match(keys)))
 

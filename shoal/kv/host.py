@@ -1,8 +1,9 @@
-"""The host tier's books: which slot of the pinned slab holds which block, which slots are in use, which one
-goes next.
+"""The books of host memory: which place of the pinned slab holds which KV block, which places are in use, and
+which is given away next.
 
-A slot is a block of a BlockPool of its own. Who copies into or out of a slot, or writes it to a file, holds
-it meanwhile: a held slot is never given away. The slab itself and the copies are elsewhere. For one thread.
+A *host block* is the place of one block in the slab, counted from 0. Whoever copies into or out of a host
+block, or writes it to a file, holds it meanwhile: a held one is never given away. The slab itself is
+memory/slab.py, the copies are kv/copy.py. For one thread.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from shoal.kv.policy import MAX_USES, check_policy
 
 
 class HostTier:
-    """Of blocks that nobody holds, the least recently used go first ("lru"), or the least frequently used
-    ("lfu": uses while they are here, up to MAX_USES, halved after 10 uses a slot). With `record_events`
-    somebody must call take_events. Raises ConfigError for another policy."""
+    """`capacity` host blocks. Of those that nobody holds, the least recently used one is given away first
+    ("lru"), or the least frequently used one ("lfu": uses while the content is here, up to MAX_USES, halved
+    after 10 uses for each host block). With `record_events` somebody must call take_events. Raises
+    ConfigError for another policy."""
 
-    def __init__(self, num_slots: int, policy: str = "lru", record_events: bool = False) -> None:
+    def __init__(self, capacity: int, policy: str = "lru", record_events: bool = False) -> None:
         check_policy(policy)
-        self.num_slots = num_slots
-        self._pool = BlockPool(num_slots, listener=self)
+        self.capacity = capacity
+        self._pool = BlockPool(capacity, listener=self)
         self._metas: dict[bytes, BlockMeta] = {}
         self._uses: dict[bytes, int] | None = {} if policy == "lfu" else None
         self._since_halving = 0
@@ -30,33 +32,34 @@ class HostTier:
 
     @property
     def num_free(self) -> int:
-        """Slots that take() could give, those with a block in them included."""
+        """Host blocks that take() could give, those with content included."""
         return self._pool.num_free
 
     @property
     def num_blocks(self) -> int:
-        """That can be found."""
+        """KV blocks that can be found here."""
         return len(self._metas)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The slots of the longest findable prefix of `keys`. Only hold() makes them safe."""
+        """The host blocks of the longest findable prefix of `keys`. Only hold() makes them safe."""
         return self._pool.match(keys)
 
     def find(self, key: bytes) -> int | None:
+        """The host block that has this content. Only hold() makes it safe."""
         return self._pool.find(key)
 
     def meta(self, key: bytes) -> BlockMeta | None:
         return self._metas.get(key)
 
-    def take(self, num_slots: int) -> list[int] | None:
-        """Slots to write into, held; the coldest blocks make room. None, and nothing taken, if too many slots
-        are held."""
-        return self._pool.try_allocate(num_slots)
+    def take(self, num_blocks: int) -> list[int] | None:
+        """Host blocks to write into, held; the coldest content makes room. None if too many are held; then
+        nothing was taken."""
+        return self._pool.try_allocate(num_blocks)
 
-    def put(self, slot: int, meta: BlockMeta) -> int:
-        """A held slot, all of its bytes there, becomes findable, once. Where another held slot has this block
-        already, that one stays the findable one. Returns it."""
-        found = self._pool.register(slot, meta.key)
+    def put(self, host_block: int, meta: BlockMeta) -> int:
+        """Makes the content of a held host block findable, once all its bytes are there. Returns the host
+        block that is found from now on: another one, if that is held and has the same content already."""
+        found = self._pool.register(host_block, meta.key)
         if meta.key not in self._metas:
             self._metas[meta.key] = meta
             if self._events is not None:
@@ -64,30 +67,31 @@ class HostTier:
         self._used([meta.key])
         return found
 
-    def hold(self, slots: Sequence[int], use: bool = True) -> None:
-        """One more reference on each; unless `use` is False, a use of its block."""
-        taken = self._pool.try_allocate(0, shared=slots)
-        assert taken is not None
+    def hold(self, host_blocks: Sequence[int], use: bool = True) -> None:
+        """Takes one more reference on each. It counts as a use of the content, unless `use` is False."""
+        self._pool.hold(host_blocks)
         if use:
-            self._used([key for slot in slots if (key := self._pool.key_of(slot)) is not None])
+            self._used([key for key in map(self._pool.key_of, host_blocks) if key is not None])
 
-    def release(self, slots: Sequence[int], coldest: bool = False) -> None:
-        """Gives back a reference on each. In the order of a sequence: the tail goes before the head.
-        `coldest`: in the order of `coldest`, to where they were."""
-        self._pool.release(slots, coldest)
+    def release(self, host_blocks: Sequence[int], coldest: bool = False) -> None:
+        """Gives back a reference on each. They are in the order of a sequence, whose tail is given away
+        before its head. With `coldest` they are in the order of coldest(), and return to where they were."""
+        self._pool.release(host_blocks, coldest)
 
     def forget(self, keys: Iterable[bytes] | None = None) -> None:
-        """These blocks (all, without `keys`) can't be found any more; held slots stay held."""
+        """The content with these keys, or all content, can't be found any more. Held host blocks stay
+        held."""
         self._pool.reset(keys)
 
     def coldest(self, num_blocks: int) -> list[tuple[int, BlockMeta]]:
-        """Up to so many slots that nobody holds with their blocks, in the order in which they will be
-        taken."""
-        return [
-            (slot, self._metas[key])
-            for slot in self._pool.coldest(num_blocks)
-            if (key := self._pool.key_of(slot)) is not None
-        ]
+        """Up to so many host blocks that nobody holds, with their content, in the order in which they will be
+        given away."""
+        found = []
+        for host_block in self._pool.coldest(num_blocks):
+            key = self._pool.key_of(host_block)
+            if key is not None:
+                found.append((host_block, self._metas[key]))
+        return found
 
     def take_events(self) -> list[Event]:
         """What was stored and removed since the last call, in order."""
@@ -95,7 +99,7 @@ class HostTier:
         return events
 
     def check(self, held: Iterable[int]) -> None:
-        """Proves the books. `held` names every reference that exists: a slot once for each of its holders."""
+        """Proves the books. `held` names every reference that exists: a host block once for each holder."""
         self._pool.check(held)
         assert self._metas.keys() == set(self._pool.cached_keys()), (
             "metadata of other blocks than the findable ones"
@@ -122,14 +126,14 @@ class HostTier:
             self._events.append(key)
 
     def _used(self, keys: Sequence[bytes]) -> None:
-        """Their slots are held."""
+        """These contents, whose host blocks are held, were used."""
         if self._uses is None:
             return
         for key in keys:
             self._uses[key] = uses = min(self._uses.get(key, 0) + 1, MAX_USES)
             self._pool.set_priority([key], uses)
         self._since_halving += len(keys)
-        if self._since_halving >= 10 * self.num_slots:
+        if self._since_halving >= 10 * self.capacity:
             self._since_halving = 0
             self._uses = {key: uses // 2 for key, uses in self._uses.items()}
             for priority in range(MAX_USES // 2 + 1):

@@ -34,7 +34,7 @@ class Layout(StrEnum):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Of one layer."""
+        """The axes of one layer, outermost first."""
         return {
             "kv_first": ("kv", "block", "token", "head", "item"),
             "block_first": ("block", "kv", "token", "head", "item"),

@@ -31,7 +31,7 @@ class EvictionOrder:
         self._ranks: dict[bytes, tuple[int, int]] = {}  # uses that count, time of the last
         self._parents: dict[bytes, bytes] = {}  # as far as known
         self._num_children: Counter[bytes] = Counter()  # of any key, here or not
-        # those without children, and some entries that don't hold any more
+        # The keys without children, and some entries that are out of date
         self._heap: list[tuple[tuple[int, int], bytes]] = []
         self._clock = self._since_halving = 0
 

@@ -65,7 +65,7 @@ class Storage(ABC):
     @property
     @abstractmethod
     def address(self) -> int:
-        """Of its first byte; 0 for a file without one, where addresses are offsets."""
+        """The address of the first byte; 0 for a file that has none, whose addresses are offsets."""
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Storage(ABC):
         self.close()
 
     def check(self, offset: int = 0, num_bytes: int = 0) -> None:
-        """That it is open and has these bytes. Raises StorageError."""
+        """Raises StorageError unless the storage is open and has these bytes."""
         if self.closed:
             raise StorageClosedError(f"a storage of {self.num_bytes} bytes ({self.kind}) was closed")
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
@@ -112,7 +112,7 @@ class Storage(ABC):
 
 
 class Memory(Storage):
-    """Of any kind that has addresses: over a tensor that keeps what it needs."""
+    """A storage of any kind that has addresses, over a tensor that keeps what it needs."""
 
     def __init__(self, kind: Kind, tensor: torch.Tensor) -> None:
         super().__init__(kind, tensor.shape[0], tensor.device)

@@ -24,9 +24,9 @@ from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec
-from shoal.kv.disk import TierStats
+from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec, Event
 from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
+from shoal.kv.tier import TierStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bool, int)
@@ -64,12 +64,12 @@ class Call(Generic[T]):
 
 
 class StoreTier:
-    """Raises ConfigError, from its constructor alone, if fsspec or the URL's backend is missing or nothing
-    can be written there.
-
-    Futures are done after `timeout_s` at the latest, and never in error; until then buffers must stay as they
-    are. Thread-safe.
+    """A Tier (kv/tier.py) under an fsspec URL. Raises ConfigError, from its constructor alone, if fsspec or
+    the URL's backend is missing or nothing can be written there. Futures are done after `timeout_s` seconds
+    at the latest.
     """
+
+    must_be_asked = True
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class StoreTier:
         self._moves = not protocols & OBJECT_STORES
         self._root = f"{base.rstrip('/')}/{fingerprint.hex()}/{spec.group}/rank{spec.tp_rank}"
         self._made: set[str] = set()  # folders that are there
-        # is it there; until when that is believed
+        # For each key: whether the block is there, and until when that is believed
         self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._problems: Counter[str] = Counter()
@@ -105,7 +105,7 @@ class StoreTier:
     # What is there
 
     def contains(self, key: bytes) -> bool:
-        """As far as known: no I/O."""
+        """Whether the block is there, as far as known. No I/O."""
         answer = self._known.get(key)
         return answer is not None and answer[0] and time.monotonic() < answer[1]
 
@@ -141,6 +141,13 @@ class StoreTier:
         """For a while they count as absent; in the store they stay."""
         self._remember(keys, False)
 
+    def reset(self) -> None:
+        """Does nothing: other engines use the store too."""
+
+    def take_events(self) -> list[Event]:
+        """None: what the store has is nothing that one engine could tell of."""
+        return []
+
     # Life
 
     def flush(self, timeout_s: float) -> int:
@@ -162,14 +169,15 @@ class StoreTier:
         with self._lock:
             counts, pending = self._counts, self._writes.pending + self._reads.pending
             return TierStats(
-                counts["written"],
-                counts["bytes"],
-                pending,
-                counts["written"],
-                counts["read"],
-                0,
-                counts["refused"],
-                dict(self._problems),
+                blocks=counts["written"],
+                num_bytes=counts["bytes"],
+                capacity_bytes=0,
+                pending=pending,
+                written=counts["written"],
+                read=counts["read"],
+                evicted=0,
+                refused=counts["refused"],
+                problems=dict(self._problems),
             )
 
     # Jobs: may raise what the backend raises

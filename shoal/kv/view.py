@@ -98,7 +98,7 @@ class TensorView:
         )
 
     def byte_offset(self, *index: int) -> int:
-        """Of an item, in the storage."""
+        """Where an item lies in the storage, in bytes."""
         if len(index) != len(self.shape) or not all(0 <= i < size for i, size in zip(index, self.shape)):
             raise ViewError(f"index {index} is outside of shape {self.shape}")
         return self.offset + sum(i * stride for i, stride in zip(index, self.strides)) * self.dtype.itemsize
@@ -259,10 +259,10 @@ class BlockView:
                     f"{first.storage.kind} on {first.storage.device}: a cache lies in one kind"
                 )
         self.mutable = all(layer.mutable for layer in layers)
-        # Where each layer begins; in a file without addresses, its offset. They hold, as a storage with views
-        # is not closed.
+        # Where each layer begins, or its offset in a file that has no addresses. The addresses stay valid, as
+        # a storage with views cannot be closed.
         self.addresses = np.array([layer.storage.address + layer.offset for layer in layers], np.int64)
-        # in bytes
+        # By axis, in bytes
         self.strides = dict(zip(spec.layout.axes, (stride * dtype.itemsize for stride in first.strides)))
         self.extents = _united((start, start + first.span) for start in self.addresses.tolist())
 
@@ -305,7 +305,7 @@ class BlockView:
 
     @property
     def storage(self) -> Storage:
-        """Of the first layer; all are of its kind."""
+        """The storage of the first layer; the others' are of the same kind."""
         return self._layers[0].storage
 
     def layer(self, i: int, mutable: bool = False) -> TensorView:

@@ -1,5 +1,6 @@
-"""Self-attention of one layer: the norm of the sum with the residual and one product for q, k and v; one
-fused pass (q/k norm, rope, cache write); the backend; the output product."""
+"""Self-attention of one layer. It is four calls: one product for q, k and v of the norm of the residual; one
+fused pass that norms q and k, rotates them and writes k and v to the cache; the backend; and the output
+product."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from shoal.model_config import ModelConfig
 
 
 class Attention(nn.Module):
-    """T tokens, H query heads and G kv heads on this rank, N head size."""
+    """Shapes: T tokens, S selected tokens, H query heads and G kv heads on this rank, N head size, D
+    hidden."""
 
     def __init__(
         self,
@@ -35,7 +37,11 @@ class Attention(nn.Module):
         self.head_dim = n = config.head_dim
         self.qkv_proj = Linear(
             config.hidden_size,
-            (config.num_heads * n, config.num_kv_heads * n, config.num_kv_heads * n),
+            {
+                "q_proj": config.num_heads * n,
+                "k_proj": config.num_kv_heads * n,
+                "v_proj": config.num_kv_heads * n,
+            },
             tp,
             ops,
             split="columns",
@@ -45,15 +51,20 @@ class Attention(nn.Module):
         )
         self.o_proj = Linear(
             config.num_heads * n,
-            (config.hidden_size,),
+            {"o_proj": config.hidden_size},
             tp,
             ops,
             split="rows",
             bias=config.o_bias,
             keep_quantized=keep_quantized,
+            multiplier=config.residual_multiplier,
         )
         self.q_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
         self.k_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None
+
+    def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
+        """The norms of each head of q and of k, which are part of the fused pass."""
+        return self.q_norm, self.k_norm
 
     def forward(
         self,
@@ -65,16 +76,31 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor,
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Of the norm of residual + x; returns what is left to add to the sum (None: nothing), and the sum;
-        both [S, D] if `select_S` says which tokens are wanted."""
-        h, g, n = self.num_heads, self.num_kv_heads, self.head_dim
+        """Returns what is left to add to the new residual (None: nothing), and the new residual, which is
+        residual + x. Both are [S, D] if `select_S` says which tokens are wanted. `norm` is taken of the new
+        residual before the product."""
         qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
-        q_norm = self.q_norm.weight if self.q_norm is not None else None
-        k_norm = self.k_norm.weight if self.k_norm is not None else None
+        out, residual = self.attend(qkv, residual_TD, step, kv_layer, cos_sin, select_S)
+        return (None if out is None else self.o_proj.add_to(out, residual)), residual
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        residual_TD: torch.Tensor,
+        step: StepInput,
+        kv_layer: torch.Tensor,
+        cos_sin: torch.Tensor,
+        select_S: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """From the product for q, k and v, [T, (H + 2G) * N], to the input of the output product, [T, H * N];
+        and the residual. Both are of the selected tokens alone if there is `select_S`; the first is None if
+        no token is selected."""
+        h, g, n = self.num_heads, self.num_kv_heads, self.head_dim
+        q_norm, k_norm = self.head_norms()
         self.ops.qk_norm_rope_store(
             qkv,
-            q_norm,
-            k_norm,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
             self.eps,
             cos_sin,
             step.positions_T,
@@ -85,7 +111,8 @@ class Attention(nn.Module):
             g,
             self.backend.reads_k(self.window),
         )
-        # of a chunk that ends no prompt the cache is all that anyone reads
+        # No token is selected of a chunk that ends no prompt: such a chunk runs for what it writes to the
+        # cache.
         if select_S is not None and len(select_S) == 0:
             return None, residual_TD[:0]
         heads = qkv.view(-1, h + 2 * g, n)
@@ -101,4 +128,4 @@ class Attention(nn.Module):
         out, residual = out_THN.view(-1, h * n), residual_TD
         if select_S is not None:
             out, residual = out[select_S], residual[select_S]
-        return self.o_proj.add_to(out, residual), residual
+        return out, residual

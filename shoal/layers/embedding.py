@@ -3,6 +3,7 @@ embedding itself."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,24 +11,20 @@ from torch import nn
 
 from shoal.kernels.ops import Ops
 from shoal.kernels.quantized_tensor import QuantizedTensor
-from shoal.layers.linear import Loaded, check_shape, copy_into, narrow
+from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into, narrow
 from shoal.layers.parallel import TensorParallel
 
 
-class Vocabulary(nn.Module):
-    """A [V, D] matrix of which each rank holds V / size rows (the last ones zero if V does not divide)."""
+class Vocabulary(LoadingLayer):
+    """A [V, D] matrix of which each rank holds V / size rows. Where V does not divide, the last rank's
+    surplus rows are zero."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, tp: TensorParallel, ops: Ops, *, keep_quantized: bool = False
     ) -> None:
         super().__init__()
-        self.vocab_size, self.hidden_size, self.tp, self.ops, self.keep_quantized = (
-            vocab_size,
-            hidden_size,
-            tp,
-            ops,
-            keep_quantized,
-        )
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.tp, self.ops, self.keep_quantized = tp, ops, keep_quantized
         self.shard = -(-vocab_size // tp.size)
         self.first = self.shard * tp.rank
         self.weight: nn.Parameter | None = nn.Parameter(
@@ -36,17 +33,22 @@ class Vocabulary(nn.Module):
         self.packed: Any = None  # kernels/cpu_linear.py's packed weights
         self.piece: QuantizedTensor | None = None
 
-    def load(self, parameter: str, tensor: Loaded, part: int, name: str) -> None:
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(f"{path}.weight", (self.vocab_size, self.hidden_size), self._load)
+
+    def _load(self, tensor: Loaded, name: str) -> None:
         check_shape(name, tuple(tensor.shape), (self.vocab_size, self.hidden_size))
         rows = max(0, min(self.shard, self.vocab_size - self.first))
         shard = narrow(tensor, 0, min(self.first, self.vocab_size), rows)
         if self.keep_quantized and isinstance(shard, QuantizedTensor) and rows == self.shard:
             self.piece = shard
             return
-        self.weight[rows:].zero_()  # type: ignore[index]
-        copy_into(self.weight[:rows], shard, name)  # type: ignore[index]
+        assert self.weight is not None
+        self.weight[rows:].zero_()
+        copy_into(self.weight[:rows], shard, name)
 
     def finish(self) -> None:
+        """Packs a weight that stays quantized."""
         if self.piece is not None:
             from shoal.kernels import cpu_linear
 

@@ -1,67 +1,42 @@
 """Linear layers, whole or sharded over tensor-parallel ranks (Megatron-LM's column and row split). A layer
-shards what it loads.
+cuts its own shard out of what it loads.
 
-A weight that comes quantized stays so on the CPU (`keep_quantized`), packed for our kernels; elsewhere it is
-dequantized while loading.
+A weight that comes quantized stays quantized on the CPU (`keep_quantized`), packed for our kernels. Elsewhere
+it is dequantized while it is loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.errors import CheckpointError
 from shoal.kernels.ops import Ops
 from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into, narrow
 from shoal.layers.parallel import TensorParallel
 
-Loaded = torch.Tensor | QuantizedTensor
 
+class Linear(LoadingLayer):
+    """y = x W^T + b.
 
-def narrow(tensor: Loaded, dim: int, start: int, length: int) -> Loaded:
-    """The slice [start, start + length) along `dim`. A quantized tensor stays so unless the cut goes through
-    a group of columns."""
-    if isinstance(tensor, QuantizedTensor):
-        if dim == 0:
-            return tensor.rows(start, start + length)
-        if start % tensor.group_size == 0 and length % tensor.group_size == 0:
-            return tensor.columns(start, start + length)
-        tensor = tensor.dequantize()
-    return tensor.narrow(dim, start, length)
+    `parts` are the tensors of the checkpoint that are merged into this one product (q, k and v, or gate and
+    up): the name of each, and its number of outputs.
 
+    split "columns": the outputs of each part are divided over the ranks. A part with fewer units (kv heads)
+    than ranks is replicated: `replicas[i]` ranks share one shard of part i.
+    split "rows": the inputs are divided, and the partial sums are all-reduced.
 
-def copy_into(parameter: torch.Tensor, tensor: Loaded, name: str) -> None:
-    """Copies (dequantizing) into a parameter of the same shape; raises CheckpointError that names both
-    shapes."""
-    check_shape(name, tuple(tensor.shape), tuple(parameter.shape))
-    if isinstance(tensor, QuantizedTensor):
-        tensor = tensor.dequantize(parameter.dtype, parameter.device)
-    parameter.data.copy_(tensor)
-
-
-def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise CheckpointError(
-            f"{name} has shape {list(found)}, but the config asks for {list(expected)}; is it another "
-            "model's file?"
-        )
-
-
-class Linear(nn.Module):
-    """y = x W^T + b. `parts` are the output sizes of the checkpoint's tensors that are merged into one
-    product (q, k, v or gate, up).
-
-    split "columns": each part's outputs are divided over the ranks; a part with fewer units (kv heads) than
-    ranks is replicated: `replicas[i]` ranks share one shard of part i. split "rows": the inputs are divided,
-    partial sums are all-reduced.
+    `multiplier`: what `add_to` multiplies y by before it is added to the residual.
     """
 
     def __init__(
         self,
         in_features: int,
-        parts: tuple[int, ...],
+        parts: Mapping[str, int],
         tp: TensorParallel,
         ops: Ops,
         *,
@@ -69,13 +44,15 @@ class Linear(nn.Module):
         bias: bool = False,
         replicas: tuple[int, ...] | None = None,
         keep_quantized: bool = False,
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         self.tp, self.ops, self.split, self.keep_quantized = tp, ops, split, keep_quantized
-        self.full_in, self.full_parts = in_features, parts
+        self.multiplier = multiplier
+        self.full_in, self.full_parts = in_features, dict(parts)
         self.replicas = replicas or (1,) * len(parts)
         columns = tp.size if split == "columns" else 1
-        self.parts = tuple(p * r // columns for p, r in zip(parts, self.replicas))
+        self.parts = tuple(p * r // columns for p, r in zip(parts.values(), self.replicas))
         self.in_features = in_features // tp.size if split == "rows" else in_features
         self.weight: nn.Parameter | None = nn.Parameter(
             torch.empty(sum(self.parts), self.in_features), requires_grad=False
@@ -84,24 +61,39 @@ class Linear(nn.Module):
         self.pieces: dict[int, QuantizedTensor] = {}
         self.packed: Any = None  # kernels/cpu_linear.py's packed weights
 
-    def load(self, parameter: str, tensor: Loaded, part: int, name: str) -> None:
-        """Takes this rank's shard of a whole checkpoint tensor ("weight" or "bias" of one part)."""
-        full = (self.full_parts[part], self.full_in) if parameter == "weight" else (self.full_parts[part],)
-        check_shape(name, tuple(tensor.shape), full)
-        if self.split == "columns":
-            shard = self.tp.rank // self.replicas[part]
-            tensor = narrow(tensor, 0, shard * self.parts[part], self.parts[part])
-        elif self.split == "rows" and parameter == "weight":
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        parent = path.rpartition(".")[0]
+        for part, (name, size) in enumerate(self.full_parts.items()):
+            own = f"{parent}.{name}"
+            shape = (size, self.full_in)
+            yield CheckpointTensor(f"{own}.weight", shape, partial(self._load_weight, part))
+            if self.bias is not None:
+                yield CheckpointTensor(f"{own}.bias", (size,), partial(self._load_bias, part))
+
+    def _load_weight(self, part: int, tensor: Loaded, name: str) -> None:
+        size = list(self.full_parts.values())[part]
+        check_shape(name, tuple(tensor.shape), (size, self.full_in))
+        tensor = self._rows_of_rank(part, tensor)
+        if self.split == "rows":
             tensor = narrow(tensor, 1, self.tp.rank * self.in_features, self.in_features)
-        if self.keep_quantized and parameter == "weight" and isinstance(tensor, QuantizedTensor):
+        if self.keep_quantized and isinstance(tensor, QuantizedTensor):
             self.pieces[part] = tensor
-            return
-        target = getattr(self, parameter)
-        if target is None:
-            raise CheckpointError(
-                f"{name} is in the checkpoint, but the config says this layer has no {parameter}"
-            )
-        copy_into(target[sum(self.parts[:part]) :][: self.parts[part]], tensor, name)
+        else:
+            copy_into(self._part_of(self.weight, part), tensor, name)
+
+    def _load_bias(self, part: int, tensor: Loaded, name: str) -> None:
+        check_shape(name, tuple(tensor.shape), (list(self.full_parts.values())[part],))
+        copy_into(self._part_of(self.bias, part), self._rows_of_rank(part, tensor), name)
+
+    def _rows_of_rank(self, part: int, tensor: Loaded) -> Loaded:
+        if self.split != "columns":
+            return tensor
+        shard = self.tp.rank // self.replicas[part]
+        return narrow(tensor, 0, shard * self.parts[part], self.parts[part])
+
+    def _part_of(self, parameter: torch.Tensor | None, part: int) -> torch.Tensor:
+        assert parameter is not None
+        return parameter[sum(self.parts[:part]) :][: self.parts[part]]
 
     def finish(self) -> None:
         """Packs weights that stay quantized. A merge of quantized and plain parts becomes plain."""
@@ -112,7 +104,7 @@ class Linear(nn.Module):
             self.weight = None
         else:
             for part, piece in self.pieces.items():
-                copy_into(self.weight[sum(self.parts[:part]) :][: self.parts[part]], piece, "weight")  # type: ignore[index]
+                copy_into(self._part_of(self.weight, part), piece, "weight")
         self.pieces = {}
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -130,15 +122,21 @@ class Linear(nn.Module):
         return y_TO
 
     def add_to(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> torch.Tensor | None:
-        """Adds y to the residual in place, and returns None; or leaves it to the next norm, and returns y: of
-        several ranks, whose sums would round once more before the all-reduce, and of packed weights, after
-        which the norm's C kernel adds in passing."""
+        """Adds y to the residual in place, and returns None; or leaves the sum to the next norm, and returns
+        y.
+
+        The sum is left to the norm on several ranks, where it would be rounded once more before the
+        all-reduce; with packed weights, as the norm's C kernel adds in passing; and with a multiplier, which
+        the kernel that adds a product does not know.
+        """
+        if self.multiplier != 1.0:
+            return self(x_TI).mul_(self.multiplier)
         if self.tp.size > 1 or self.packed is not None:
             return self(x_TI)
         return self.ops.linear_add(x_TI, self.weight, self.bias, residual_TO)  # type: ignore[arg-type]
 
     def silu_mul(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Of a layer with the parts (gate, up), not split over its inputs: silu(gate) * up."""
+        """silu(gate) * up, for a layer of the parts gate and up that is not split over its inputs."""
         if self.packed is not None:
             return self.ops.silu_mul(self(x_TI))
         return self.ops.linear_silu_mul(x_TI, self.weight, self.bias)  # type: ignore[arg-type]

@@ -1,18 +1,21 @@
-"""The feed-forward half of a layer: the norm of the sum with the residual, then SwiGLU (Shazeer 2020), dense
-or as a mixture of experts.
+"""The feed-forward half of a layer: the norm of the residual, then SwiGLU (Shazeer 2020), dense or as a
+mixture of experts.
 
-Both kinds take what is to be added to the residual (None: nothing), and return what the next layer has to
-add, and the residual.
+Both kinds take what is to be added to the residual (None: nothing). They return what the next layer has to
+add, and the new residual.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 from torch import nn
 
-from shoal.errors import CheckpointError
 from shoal.kernels.ops import Ops
-from shoal.layers.linear import Linear, Loaded, check_shape, copy_into, narrow
+from shoal.layers.linear import Linear
+from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into, narrow
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
@@ -24,7 +27,7 @@ class MLP(nn.Module):
         size = config.intermediate_size
         self.gate_up_proj = Linear(
             config.hidden_size,
-            (size, size),
+            {"gate_proj": size, "up_proj": size},
             tp,
             ops,
             split="columns",
@@ -33,12 +36,13 @@ class MLP(nn.Module):
         )
         self.down_proj = Linear(
             size,
-            (config.hidden_size,),
+            {"down_proj": config.hidden_size},
             tp,
             ops,
             split="rows",
             bias=config.mlp_bias,
             keep_quantized=keep_quantized,
+            multiplier=config.residual_multiplier,
         )
 
     def forward(
@@ -48,50 +52,49 @@ class MLP(nn.Module):
         return self.down_proj.add_to(hidden_TF, residual_TD), residual_TD
 
 
-class Experts(nn.Module):
-    """All experts' weights in two tensors: w13 [E, 2F, D] (gate, then up) and w2 [E, D, F]; F is divided over
-    the ranks."""
+class Experts(LoadingLayer):
+    """The weights of all experts in two tensors: w13 [E, 2F, D] (gate, then up) and w2 [E, D, F]. F is
+    divided over the ranks."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.num_experts = tp, config.num_experts
-        self.full = config.moe_intermediate_size
+        self.hidden, self.full = config.hidden_size, config.moe_intermediate_size
         self.shard = self.full // tp.size
         self.w13 = nn.Parameter(
-            torch.empty(self.num_experts, 2 * self.shard, config.hidden_size), requires_grad=False
+            torch.empty(self.num_experts, 2 * self.shard, self.hidden), requires_grad=False
         )
-        self.w2 = nn.Parameter(
-            torch.empty(self.num_experts, config.hidden_size, self.shard), requires_grad=False
-        )
+        self.w2 = nn.Parameter(torch.empty(self.num_experts, self.hidden, self.shard), requires_grad=False)
 
-    def load_expert(self, projection: str, expert: int, tensor: Loaded, name: str) -> None:
-        """One expert's gate_proj, up_proj or down_proj, whole."""
-        hidden = self.w2.shape[1]
-        check_shape(
-            name,
-            tuple(tensor.shape),
-            (hidden, self.full) if projection == "down_proj" else (self.full, hidden),
-        )
-        start = self.tp.rank * self.shard
-        if projection == "down_proj":
-            copy_into(self.w2[expert], narrow(tensor, 1, start, self.shard), name)
-        elif projection in ("gate_proj", "up_proj"):
-            half = self.w13[expert].narrow(0, self.shard if projection == "up_proj" else 0, self.shard)
-            copy_into(half, narrow(tensor, 0, start, self.shard), name)
-        else:
-            raise CheckpointError(
-                f"{name}: an expert has gate_proj, up_proj and down_proj, not {projection!r}"
-            )
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        wide, tall = (self.full, self.hidden), (self.hidden, self.full)
+        for e in range(self.num_experts):
+            own = f"{path}.{e}"
+            yield CheckpointTensor(f"{own}.gate_proj.weight", wide, partial(self._load_half, e, 0))
+            yield CheckpointTensor(f"{own}.up_proj.weight", wide, partial(self._load_half, e, 1))
+            yield CheckpointTensor(f"{own}.down_proj.weight", tall, partial(self._load_down, e))
+
+    def _load_half(self, expert: int, half: int, tensor: Loaded, name: str) -> None:
+        """Of w13: 0 is the gate's half, 1 that of up."""
+        check_shape(name, tuple(tensor.shape), (self.full, self.hidden))
+        target = self.w13[expert].narrow(0, half * self.shard, self.shard)
+        copy_into(target, narrow(tensor, 0, self.tp.rank * self.shard, self.shard), name)
+
+    def _load_down(self, expert: int, tensor: Loaded, name: str) -> None:
+        check_shape(name, tuple(tensor.shape), (self.hidden, self.full))
+        copy_into(self.w2[expert], narrow(tensor, 1, self.tp.rank * self.shard, self.shard), name)
 
 
 class MoE(nn.Module):
-    """Softmax router, the best `top_k` experts a token, weighted sum."""
+    """A softmax router picks the best `top_k` experts of each token; their outputs are summed by its
+    weights."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
+        assert config.residual_multiplier == 1.0, "the experts' kernel adds to the residual as it is"
         self.ops, self.tp = ops, tp
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = Linear(config.hidden_size, (config.num_experts,), tp, ops, split=None)
+        self.gate = Linear(config.hidden_size, {"gate": config.num_experts}, tp, ops, split=None)
         self.experts = Experts(config, tp)
 
     def forward(

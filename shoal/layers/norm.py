@@ -1,15 +1,18 @@
-"""RMSNorm, alone or fused with the residual sum before it."""
+"""RMSNorm, alone or fused with the residual sum before it and the product after it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from shoal.kernels.ops import Ops
-from shoal.layers.linear import Linear, Loaded, copy_into
+from shoal.layers.linear import Linear
+from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, copy_into
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(LoadingLayer):
     """y = x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich 2019)."""
 
     def __init__(self, size: int, eps: float, ops: Ops) -> None:
@@ -17,22 +20,28 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps, self.ops = eps, ops
 
-    def load(self, parameter: str, tensor: Loaded, part: int, name: str) -> None:
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(f"{path}.weight", tuple(self.weight.shape), self._load)
+
+    def _load(self, tensor: Loaded, name: str) -> None:
         copy_into(self.weight, tensor, name)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.ops.rms_norm(x_TD, self.weight, self.eps)
 
     def add(self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor) -> torch.Tensor:
         """residual += x in place; returns the norm of the sum. x None: nothing to add."""
         if x_TD is None:
-            return self.ops.rms_norm(residual_TD, self.weight, self.eps)
+            return self(residual_TD)
         return self.ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
     def add_linear(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, linear: Linear, silu_mul: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`linear` (not split over its inputs), or its `silu_mul`, of the norm of residual + x; and that sum,
-        the new residual.
+        """Returns `linear`, or its `silu_mul`, of the norm of residual + x; and that sum, which is the new
+        residual. `linear` is not split over its inputs. x None: nothing to add.
 
-        One kernel if there is one row. x None: nothing to add.
+        One row takes one kernel.
         """
         if linear.packed is None:
             return self.ops.add_norm_linear(

@@ -1,9 +1,9 @@
-"""TensorParallel: the collectives of one engine's ranks. NCCL on GPUs, Gloo on the CPU, nothing at all for
-one rank.
+"""TensorParallel: the collectives of one engine's ranks, by NCCL on GPUs and by Gloo on the CPU. For one rank
+they do nothing.
 
-Each engine builds its own process group, not torch.distributed's global one: engines can follow each other or
-live side by side in a process. The ranks meet at a store that rank 0 opens on the loopback address, at a port
-the kernel picked (`Rendezvous`).
+Each engine builds a process group of its own, not torch.distributed's global one, so that engines can follow
+each other or live side by side in a process. The ranks meet at a store that rank 0 opens on the loopback
+address, at a port that the kernel picks (`Rendezvous`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import torch.distributed as dist
 from shoal.errors import EngineDeadError
 
 LOOPBACK = "127.0.0.1"
-# a rank has to start Python and import torch, on eight ranks at once and a cold disk
+# Each rank has to start Python and to import torch. Eight of them may do so at once, from a cold disk.
 RENDEZVOUS_TIMEOUT_S = 120.0
-# the most one rank may lag behind another, loading weights included; a rank that died is noticed at once
+# The most that one rank may lag behind another, also while it loads weights. A rank that died is noticed at
+# once, without this limit.
 COLLECTIVE_TIMEOUT_S = 600.0
 
 
 class TensorParallel:
-    """Who we are among the ranks, and what ranks do together. Every rank must make the same calls in the same
+    """This rank's number, and what the ranks do together. Every rank must make the same calls in the same
     order."""
 
     def __init__(self, rank: int, size: int, device: torch.device, group: Any | None) -> None:
@@ -47,8 +48,8 @@ class TensorParallel:
         port: int,
         timeout_s: float = RENDEZVOUS_TIMEOUT_S,
     ) -> TensorParallel:
-        """Of ranks 1 and up: meets the others at rank 0's store. Raises EngineDeadError if they don't come in
-        time."""
+        """For ranks 1 and up: meets the others at rank 0's store. Raises EngineDeadError if they don't come
+        in time."""
         limit = timedelta(seconds=timeout_s)
         try:
             store = dist.TCPStore(LOOPBACK, port, None, False, limit)
@@ -60,9 +61,9 @@ class TensorParallel:
         """Sums x over the ranks, in place, and returns it. x must be contiguous."""
         if self._group is not None:
             options = dist.AllreduceOptions()
-            # On NCCL: the kernel goes onto the current stream instead of NCCL's own between two events.
-            # Nothing then is left to wait for, the caching allocator needs no record_stream, and a graph
-            # captures one node, not three.
+            # With NCCL the kernel then goes onto the current stream, and not onto NCCL's own between two
+            # events. So there is nothing to wait for, the caching allocator needs no record_stream, and a
+            # graph captures one node instead of three.
             options.asyncOp = False
             _finish(self._group.allreduce([x], options))
         return x
@@ -95,25 +96,25 @@ class TensorParallel:
             torch.cuda.synchronize(self.device)
 
     def abort(self) -> None:
-        """Breaks off collectives that run on a GPU, from any thread, so that nobody waits for a rank that is
-        gone."""
+        """Breaks off collectives that run on a GPU, so that nobody waits for a rank that is gone. Any thread
+        may call it."""
         group = self._group
         if group is not None and self.device.type == "cuda":
             group.abort()
 
     def close(self) -> None:
-        """Ends the group without asking the others, who may be dead: collectives still running on a GPU are
-        aborted. Safe to call twice."""
+        """Ends the group without asking the other ranks, which may be dead. Collectives that still run on a
+        GPU are aborted. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()
 
 
 class Rendezvous:
-    """Rank 0's side of the meeting. `port` is open as soon as this exists; pass it to the other ranks."""
+    """Rank 0's side of the meeting. `port` is open as soon as this exists; give it to the other ranks."""
 
     def __init__(self) -> None:
-        # Our own socket, because the store's would listen on every interface, and it trusts whoever comes.
+        # The store's own socket would listen on every interface, and it trusts whoever comes.
         listener = socket.create_server((LOOPBACK, 0), backlog=128)
         self.port: int = listener.getsockname()[1]
         self._store = dist.TCPStore(
@@ -134,8 +135,8 @@ class Rendezvous:
         check: Callable[[], None] | None = None,
         timeout_s: float = RENDEZVOUS_TIMEOUT_S,
     ) -> TensorParallel:
-        """Waits for the other ranks. `check` is called meanwhile; it raises if one of them has died
-        (WorkerGroup.check)."""
+        """Waits for the other ranks. Meanwhile `check` is called, which raises if one of them has died.
+        Raises EngineDeadError if they don't come in time."""
         try:
             return _meet(self._store, rank, size, device, timeout_s, check)
         except RuntimeError as error:
@@ -166,7 +167,8 @@ def _meet(
     tp = TensorParallel(
         rank, size, device, _build_group(dist.PrefixStore("group", store), rank, size, device)
     )
-    # NCCL connects at the first collective: now, before memory is measured and graphs are captured
+    # NCCL connects at the first collective. It is this one, before memory is measured and graphs are
+    # captured.
     tp.barrier()
     return tp
 
@@ -179,14 +181,14 @@ def _build_group(store: dist.Store, rank: int, size: int, device: torch.device) 
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
-    # by default the host name's, which may lead nowhere
+    # By default Gloo takes the address of the host's name, which may lead nowhere.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _finish(work: dist.Work | None) -> None:
-    """Gloo: until the result is here; raises RuntimeError if a rank has died. NCCL: the current stream is in
-    order already."""
+    """With Gloo, waits until the result is here, and raises RuntimeError if a rank has died. With NCCL there
+    is nothing to wait for, as the current stream is in order."""
     if work is not None:
         work.wait()
 

@@ -1,5 +1,5 @@
-"""A big host buffer of equal rows that becomes usable piece by piece: threads touch and pin it in the
-background while the engine runs."""
+"""A big host buffer of equal rows that becomes usable piece by piece: its first chunk at once, the rest while
+threads touch and pin it in the background and the engine runs."""
 
 from __future__ import annotations
 
@@ -49,17 +49,22 @@ class HostSlab:
         self._pinned: list[int] = []  # addresses
         self._closing = False
         self._threads: list[threading.Thread] = []
+        self._todo: deque[tuple[int, int]] = deque()  # chunks that are not pinned yet
         if device.type != "cuda":
             self._ready.append((0, num_rows))
             return
         # rows that end with a page: chunks are pinned by themselves
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
         step *= max(1, CHUNK_BYTES // (step * row_bytes))
-        self._todo = deque((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+        self._todo.extend((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
         # torch looks at the first byte to tell whether all is pinned
         if self._todo and not self._pin(*self._todo.popleft()):
             forget_last_error()
             raise MemoryError("none of it could be pinned (a limit on locked memory? see ulimit -l)")
+
+    def pin_rest(self) -> None:
+        """Begins to pin what lies behind the first chunk. Meanwhile the driver holds locks that other calls
+        wait for, so figures of copies measured now would say little."""
         for i in range(min(THREADS, len(self._todo))):
             thread = threading.Thread(target=self._pin_all, name=f"kv-pin-{i}", daemon=True)
             self._threads.append(thread)

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from shoal.kernels.cpu_layers import CpuLayers, LayerWeights
 from shoal.kernels.cpu_linear import PackedWeight
 from shoal.kernels.step_input import AttentionBackend
 from shoal.layers.mlp import MLP
 from shoal.model_config import ModelConfig
+from shoal.models.layer import DecoderLayer
 
 
 def fuse_layers(layers: Iterable, config: ModelConfig, backend: AttentionBackend) -> CpuLayers | None:
-    """None unless every product of every layer is packed for the C library, whole on this rank, and no layer
-    is a mixture of experts."""
+    """None where the C call can't run them. It knows dense layers of the Llama line alone, without
+    multipliers, and products that are packed for the C library and whole on this rank."""
     weights = []
     for layer in layers:
+        if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):
+            return None
         attention, mlp = layer.self_attn, layer.mlp
-        if not isinstance(mlp, MLP):
-            return None
         linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-        if any(linear.tp.size > 1 or not isinstance(linear.packed, PackedWeight) for linear in linears):
-            return None
-        norms = layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm
-        values: list[Any] = [linear.packed for linear in linears] + [linear.bias for linear in linears]
-        values += [None if norm is None else norm.weight for norm in norms] + [attention.window]
-        weights.append(LayerWeights(*values))
+        for linear in linears:
+            if linear.tp.size > 1 or linear.multiplier != 1.0 or not isinstance(linear.packed, PackedWeight):
+                return None
+        weights.append(
+            LayerWeights(
+                qkv=attention.qkv_proj.packed,
+                o=attention.o_proj.packed,
+                gate_up=mlp.gate_up_proj.packed,
+                down=mlp.down_proj.packed,
+                qkv_bias=attention.qkv_proj.bias,
+                o_bias=attention.o_proj.bias,
+                gate_up_bias=mlp.gate_up_proj.bias,
+                down_bias=mlp.down_proj.bias,
+                input_norm=layer.input_layernorm.weight,
+                post_norm=layer.post_attention_layernorm.weight,
+                q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+                k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+                window=attention.window,
+            )
+        )
     return CpuLayers(weights, config.num_heads, config.rms_norm_eps, backend.scale)

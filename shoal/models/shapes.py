@@ -1,58 +1,60 @@
-"""The tensors that a checkpoint of a model holds, whole, and how many weights they are: from the config
-alone. No torch.
+"""The tensors that a checkpoint of a config holds, and how many weights they are, before anything is made for
+them.
 
-Both are made so that a config which lies costs nothing: shapes come one by one, and the sum is a product.
+Both come from the modules themselves, which are built without memory (on torch's meta device). Nothing is
+computed there, as the first computation on that device imports hundreds of modules. A config that lies costs
+little: one layer is built of each kind, and shapes come one by one.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import nn
+
+from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
+from shoal.models.decoder import Decoder, checkpoint_tensors
+from shoal.models.layer import build_layer
+
+NEVER_RUN: Any = None  # the ops and the backend of a module that only tells its shapes
 
 
 def checkpoint_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of each, under its Hugging Face name."""
-    c = config
-    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
-    yield "model.norm.weight", (c.hidden_size,)
-    if not c.tie_word_embeddings:
-        yield "lm_head.weight", (c.vocab_size, c.hidden_size)
-    queries, keys, wide = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
-    for i in range(c.num_layers):
-        at = f"model.layers.{i}."
-        for name, out, bias in (
-            ("q", queries, c.qkv_bias),
-            ("k", keys, c.qkv_bias),
-            ("v", keys, c.qkv_bias),
-            ("o", wide, c.o_bias),
-        ):
-            yield f"{at}self_attn.{name}_proj.weight", (out, queries if name == "o" else wide)
-            if bias:
-                yield f"{at}self_attn.{name}_proj.bias", (out,)
-        if c.qk_norm:
-            yield f"{at}self_attn.q_norm.weight", (c.head_dim,)
-            yield f"{at}self_attn.k_norm.weight", (c.head_dim,)
-        yield f"{at}input_layernorm.weight", (wide,)
-        yield f"{at}post_attention_layernorm.weight", (wide,)
-        moe = c.is_moe_layer(i)
-        inner = c.moe_intermediate_size if moe else c.intermediate_size
-        if moe:
-            yield f"{at}mlp.gate.weight", (c.num_experts, wide)
-        for e in range(c.num_experts if moe else 1):
-            mlp = f"{at}mlp.experts.{e}." if moe else f"{at}mlp."
-            for name, shape in (("gate", (inner, wide)), ("up", (inner, wide)), ("down", (wide, inner))):
-                yield f"{mlp}{name}_proj.weight", shape
-                if c.mlp_bias and not moe:
-                    yield f"{mlp}{name}_proj.bias", shape[:1]
+    """(name, whole shape) of each tensor, under its Hugging Face name."""
+    for tensor in checkpoint_tensors(_without_layers(config)):
+        yield tensor.name, tensor.shape
+    of_kind: dict[bool, list[tuple[str, tuple[int, ...]]]] = {}
+    for i in range(config.num_layers):
+        kind = config.is_moe_layer(i)
+        if kind not in of_kind:
+            of_kind[kind] = [(t.name, t.shape) for t in checkpoint_tensors(_layer(config, i), "")]
+        for name, shape in of_kind[kind]:
+            yield f"model.layers.{i}.{name}", shape
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Counts the weights of all matrices; norms and biases are left out."""
-    c = config
-    num_moe = sum(c.is_moe_layer(i) for i in range(c.num_layers))
-    attention = 2 * c.hidden_size * c.head_dim * (c.num_heads + c.num_kv_heads)
-    dense = 3 * c.hidden_size * c.intermediate_size
-    experts = c.num_experts * c.hidden_size * (1 + 3 * c.moe_intermediate_size)
-    vocabulary = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    return vocabulary + c.num_layers * attention + (c.num_layers - num_moe) * dense + num_moe * experts
+    """Counts the weights of all matrices. Norms and biases are left out."""
+    layers_of_kind: dict[bool, list[int]] = defaultdict(list)
+    for i in range(config.num_layers):
+        layers_of_kind[config.is_moe_layer(i)].append(i)
+    in_layers = sum(_count(_layer(config, same[0])) * len(same) for same in layers_of_kind.values())
+    return _count(_without_layers(config)) + in_layers
+
+
+def _without_layers(config: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(replace(config, num_layers=0), TensorParallel.single(), NEVER_RUN, NEVER_RUN, 0)
+
+
+def _layer(config: ModelConfig, layer: int) -> nn.Module:
+    with torch.device("meta"):
+        return build_layer(config, layer, TensorParallel.single(), NEVER_RUN, NEVER_RUN, False)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from shoal.answer import Delta
 from shoal.api import CompletionOutput, SamplingParams
 from shoal.server.answers import Chunks, LogprobShapes, encode, prompt_logprobs_list, usage_dict
 from shoal.server.errors import ApiError
 from shoal.server.functions import as_tools
-from shoal.server.generation import Delta, Generation
+from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import check_stream_options, num_kept, shortened, text_params

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from shoal.answer import Delta
 from shoal.api import CompletionOutput, TokenLogprobs
 from shoal.server.answers import Chunks, LogprobShapes, encode, prompt_logprobs_list, usage_dict
 from shoal.server.errors import ApiError
-from shoal.server.generation import Delta, Generation
+from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
 from shoal.server.model import ServedModel
 from shoal.server.params import check_stream_options, num_kept, read_prompts, text_params

@@ -4,47 +4,26 @@
         async for deltas in answers:        # all that is ready
             ...
 
-Admission, the deadline, stop strings, detokenization and metrics are in here. Leaving the block, however it
-happens, aborts what still runs.
+It takes the place in the queue, keeps the deadline and counts for the metrics. request_builder.py makes the
+requests, and answer.py reads the outputs. Whatever ends the block aborts the requests that still run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
-from shoal.api import (
-    CompletionOutput,
-    FinishReason,
-    Output,
-    Request,
-    SamplingParams,
-    StructuredOutputsParams,
-    TokenLogprobs,
-)
-from shoal.detokenizer import Detokenizer, add_texts
+from shoal.answer import Answer, Delta, add_to
+from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
 from shoal.metrics import RequestTimes
 from shoal.server.errors import ApiError
 from shoal.server.model import Prompt, ServedModel
-
-
-@dataclass(slots=True)
-class Delta:
-    """What is new of one answer. The last delta of an answer has a finish_reason."""
-
-    index: int  # prompt number * n + answer number
-    text: str  # "" without a tokenizer or with detokenize=False
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None  # one entry a token, with texts
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
-    finish_reason: str | None = None  # "stop" | "length" | "abort"
-    stop_reason: int | str | None = None
-    embedding: list[float] | None = None
 
 
 @dataclass(slots=True)
@@ -53,7 +32,7 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt tokens
+    cached_tokens: int = 0  # prompt tokens that the prefix cache held
 
     @property
     def total_tokens(self) -> int:
@@ -61,9 +40,11 @@ class Usage:
 
 
 class Generation:
-    """The n answers to each of some prompts. Entering raises ApiError and UserError for what is impossible or
-    does not fit now; iterating, what the engine raises. Past the deadline the block ends with ApiError
-    (504)."""
+    """The `params.n` answers to each prompt.
+
+    Entering raises UserError for an impossible request and ApiError (429) if the queue is full. Iterating
+    raises what the engine raises. At the deadline the block ends with ApiError (504).
+    """
 
     def __init__(
         self,
@@ -78,10 +59,8 @@ class Generation:
         embed: bool = False,
         cuts_max_tokens: bool = False,
     ) -> None:
-        """params.max_tokens None: as many as fit. timeout: seconds from entering; the model's own limit holds
-        too.
-
-        cuts_max_tokens: of more than fit, as many as fit are given; otherwise they are refused.
+        """params.max_tokens: None is as many tokens as fit. timeout: seconds from entering; the model's own
+        limit holds too. cuts_max_tokens: a max_tokens that does not fit is lowered, otherwise it is refused.
         """
         self.model, self.prompts, self.params, self.request_id = model, prompts, params, request_id
         self.priority, self.cache_salt, self.embed = priority, cache_salt, embed
@@ -89,7 +68,7 @@ class Generation:
         limits = [t for t in (timeout, model.request_timeout) if t is not None]
         self.seconds = min(limits) if limits else None
         self.usage = Usage(prompt_tokens=sum(len(p.token_ids) for p in prompts))
-        self._answers: list[_Answer] = []
+        self._running: list[_Running] = []
         self._streams: list[AsyncGenerator[Output, None]] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._timeout = asyncio.timeout(self.seconds)
@@ -97,15 +76,12 @@ class Generation:
     async def __aenter__(self) -> Generation:
         params = self.params
         if params.structured_outputs is not None:
-            # in a thread: a short one may take long, too
-            await self.model.in_thread(
-                functools.partial(_check_grammar, params.structured_outputs, self.model.closes_objects)
-            )
+            # This runs in a thread, because even a short grammar may take long.
+            await self.model.in_thread(functools.partial(self.model.builder.check_grammar, params))
         count = len(self.prompts) * params.n
-        self.model.admission.enter(count)  # before anything is built: n may be a million
+        self.model.admission.enter(count)  # comes before anything is built, as n may be a million
         try:
-            needs_text = params.detokenize and not self.embed
-            self._answers = [_Answer(i, r, self.model, needs_text) for i, r in enumerate(self._requests())]
+            self._running = [_Running(i, r, self.model) for i, r in enumerate(self._requests())]
         except BaseException:
             self.model.admission.leave(count)
             raise
@@ -117,14 +93,15 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self._timeout.__aexit__(kind, error, trace)  # first: from here on it interrupts nothing
+            # This comes first: from here on the deadline interrupts nothing.
+            await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:
             raise ApiError(504, f"the request took longer than its {self.seconds:g} s") from None
         finally:
             await self._leave()
 
     async def _leave(self) -> None:
-        """Whoever is cancelled in here, as the client leaves just now, still gives up his place."""
+        """Ends what runs and gives the place in the queue back, even if it is cancelled meanwhile."""
         try:
             for pump in self._pumps:
                 pump.cancel()
@@ -133,28 +110,27 @@ class Generation:
             for stream in self._streams:
                 await stream.aclose()  # aborts what still runs
         finally:
-            for answer in self._answers:
-                answer.close()
-            for i in range(0, len(self._answers), self.params.n):
+            for running in self._running:
+                running.close()
+            for i in range(0, len(self._running), self.params.n):
                 self.model.metrics.end(self.times[i : i + self.params.n])
-            self.model.admission.leave(len(self._answers))
+            self.model.admission.leave(len(self._running))
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
-        """All deltas that are ready, at least one. A reader that takes its time finds them merged."""
-        self._streams = [self.model.engine.generate(answer.request) for answer in self._answers]
-        if len(self._answers) == 1:
+        """Yields all deltas that are ready, at least one. The engine merges what comes while nobody reads."""
+        self._streams = [self.model.engine.generate(running.request) for running in self._running]
+        if len(self._running) == 1:
             async for delta in self._deltas(0):
                 yield [delta]
             return
         ready: list[Delta] = []
         arrived, taken = asyncio.Event(), asyncio.Event()
-        running = len(self._answers)
+        num_running = len(self._running)
         failure: BaseException | None = None
 
         async def pump(i: int) -> None:
-            """Moves one answer's deltas over, one for each turn of the reader: what comes meanwhile is merged
-            by the engine."""
-            nonlocal running, failure
+            """Moves one answer's deltas to `ready`, one for each turn of the reader."""
+            nonlocal num_running, failure
             try:
                 async for delta in self._deltas(i):
                     ready.append(delta)
@@ -162,11 +138,11 @@ class Generation:
                     await taken.wait()
             except Exception as error:  # noqa: BLE001 - the reader raises it
                 failure = failure or error
-            running -= 1
+            num_running -= 1
             arrived.set()
 
-        self._pumps = [asyncio.create_task(pump(i)) for i in range(len(self._answers))]
-        while running or ready:
+        self._pumps = [asyncio.create_task(pump(i)) for i in range(len(self._running))]
+        while num_running or ready:
             await arrived.wait()
             if failure is not None:
                 raise failure
@@ -178,132 +154,94 @@ class Generation:
                 yield deltas
 
     async def collect(self) -> list[CompletionOutput]:
-        """All answers, whole. Their texts are complete, prompt log-probabilities are in `prompt_logprobs`."""
-        texts: list[list[str]] = [[] for _ in self._answers]
+        """Reads all answers to their ends. Prompt log-probabilities are in `prompt_logprobs` then."""
+        texts: list[list[str]] = [[] for _ in self._running]
         wants_logprobs = self.params.logprobs is not None
         wholes = [
             CompletionOutput(i, "", [], logprobs=[] if wants_logprobs else None)
-            for i in range(len(self._answers))
+            for i in range(len(self._running))
         ]
         async for deltas in self:
             for delta in deltas:
-                whole = wholes[delta.index]
                 texts[delta.index].append(delta.text)
-                whole.token_ids += delta.token_ids
-                if delta.logprobs is not None and whole.logprobs is not None:
-                    whole.logprobs += delta.logprobs
-                if delta.finish_reason is not None:
-                    whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+                add_to(wholes[delta.index], delta, "")
         for whole, parts in zip(wholes, texts):
             whole.text = "".join(parts)
         return wholes
 
     @property
     def times(self) -> list[RequestTimes]:
-        """Those of each answer, once the block is entered."""
-        return [answer.times for answer in self._answers]
+        """The times of each answer, once the block is entered."""
+        return [running.times for running in self._running]
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
-        """Those of each answer, once its first token is there."""
-        return [answer.prompt_logprobs for answer in self._answers]
+        """The prompt log-probabilities of each answer, once its first token is there."""
+        return [running.answer.prompt_logprobs for running in self._running]
 
     async def _deltas(self, i: int) -> AsyncIterator[Delta]:
-        """One answer's deltas up to its end."""
-        answer, started = self._answers[i], False
+        """Yields one answer's deltas up to its end."""
+        running, started = self._running[i], False
         try:
             async for output in self._streams[i]:
                 started = True
                 if output.finish_reason == FinishReason.ERROR:
-                    answer.times.finish(FinishReason.ERROR)
+                    running.times.finish(FinishReason.ERROR)
                     if output.stop_reason == "grammar":
                         raise ApiError(
                             400, output.error or "the grammar cannot be followed", param="structured_outputs"
                         )
                     raise ApiError(500, output.error or "the engine failed this request", code="engine_error")
-                if output.num_cached_tokens and not answer.num_cached_tokens and i % self.params.n == 0:
+                is_first_of_prompt = i % self.params.n == 0 and not running.answer.num_cached_tokens
+                if is_first_of_prompt:
                     self.usage.cached_tokens += output.num_cached_tokens
-                delta = answer.push(output)
+                delta = running.push(output)
                 self.usage.completion_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
-                    # a stop string was found: the engine goes on until it is told, others may run long
+                    # The engine does not know of a stop string and would go on; other answers may run long.
                     await self._streams[i].aclose()
                 yield delta
                 if delta.finish_reason is not None:
                     return
         except (UserError, UnavailableError):
-            answer.times.forget()
+            running.times.forget()
             raise
         except EngineDeadError as error:
-            answer.times.finish(FinishReason.ERROR)
+            running.times.finish(FinishReason.ERROR)
             # A request that had no token yet can be sent again as it is; half an answer cannot.
             raise ApiError(500 if started else 503, str(error), code="engine_dead") from None
         raise ApiError(500, "the engine ended a request without a reason", code="engine_error")
 
     def _requests(self) -> list[Request]:
-        model, params = self.model, self.params
-        if (params.stop or params.bad_words) and model.tokenizer is None:
-            model.need_tokenizer()
-        bad_words = (
-            model.need_tokenizer().bad_word_ids(params.bad_words, model.vocab_size)
-            if params.bad_words
-            else ()
+        numbers = self.model.numbers
+        # Clients may send one request id twice, so the engine gets ids of its own.
+        own_ids = (f"{self.request_id}-{i}-{next(numbers)}" for i in itertools.count())
+        return self.model.builder.build(
+            [prompt.token_ids for prompt in self.prompts],
+            self.params,
+            own_ids,
+            arrival=time.monotonic(),
+            max_tokens=[self._max_tokens(prompt) for prompt in self.prompts],
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            embed=self.embed,
         )
-        seed = model.seeds.getrandbits(62) if params.seed is None else params.seed
-        found = []
-        for k, prompt in enumerate(self.prompts):
-            limit = self._max_tokens(prompt)
-            for i in range(params.n):
-                # Clients may send one request id twice: the engine's ids are made unique.
-                own_id = f"{self.request_id}-{k * params.n + i}-{next(model.numbers)}"
-                own = replace(
-                    params,
-                    n=1,
-                    seed=(seed + i) % 2**64,
-                    max_tokens=limit,
-                    min_tokens=min(params.min_tokens, limit),
-                )
-                found.append(
-                    Request(
-                        own_id,
-                        prompt.token_ids,
-                        own,
-                        priority=self.priority,
-                        arrival=time.monotonic(),
-                        cache_salt=self.cache_salt,
-                        embed=self.embed,
-                        eos_token_ids=model.eos_token_ids,
-                        bad_word_ids=bad_words,
-                    )
-                )
-        return found
 
     def _max_tokens(self, prompt: Prompt) -> int:
-        """How many tokens may follow the prompt. Raises RequestError for a prompt that is empty, strange or
-        too long."""
+        """How many tokens may follow the prompt. Raises RequestError for a prompt that is too long."""
         model, ids, asked = self.model, prompt.token_ids, self.params.max_tokens
-        if not ids:
-            raise RequestError("prompt is empty; send at least one token")
-        if max(ids) >= model.vocab_size or min(ids) < 0:
-            raise RequestError(
-                f"prompt holds the token id {max(ids)}, outside the vocabulary of {model.vocab_size}; ids "
-                "are 0 to "
-                f"{model.vocab_size - 1}"
-            )
         room = model.max_model_len - len(ids)
         if self.embed:
             if room < 0:
                 raise RequestError(
                     f"input has {len(ids)} tokens, more than the model's maximum of {model.max_model_len}; "
-                    "send less, or "
-                    "set truncate_prompt_tokens"
+                    "send less, or set truncate_prompt_tokens"
                 )
             return 1
         if room < 1:
             raise RequestError(
                 f"prompt has {len(ids)} tokens, and the model's maximum context length is "
-                f"{model.max_model_len}, at least "
-                "one token of output included; send a shorter prompt"
+                f"{model.max_model_len}, at least one token of output included; send a shorter prompt"
             )
         if asked is None:
             return min(room, model.default_max_tokens or room)
@@ -312,56 +250,26 @@ class Generation:
         if asked > room:
             raise RequestError(
                 f"max_tokens {asked} is too large: the model's maximum context length is "
-                f"{model.max_model_len} tokens and "
-                f"the prompt has {len(ids)} ({asked} > {model.max_model_len} - {len(ids)}); ask for at most "
-                f"{room}"
+                f"{model.max_model_len} tokens and the prompt has {len(ids)} ({asked} > "
+                f"{model.max_model_len} - {len(ids)}); ask for at most {room}"
             )
         return asked
 
 
-def _check_grammar(wanted: StructuredOutputsParams, closes_objects: bool) -> None:
-    # here, as the grammar library takes a while to import and most requests do without
-    from shoal.structured import check
+class _Running:
+    """One answer that runs, and its times for the metrics."""
 
-    check(wanted, closes_objects)
-
-
-class _Answer:
-    """One sequence's answer as it comes."""
-
-    def __init__(self, index: int, request: Request, model: ServedModel, needs_text: bool) -> None:
-        self.index, self.request, self.model = index, request, model
-        tokenizer = model.tokenizer if needs_text else None
-        self.tokenizer = tokenizer
-        self.detokenizer = (
-            Detokenizer(tokenizer, request.params, request.prompt_token_ids)
-            if tokenizer is not None
-            else None
-        )
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.num_cached_tokens = 0
+    def __init__(self, index: int, request: Request, model: ServedModel) -> None:
+        self.index, self.request = index, request
+        self.answer = Answer(request, model.tokenizer)
         self.times = model.metrics.begin(request)
 
     def push(self, output: Output) -> Delta:
-        finish, reason = output.finish_reason, output.stop_reason
-        text, stop, count = (
-            self._text(output) if self.detokenizer is not None else ("", None, len(output.token_ids))
-        )
-        if stop is not None:
-            finish, reason = FinishReason.STOP, stop
-            output.token_ids = output.token_ids[:count]
-            output.logprobs = None if output.logprobs is None else output.logprobs[:count]
-        # who was sent away before his first token waited for none
+        text = self.answer.push(output)
+        finish = output.finish_reason
+        # A request that was aborted before its first token never waited for that token.
         if output.token_ids or finish != FinishReason.ABORT:
             self.times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
-        if output.num_cached_tokens:
-            self.num_cached_tokens = output.num_cached_tokens
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-            for step in output.prompt_logprobs:
-                self._add_texts(step)
-        for step in output.logprobs or ():
-            self._add_texts(step)
         if finish is not None:
             self.times.finish(finish)
         return Delta(
@@ -371,35 +279,10 @@ class _Answer:
             output.logprobs,
             output.prompt_logprobs,
             None if finish is None else str(finish),
-            reason,
+            output.stop_reason,
             output.embedding,
         )
 
-    def _text(self, output: Output) -> tuple[str, str | None, int]:
-        """(new text, the stop string found, how many of the tokens belong to the answer): none behind a stop
-        string does, though a slow reader gets several tokens at once."""
-        assert self.detokenizer is not None
-        ids, last, drop = (
-            output.token_ids,
-            output.finish_reason is not None,
-            output.finish_reason == FinishReason.STOP,
-        )
-        if not self.request.params.stop or len(ids) < 2:
-            return *self.detokenizer.push(ids, last=last, drop_last=drop), len(ids)
-        texts = []
-        for count, token_id in enumerate(ids, 1):
-            text, stop = self.detokenizer.push(
-                [token_id], last=last and count == len(ids), drop_last=drop and count == len(ids)
-            )
-            texts.append(text)
-            if stop is not None:
-                break
-        return "".join(texts), stop, count
-
     def close(self) -> None:
-        """An answer that was left before its end counts as aborted."""
+        """Counts an answer that was left before its end as aborted."""
         self.times.finish(FinishReason.ABORT)
-
-    def _add_texts(self, step: TokenLogprobs | None) -> None:
-        if self.tokenizer is not None and step:
-            add_texts(step, self.tokenizer)

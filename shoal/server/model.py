@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -14,6 +13,7 @@ from shoal.api import Engine, ModelSummary, SleepState, Stats, sampling_defaults
 from shoal.control import Control
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
+from shoal.request_builder import RequestBuilder
 from shoal.server.admission import Admission
 from shoal.server.errors import ApiError
 from shoal.server.text_threads import TextThreads
@@ -82,7 +82,13 @@ class ServedModel:
         self.admission = Admission(self.max_num_seqs, self.max_queued_requests)
         self.metrics = ModelMetrics(self.name, self.max_model_len, self.cache_config)
         self.numbers = itertools.count()
-        self.seeds = random.Random(self.seed)
+        self.builder = RequestBuilder(
+            self.tokenizer,
+            self.vocab_size,
+            self.eos_token_ids,
+            seed=self.seed,
+            closes_objects=self.closes_objects,
+        )
         self.default_params = sampling_defaults(self.generation_config)
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         self.last_stats = Stats()

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.fields import kind_of
 from shoal.server.errors import ApiError
 
 T = TypeVar("T")
@@ -76,33 +77,41 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(Struct, kw_only=True):
-    """How tokens are drawn: vLLM's names. None means the model's own default (generation_config.json), else
-    SamplingParams' default."""
+def _plain_fields() -> list[tuple[str, Any, None]]:
+    """An optional field for each number and each yes-or-no of SamplingParams, but those that the endpoints
+    spell each in its way."""
+    hints = typing.get_type_hints(SamplingParams)
+    found: list[tuple[str, Any, None]] = []
+    for field in dataclasses.fields(SamplingParams):
+        kind, _ = kind_of(hints[field.name])
+        limits, meaning = field.metadata["limits"], field.metadata["help"]
+        if field.name in ("logprobs", "detokenize") or kind not in (int, float, bool):
+            continue
+        meta = Meta(description=meaning)
+        if kind is int and limits.low is None:
+            meta = Meta(description=meaning, ge=-(2**63), le=2**63 - 1)
+        elif kind is int:
+            meta = Meta(description=meaning, ge=limits.low, lt=2**31)
+        found.append((field.name, Annotated[kind, meta] | None, None))
+    return found
 
-    n: Positive | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: MinusOneOrMore | None = None
-    min_p: float | None = None
-    seed: Seed | None = None
+
+PlainSamplingFields: Any = msgspec.defstruct(
+    "PlainSamplingFields", _plain_fields(), kw_only=True, module=__name__
+)
+
+
+class SamplingFields(PlainSamplingFields, Struct, kw_only=True):
+    """How tokens are drawn: SamplingParams' fields. None means the model's own default
+    (generation_config.json), else SamplingParams' default. Numbers and yes-or-no follow from there; lists are
+    here, with the bounds that a stranger's request needs."""
+
     stop: Word | Words | None = None
     stop_token_ids: list[TokenId] | None = None
     bad_words: Words | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    max_tokens: Positive | None = None
-    min_tokens: Count | None = None
-    prompt_logprobs: MinusOneOrMore | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     logit_bias: dict[TokenId, float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    skip_reading_prefix_cache: bool | None = None
 
     def sampling_params(self, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
         """`defaults`: the model's own, by field. `more` wins over everything. Raises RequestError, and

@@ -9,10 +9,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.answer import Delta
 from shoal.api import SamplingParams, TokenLogprobs
 from shoal.server.answers import LOWEST, encode
 from shoal.server.errors import ApiError
-from shoal.server.generation import Delta, Generation
+from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import read_prompts

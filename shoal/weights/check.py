@@ -1,5 +1,5 @@
-"""The option `check_weights`: whether a checkpoint's files are those that the hub gave, and its weights
-numbers that a model may have.
+"""The option `check_weights`: it proves that a checkpoint's files are those that the hub gave, and that its
+weights are numbers that a model may have.
 
 Every byte is read, which takes about as long as loading a second time. Noise that looks like weights is
 noticed by checksums alone.
@@ -23,17 +23,17 @@ from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 65504.0  # float16's; the weights of published models end far below
-PIECE_BYTES = 1 << 24
-PIECE_WEIGHTS = 1 << 22
+LARGEST = 65504.0  # float16's largest number; the weights of published models are far below it
+PIECE_BYTES = 1 << 24  # of a file, read at a time
+PIECE_WEIGHTS = 1 << 22  # looked at at a time
+# a sha256 or a sha1, as the hub's cache names files
 BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 
 def verify_weights(files: CheckpointFiles) -> None:
     """Raises CheckpointError that names the file, and the tensor where there is one."""
-    verified = sum(
-        _verify(path) for path in ([files.file] if files.file is not None else sorted(files.folder.iterdir()))
-    )
+    paths = [files.file] if files.file is not None else sorted(files.folder.iterdir())
+    verified = sum(_verify(path) for path in paths)
     count = 0
     for name, tensor in checkpoint_tensors(files):
         _check_numbers(name, tensor, files)
@@ -47,8 +47,10 @@ def verify_weights(files: CheckpointFiles) -> None:
 
 
 def _verify(path: Path) -> bool:
-    """Whether there is a checksum of this file; it is the right one. The hub's cache names what a snapshot
-    links to by its hash: sha256 of large files (LFS), git's of small ones."""
+    """Whether a checksum of this file is known. Raises CheckpointError if the file has another one.
+
+    The hub's cache names what a snapshot links to by its hash: large files (LFS) by their sha256, small ones
+    by git's hash."""
     target = path.resolve()
     expected = default_model.SHA256 if path.name == default_model.FILE else ""
     if target.parent.name == "blobs" and BLOB.fullmatch(target.name):
@@ -86,7 +88,7 @@ def _check_numbers(name: str, tensor: torch.Tensor | QuantizedTensor, files: Che
 
 
 def _pieces(tensor: torch.Tensor | QuantizedTensor) -> Iterator[torch.Tensor]:
-    """All of it, so much at a time as memory is taken for."""
+    """The whole tensor in pieces, each in float32 if it was packed."""
     if isinstance(tensor, torch.Tensor):
         yield from tensor.reshape(-1).split(PIECE_WEIGHTS)
         return

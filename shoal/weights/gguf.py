@@ -1,8 +1,8 @@
 """The tensors of a GGUF file under their Hugging Face names, as views of the memory-mapped file. The header
 is gguf_header.py's.
 
-Experts, stacked in the file, come one by one. Llama-architecture files hold the rows of q and k permuted for
-interleaved rotary pairs; here they are put back.
+Experts are stacked in the file; here they come one by one. Files of some architectures hold the rows of q and
+k in the order of interleaved rotary pairs; here they are put back.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import torch
 from shoal.errors import CheckpointError
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
+from shoal.models.architecture import GGUFNames
+from shoal.models.registry import BY_GGUF
 from shoal.weights.gguf_header import ROPE_FACTORS, GGUFHeader, TensorInfo
 
+# names that all architectures share; each adds its own (models/architecture.py)
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -31,43 +34,42 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.(\w+)")
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
 
 
 def gguf_tensors(
     header: GGUFHeader, config: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
-    """Raises CheckpointError for a tensor this engine has no place for."""
+    """Each tensor under its checkpoint name. Raises CheckpointError for a tensor that this engine has no
+    place for."""
     data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
-    permuted = header.metadata["general.architecture"] == "llama"
+    names = _names(header)
     for info in header.tensors.values():
-        if info.name == ROPE_FACTORS:  # part of the config
+        if info.name == ROPE_FACTORS:  # it is part of the config
             continue
-        name = _hugging_face_name(info.name, header)
+        name = _hugging_face_name(info.name, names, header)
         if "{}" in name:
             for expert, matrix in enumerate(_experts(data, info, header)):
                 yield name.format(expert), _view(data, matrix, header)
             continue
         tensor = _view(data, info, header)
-        if permuted and (".q_proj." in name or ".k_proj." in name):
+        if names.interleaved and (".q_proj." in name or ".k_proj." in name):
             num_heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
             tensor = _restore_rows(tensor, num_heads, config.head_dim, info, header)
         yield name, tensor
 
 
 def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of every tensor, from the header alone. Raises CheckpointError for a tensor this engine has no place
-    for."""
+    """The shape of every tensor, from the header alone. Raises CheckpointError for a tensor that this engine
+    has no place for."""
+    names = _names(header)
     shapes: dict[str, tuple[int, ...]] = {}
     for info in header.tensors.values():
         if info.name == ROPE_FACTORS:
             continue
-        name, shape = _hugging_face_name(info.name, header), info.shape
+        name, shape = _hugging_face_name(info.name, names, header), info.shape
         if "{}" in name:
             if len(shape) != 3 or shape[0] != config.num_experts:
                 raise CheckpointError(
@@ -84,23 +86,29 @@ def gguf_shapes(header: GGUFHeader, config: ModelConfig) -> dict[str, tuple[int,
     return shapes
 
 
-def _hugging_face_name(name: str, header: GGUFHeader) -> str:
-    """An expert's number is left open: {}."""
+def _names(header: GGUFHeader) -> GGUFNames:
+    names = BY_GGUF[header.metadata["general.architecture"]].gguf
+    assert names is not None  # it is listed by it
+    return names
+
+
+def _hugging_face_name(name: str, names: GGUFNames, header: GGUFHeader) -> str:
+    """The checkpoint's name of a tensor. The number of an expert is left open, as {}."""
     stem, _, parameter = name.rpartition(".")
     if stem in NAMES and parameter == "weight":
         return f"{NAMES[stem]}.weight"
-    layer = re.fullmatch(r"blk\.([0-9]{1,9})\.(\w+)", stem)
-    if layer is None or layer[2] not in LAYER_NAMES or parameter not in ("weight", "bias"):
+    layer = LAYER_TENSOR.fullmatch(stem)
+    in_layer = None if layer is None else names.tensors.get(layer[2], LAYER_NAMES.get(layer[2]))
+    if layer is None or in_layer is None or parameter not in ("weight", "bias"):
         raise CheckpointError(
-            f"{header.path} holds the tensor {name}, which the architecture "
-            f"{header.metadata['general.architecture']} "
-            "does not have here"
+            f"{header.path} holds the tensor {name}, which the architecture {names.architecture} does not "
+            "have here"
         )
-    return f"model.layers.{layer[1]}.{LAYER_NAMES[layer[2]]}.{parameter}"
+    return f"model.layers.{layer[1]}.{in_layer}.{parameter}"
 
 
 def _experts(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Iterator[TensorInfo]:
-    """The matrices of a stack [E, out, in]."""
+    """The matrices of a stack of experts, [E, out, in], one by one."""
     if len(info.shape) != 3:
         raise CheckpointError(
             f"{header.path}: the tensor {info.name} has shape {list(info.shape)} instead of [experts, out, "
@@ -132,13 +140,14 @@ def _restore_rows(
     info: TensorInfo,
     header: GGUFHeader,
 ) -> torch.Tensor | QuantizedTensor:
-    """The converter interleaves the two halves of each head's rows: 0, N/2, 1, N/2 + 1, ... A row moves
-    whole, so packed rows do too."""
+    """Puts back the rows of q or k. llama.cpp's converter interleaves the two halves of each head's rows: 0,
+    N/2, 1, N/2 + 1, ... A row moves as a whole, so that packed rows can be moved too."""
     if info.shape[0] != num_heads * head_dim:
         raise CheckpointError(
             f"{header.path}: the tensor {info.name} has shape {list(info.shape)}, but {num_heads} heads of "
-            f"{head_dim} "
-            f"ask for {num_heads * head_dim} rows"
+            f"{head_dim} ask for {num_heads * head_dim} rows"
         )
     order = np.arange(info.shape[0]).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
-    return tensor.take_rows(order) if isinstance(tensor, QuantizedTensor) else tensor[torch.from_numpy(order)]
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.take_rows(order)
+    return tensor[torch.from_numpy(order)]

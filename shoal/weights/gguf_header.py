@@ -1,9 +1,9 @@
 """The head of a GGUF file: its metadata, and where each tensor lies. No torch, so that the tokenizer may
 start from it.
 
-A reader of our own: the `gguf` package's makes a numpy array of each of a vocabulary's tokens, seconds where
-this takes milliseconds. Everything is checked against the file's size, so a damaged file is an error here and
-not a crash later.
+This is a reader of our own, as that of the `gguf` package makes a numpy array of each token of a vocabulary,
+which takes seconds. Everything is checked against the file's size, so that a damaged file is an error here
+and not a crash later.
 """
 
 from __future__ import annotations
@@ -16,27 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CheckpointError
+from shoal.kernels.ggml_types import TYPES
 
 MAGIC = b"GGUF"
-# ggml's number of a tensor type -> (name, weights and bytes of a group)
-TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    30: ("BF16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    8: ("Q8_0", 32, 34),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-}
 # GGUF's number of a value type -> struct code
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: what each rotary frequency is divided by
-# These bound what lies before the tensors' data. The largest published vocabularies take 10 MiB and a million
-# values.
-MAX_HEADER_BYTES, MAX_VALUES = 256 << 20, 4 << 20
+# a tensor of numbers by which rotary frequencies are divided (Llama 3's scaling)
+ROPE_FACTORS = "rope_freqs.weight"
+# The bounds of what lies before the tensors' data. The largest published vocabularies take 10 MiB and a
+# million values.
+MAX_HEADER_BYTES = 256 << 20
+MAX_VALUES = 4 << 20
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_NESTING = 4  # of arrays in arrays
 MAX_ALIGNMENT = 1 << 20
@@ -46,7 +37,7 @@ MAX_ROPE_FACTORS = 1 << 12
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     name: str
-    kind: str  # a name in TYPES
+    kind: str  # a name in kernels/ggml_types.py
     shape: tuple[int, ...]  # the slowest dimension first, as torch has it (the file has it last)
     offset: int  # of its first byte in the file
     num_bytes: int
@@ -77,7 +68,8 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def read_rope_factors(header: GGUFHeader) -> tuple[float, ...]:
-    """() if the file holds none."""
+    """What each rotary frequency is divided by; () if the file does not say it. Raises CheckpointError for
+    anything but a row of positive numbers."""
     info = header.tensors.get(ROPE_FACTORS)
     if info is None:
         return ()
@@ -159,7 +151,7 @@ def _locate(
     offset: int,
     alignment: int,
 ) -> TensorInfo:
-    """`offset` counts from `start`, the first byte behind the header."""
+    """Where a tensor lies in the file. `offset` counts from `start`, the first byte behind the header."""
     if number not in TYPES:
         supported = ", ".join(kind for kind, *_ in TYPES.values())
         raise CheckpointError(
@@ -198,6 +190,7 @@ def _refuse_overlaps(path: Path, tensors: dict[str, TensorInfo]) -> None:
 
 
 def type_name(number: int) -> str:
+    """ggml's name of a tensor type, for errors; the number if it has none."""
     # Imported here, for an error's text alone: it takes 50 ms.
     from gguf import GGMLQuantizationType
 
@@ -227,7 +220,7 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """The loop that the start-up time of a large vocabulary hangs on."""
+        """Reads `count` strings. A large vocabulary spends its start in this loop."""
         self._require(8 * count)
         data, position, end = self.data, self.position, self.end
         length_at, result = struct.Struct("<Q").unpack_from, []
@@ -269,8 +262,8 @@ class _Cursor:
         return name, (shape, self.scalar("I"), self.scalar("Q"))
 
     def announce(self, count: int, least_bytes: int, what: str) -> None:
-        """Before anything is made for `count` things of at least so many bytes each: a damaged count can be
-        astronomic."""
+        """Called before anything is made for `count` things of at least `least_bytes` each, as a damaged
+        count can be astronomic."""
         if count > self.values_left or count * least_bytes > self.end - self.position:
             raise EOFError(
                 f"{count} {what} are announced, but {self.end - self.position} bytes and "

@@ -1,5 +1,5 @@
-"""Streams a checkpoint into a model, tensor by tensor. Each layer shards and converts what it gets; nothing
-here holds more than one."""
+"""Streams a checkpoint into a model, tensor by tensor. Each layer cuts and converts what it gets; nothing
+here holds more than one tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.weights.source import CheckpointFiles
 
 
 class Loadable(Protocol):
-    """What a model offers to be filled."""
+    """How a model takes weights."""
 
     def begin_loading(self) -> None: ...
     def load_weight(self, name: str, tensor: torch.Tensor | QuantizedTensor) -> None: ...
@@ -30,7 +30,8 @@ class Loadable(Protocol):
 def load_weights(
     model: Loadable, files: CheckpointFiles, *, dummy: bool = False, show_progress: bool = True
 ) -> None:
-    """Raises CheckpointError naming the checkpoint and the tensor."""
+    """Fills `model` with the checkpoint's tensors, or with random ones (`dummy`). Raises CheckpointError that
+    names the checkpoint and the tensor."""
     if dummy:
         model.load_dummy_weights()
         return
@@ -52,9 +53,9 @@ def load_weights(
 
 
 def check_shapes(files: CheckpointFiles) -> None:
-    """From the files' headers, before anything is made for them. Raises CheckpointError unless they hold the
-    tensors that the config asks for, and no others. A config that claims more than there is ends this at the
-    first tensor that is missing."""
+    """Checks the files' headers before anything is made for them. Raises CheckpointError unless they hold the
+    tensors that the config asks for, and no others. If a config claims more tensors than there are, this ends
+    at the first one that is missing."""
     try:
         if files.file is None:
             shapes = safetensors_shapes(files.folder)
@@ -88,12 +89,12 @@ def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
 
 
 def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
-    """Under their Hugging Face names. Raises CheckpointError."""
-    return (
-        safetensors_tensors(files.folder) if files.file is None else gguf_tensors(files.header, files.config)
-    )
+    """Every tensor under its Hugging Face name. Raises CheckpointError."""
+    if files.file is None:
+        return safetensors_tensors(files.folder)
+    return gguf_tensors(files.header, files.config)
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:
-    """Tensors that old checkpoints hold although they follow from others."""
+    """Whether a tensor follows from others. Old checkpoints hold such tensors too."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")

@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face folder's safetensors files, one by one, as views of the memory-mapped files.
 
-Headers are read here, so that what a stranger's file says is bounded, checked and named before the library
-maps its tensors. Only the tensors need torch.
+Headers are read here, so that what a stranger's file says is bounded and checked, and named in errors, before
+the library maps its tensors. Only the tensors need torch.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 MAX_DIMS = 4
-# A format's name -> bytes of a number. Weights are real numbers; what is packed otherwise asks for kernels
-# that are not here.
+# A format's name -> bytes of a number. Weights are real numbers; for what is packed otherwise there are no
+# kernels here.
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 class TensorHeader(NamedTuple):
-    """What a file's header says of a tensor."""
+    """What the header of a file says about a tensor."""
 
     dtype: str  # a name in DTYPES
     shape: tuple[int, ...]
 
 
 def safetensors_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Raises CheckpointError naming the file, and the tensor where there is one."""
+    """Every tensor with its name. Raises CheckpointError that names the file, and the tensor where there is
+    one."""
     for path, tensors in safetensors_headers(folder):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
             for name in tensors:
@@ -46,14 +47,16 @@ def safetensors_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of every tensor, from the files' headers alone. Raises CheckpointError as safetensors_tensors does."""
+    """The shape of every tensor, from the files' headers alone. Raises CheckpointError as safetensors_tensors
+    does."""
     headers = safetensors_headers(folder)
     return {name: tensor.shape for _, tensors in headers for name, tensor in tensors.items()}
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:
-    """Each file with the tensors to take from it; an empty list: all. The index decides if there is one. A
-    file may be a link to one elsewhere, as in the hub's cache, but is named without a path."""
+    """Each file with the names of the tensors to take from it; an empty list means all of them. The index
+    decides, if there is one. A file may be a link to another place, as in the hub's cache, but the index
+    names it without a path. Raises CheckpointError."""
     index = folder / INDEX
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
@@ -101,8 +104,8 @@ def safetensors_headers(folder: Path) -> Iterator[tuple[Path, dict[str, TensorHe
 
 
 def _read_header(path: Path) -> dict[str, TensorHeader]:
-    """What it says of each tensor. Raises CheckpointError unless all lie in the file, one after the other, as
-    their shapes say."""
+    """What the file says about each tensor. Raises CheckpointError unless all of them lie in the file, one
+    after the other, as their shapes say."""
     try:
         if not path.is_file():  # a pipe would never end
             raise FileNotFoundError("no such file")
@@ -140,7 +143,7 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
 
 
 def _parse_tensor(info: Any, where: str) -> tuple[TensorHeader, int, int]:
-    """The tensor, and its first byte and end in the data."""
+    """One entry of a header: the tensor, its first byte in the data, and its end."""
     fields = info if isinstance(info, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -177,9 +180,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _other_formats(folder: Path) -> str:
+    """What the error about a folder without safetensors goes on with."""
     other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    return (
-        f" but {other[0]}: convert to safetensors, or name a .gguf file itself"
-        if other
-        else "; is the download complete?"
-    )
+    if other:
+        return f" but {other[0]}: convert to safetensors, or name a .gguf file itself"
+    return "; is the download complete?"

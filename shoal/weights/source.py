@@ -1,11 +1,13 @@
 """Where a model comes from: a folder, a .gguf file, the default model, or the Hugging Face hub; and what lies
 beside its weights.
 
-Decides what a name means and reads configs; tensors are read by safetensors.py and gguf.py. Imports no torch.
+This file decides what a name means, and reads configs. Tensors are read by safetensors.py and gguf.py. No
+torch.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +18,10 @@ from shoal.api import SamplingParams, sampling_defaults
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, RequestError
 from shoal.json_file import read_object
-from shoal.model_config import ModelConfig, token_ids
+from shoal.model_config import ModelConfig
+from shoal.models.config_fields import token_ids
+from shoal.models.config_gguf import config_from_gguf
+from shoal.models.config_json import config_from_json
 from shoal.weights import default_model
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 
@@ -29,8 +34,8 @@ HUB_DUPLICATES = ["*/*", "consolidated*"]  # the same weights in their authors' 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint that exists; its parts are read when asked for. Raises CheckpointError for what is damaged
-    or not supported."""
+    """A checkpoint that exists. Its parts are read when they are asked for, which raises CheckpointError for
+    what is damaged or not supported."""
 
     folder: Path
     file: Path | None = None  # the GGUF file, if it is one
@@ -41,11 +46,12 @@ class CheckpointFiles:
 
     @property
     def path(self) -> Path:
-        """What errors name."""
+        """The GGUF file or the folder, as errors name it."""
         return self.file or self.folder
 
     def check(self) -> CheckpointFiles:
-        """Itself; raises CheckpointError for a folder that is no model, before anything of it is read."""
+        """Returns itself. Raises CheckpointError for a folder that is no model, before anything in it is
+        read."""
         if self.file is None and not (self.folder / "config.json").exists():
             gguf = sorted(self.folder.glob("*.gguf"))
             way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
@@ -56,7 +62,7 @@ class CheckpointFiles:
 
     @cached_property
     def header(self) -> GGUFHeader:
-        """Only of a GGUF file."""
+        """There is one of a GGUF file only."""
         assert self.file is not None
         return read_header(self.file)
 
@@ -67,19 +73,19 @@ class CheckpointFiles:
                 raise CheckpointError(
                     f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
                 )
-            return ModelConfig.from_hf(self._read_json("config.json"), str(self.folder / "config.json"))
-        return ModelConfig.from_gguf(
+            return config_from_json(self._read_json("config.json"), str(self.folder / "config.json"))
+        return config_from_gguf(
             self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header)
         )
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """A GGUF file's key-value pairs, tokenizer included; {} for a folder."""
+        """The key-value pairs of a GGUF file, its tokenizer's included; {} for a folder."""
         return {} if self.file is None else self.header.metadata
 
     @property
     def tensor_bytes(self) -> int:
-        """The bytes that a GGUF file's tensors take in it."""
+        """How many bytes the tensors of a GGUF file take in it."""
         return sum(info.num_bytes for info in self.header.tensors.values())
 
     @cached_property
@@ -93,7 +99,7 @@ class CheckpointFiles:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a text, by any of the files that say so. Llama 3 has several."""
+        """The ids that end a text, by any of the files that say so. Llama 3 has several."""
         ids = set(self.config.eos_token_ids)
         if self.file is None:
             named = self._read_json("generation_config.json").get("eos_token_id")
@@ -106,18 +112,20 @@ class CheckpointFiles:
 
 
 def resolve(model: str, revision: str | None = None, download_dir: str | None = None) -> CheckpointFiles:
-    """Finds the checkpoint, downloading it if it is the default model or a hub id. What exists locally is
-    never looked for elsewhere."""
+    """Finds a checkpoint. The default model and hub ids are downloaded; what exists on this machine is not
+    looked for elsewhere. Raises CheckpointError."""
     try:
         path = Path(model).expanduser()
         if path.is_dir():
             return CheckpointFiles(path)
         if path.exists():
             return _gguf_file(path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home that there is not
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~user of a user that does not exist
         raise CheckpointError(f"the model path {model!r:.200} cannot be looked at: {error!s:.200}") from None
     if model == DEFAULT_MODEL:
         return _gguf_file(default_model.fetch_default_model())
+    if difflib.get_close_matches(model.lower(), [DEFAULT_MODEL], cutoff=0.8):
+        raise CheckpointError(f"no model is called {model!r:.200}; did you mean {DEFAULT_MODEL!r}?")
     if not HUB_ID.fullmatch(model) or model.startswith((".", "~")) or path.suffix == ".gguf":
         raise CheckpointError(
             f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
@@ -128,7 +136,7 @@ def resolve(model: str, revision: str | None = None, download_dir: str | None = 
 
 def _gguf_file(path: Path) -> CheckpointFiles:
     try:
-        if not path.is_file():  # a pipe would never answer
+        if not path.is_file():  # reading from a pipe would never end
             raise FileNotFoundError("it is no file")
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
@@ -157,14 +165,13 @@ def _download(model: str, revision: str | None, download_dir: str | None) -> Pat
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{model!r} is neither a local path nor to be had from the Hugging Face hub ({reason}); check "
-            "the name and "
-            "the network, log in with `hf auth login` if it is gated, or name a local folder"
+            "the name and the network, log in with `hf auth login` if it is gated, or name a local folder"
         ) from None
     return Path(folder)
 
 
 def check_defaults(generation_config: dict[str, Any], where: str) -> None:
-    """Raises CheckpointError for what no request could be sampled with."""
+    """Raises CheckpointError for defaults with which no request could be sampled."""
     defaults = sampling_defaults(generation_config)
     large = [name for name, value in defaults.items() if isinstance(value, int) and abs(value) >= 1 << 31]
     if large:

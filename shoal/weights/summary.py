@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of it, for whoever lists models: from headers alone, without torch."""
+"""A summary of a checkpoint for lists of models. It is made of the files' headers alone, without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def summarize(files: CheckpointFiles) -> ModelSummary:
             for dtype, shape in tensors.values():
                 weights[dtype] += math.prod(shape)
     stats = [path.stat() for path in paths]
-    # The files' content is not read: gigabytes, for a name that only has to change when they do.
+    # The name of this version has to change when the files do. Their content would be gigabytes to read.
     identity = repr([(str(p.resolve()), stat.st_size, stat.st_mtime_ns) for p, stat in zip(paths, stats)])
     sizes = {
         "context_length": config.max_position_embeddings,

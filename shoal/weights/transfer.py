@@ -1,7 +1,7 @@
-"""Tensors from another process: through shared memory or CUDA IPC (`SharedTensors`), or a trainer's process
-group (`WeightsGroup`).
+"""Tensors from another process, through shared memory or CUDA IPC (`SharedTensors`) or through a trainer's
+process group (`WeightsGroup`).
 
-A trainer imports this file too. What describes a shared tensor is plain data, which any message can carry.
+A trainer imports this file too. A shared tensor is described by plain data, which any message can carry.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ T = TypeVar("T")
 
 ALIGNMENT = 64
 TIMEOUT_S = 600.0
-MEET_GRACE_S = 5.0  # beyond a limit that torch keeps itself, so that its own words come first
+# torch keeps the same limit itself; ours comes later, so that torch's error is the one that is seen
+MEET_GRACE_S = 5.0
 Handle = dict[str, Any]  # one tensor: "name", "dtype", "shape", and where it lies
 Listed = tuple[str, str, Sequence[int]]  # name, dtype, shape
 
 
 def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors under the names that checkpoints have: transformers 5 holds a layer's experts in two
-    tensors, gate_up_proj [E, 2F, D] and down_proj [E, D, F]; here each expert has three, as views."""
+    """The same tensors under the names that checkpoints have. transformers 5 holds the experts of a layer in
+    two tensors, gate_up_proj [E, 2F, D] and down_proj [E, D, F]. In a checkpoint each expert has three, which
+    are views here."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, is_fused, projection = name.rpartition(".experts.")
@@ -38,16 +40,20 @@ def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
             found[name] = tensor
             continue
         for i, expert in enumerate(tensor.detach()):
-            parts = expert.chunk(2) if projection == "gate_up_proj" else (expert,)
-            for part, its_name in zip(parts, ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",)):
-                found[f"{layer}.experts.{i}.{its_name}.weight"] = part
+            prefix = f"{layer}.experts.{i}"
+            if projection == "gate_up_proj":
+                found[f"{prefix}.gate_proj.weight"], found[f"{prefix}.up_proj.weight"] = expert.chunk(2)
+            else:
+                found[f"{prefix}.down_proj.weight"] = expert
     return found
 
 
 class SharedTensors:
-    """The sender's side. CPU tensors are copied into anonymous shared memory, CUDA tensors are shared as they
-    lie (CUDA IPC: the receiver must be another process on the same GPU's host, and a CUDA tensor must come
-    from torch's own allocator). Keep it, unchanged, until the receiver has answered; then close it."""
+    """The sender's side. Keep it, and the tensors unchanged, until the receiver has answered; then close it.
+
+    CPU tensors are copied into anonymous shared memory. CUDA tensors are shared as they lie, by CUDA IPC: the
+    receiver must be another process on the host of the same GPU, and a tensor must come from torch's own
+    allocator."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._kept = {
@@ -99,8 +105,8 @@ class SharedTensors:
 
 
 def open_tensor(handle: Handle) -> torch.Tensor:
-    """The receiver's side: the sender's tensor, to be read and let go. Raises CheckpointError if it is not to
-    be had."""
+    """The receiver's side: the sender's tensor, which is to be read and let go. Raises CheckpointError if it
+    cannot be opened."""
     try:
         name, dtype, shape = handle["name"], getattr(torch, handle["dtype"]), tuple(handle["shape"])
         if "cuda" in handle:
@@ -111,8 +117,8 @@ def open_tensor(handle: Handle) -> torch.Tensor:
             return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
         count = int(torch.Size(shape).numel())
         pid, number = int(handle["pid"]), int(handle["fd"])
-        # Whatever it is, it is opened without side effects; then it must be memory that its sender cannot
-        # take away, as reading what is gone would end this process.
+        # The flags keep the opening without side effects, whatever the file is. Then it must be memory that
+        # its sender cannot take away, as reading what is gone would end this process.
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -125,15 +131,16 @@ def open_tensor(handle: Handle) -> torch.Tensor:
         name = handle.get("name") if isinstance(handle, dict) else handle
         raise CheckpointError(
             f"the shared tensor {name!r} cannot be opened ({type(error).__name__}: {error}); its sender "
-            "must keep it, on "
-            "this machine and under this user, until the update has ended"
+            "must keep it, on this machine and under this user, until the update has ended"
         ) from None
 
 
 class WeightsGroup:
-    """A process group of a trainer (rank 0) and an engine's ranks, over which the trainer broadcasts weights.
-    Meets the groups that RL frameworks build for SGLang and vLLM with torch's `_new_process_group_helper`:
-    the keys under which ranks meet are the same."""
+    """A process group of a trainer, which is rank 0, and an engine's ranks. The trainer broadcasts weights
+    over it.
+
+    It meets the groups that RL frameworks build for SGLang and vLLM with torch's `_new_process_group_helper`,
+    as ranks meet under the same keys."""
 
     def __init__(
         self,
@@ -146,9 +153,9 @@ class WeightsGroup:
         device: torch.device,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Returns when all have come. Raises ConfigError for an unknown backend, RuntimeError or TimeoutError
-        if they don't come in time. All of them are trusted: a message of another size than was said makes
-        Gloo end the process."""
+        """Returns when all ranks have come. Raises ConfigError for an unknown backend, and RuntimeError or
+        TimeoutError if they don't come in time. All of them are trusted: a message of another size than was
+        said makes Gloo end the process."""
         check_group(address, port, rank, world_size, backend, device)
         limit = timedelta(seconds=timeout_s)
         self.device, self.world_size = device, world_size
@@ -167,15 +174,15 @@ class WeightsGroup:
             self._group = dist.ProcessGroupGloo(store, rank, world_size, limit)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From rank 0 to all, in place. Raises RuntimeError if another rank has died."""
+        """Overwrites the tensor with rank 0's. Raises RuntimeError if another rank has died."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([tensor], options).wait()
         return tensor
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The trainer's side of `update_weights_from_distributed`, in the order of the names that the engine
-        was given: those of checkpoints (`checkpoint_tensors`)."""
+        """The trainer's side of `update_weights_from_distributed`. The tensors come in the order of the names
+        that the engine was given, which are those of checkpoints (`checkpoint_tensors`)."""
         for tensor in tensors.values():
             self.broadcast(tensor.detach().to(self.device).contiguous())
 
@@ -186,8 +193,8 @@ class WeightsGroup:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """`work()`, if it ends in time; a TCPStore waits for ever on a peer that takes the connection and says
-    nothing. Raises TimeoutError; the thread that waits is left to itself then."""
+    """Returns `work()`. Raises TimeoutError if that takes longer, and leaves the thread that waits to itself:
+    a TCPStore waits for ever on a peer that takes the connection and says nothing."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -210,7 +217,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 def check_group(
     address: str, port: int, rank: int, world_size: int, backend: str, device: torch.device
 ) -> None:
-    """Raises ConfigError for what no process group can be made of."""
+    """Raises ConfigError for values of which no process group can be made."""
     if backend not in ("nccl", "gloo"):
         raise ConfigError(f"backend {backend!r} is not one of nccl, gloo")
     if backend == "nccl" and device.type != "cuda":
@@ -230,8 +237,8 @@ def check_group(
 def parse_tensors(
     names: Sequence[str], dtypes: Sequence[str | torch.dtype], shapes: Sequence[Sequence[int]]
 ) -> list[Listed]:
-    """The parallel lists of update_weights_from_distributed as triples of plain data. Raises ConfigError
-    unless they match."""
+    """The lists of update_weights_from_distributed as one list of (name, dtype, shape). Raises ConfigError
+    unless they have the same length and dtypes are torch's."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ConfigError(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each a tensor"

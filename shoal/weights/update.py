@@ -17,8 +17,8 @@ from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles
 
-# Fields that say nothing about what is computed: tensors are converted to the engine's dtype, its length and
-# its stop ids are its own.
+# These fields say nothing about what is computed. Tensors are converted to the engine's dtype, and the engine
+# has its own length and stop ids.
 FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"}
 
 
@@ -31,28 +31,25 @@ def check_checkpoint(ours: ModelConfig, files: CheckpointFiles) -> None:
         if field.name not in FREE_FIELDS and mine != its:
             raise CheckpointError(
                 f"{files.path} is of another model: its {field.name} is {its!s:.80}, the engine's "
-                f"{mine!s:.80}; "
-                "build a new engine for it"
+                f"{mine!s:.80}; build a new engine for it"
             )
     check_shapes(files)
 
 
 def check_same_packing(ours: CheckpointFiles, files: CheckpointFiles) -> None:
-    """For weights that stay quantized. Raises CheckpointError unless every tensor of the other file has the
-    same kind."""
+    """For an engine whose weights stay quantized. Raises CheckpointError unless every tensor of the other
+    file has the same type."""
     if files.file is None:
         raise CheckpointError(
             f"{files.path} holds plain weights, but the engine's are packed as {ours.path} has them; name a "
-            "GGUF file of "
-            "the same quantization, or build a new engine"
+            "GGUF file of the same quantization, or build a new engine"
         )
     kinds = {name: info.kind for name, info in ours.header.tensors.items()}
     for name, info in files.header.tensors.items():
         if kinds.get(name, info.kind) != info.kind:
             raise CheckpointError(
                 f"{files.path}: the tensor {name} is {info.kind}, the engine's is packed from "
-                f"{kinds[name]}; name a file "
-                "of the same quantization, or build a new engine"
+                f"{kinds[name]}; name a file of the same quantization, or build a new engine"
             )
 
 
@@ -86,7 +83,7 @@ def fingerprint(files: CheckpointFiles) -> list[tuple[str, int, int]]:
 
 
 def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All memory that holds weights: parameters, and what packed ones became."""
+    """All tensors that hold weights: parameters, and the memory of packed weights."""
     yield from model.named_parameters()
     for name, module in model.named_modules():
         packed: Any = getattr(module, "packed", None)
@@ -99,8 +96,9 @@ def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def checksums(model: nn.Module) -> dict[str, str]:
-    """16 hex digits a tensor, of its bytes, computed where it lies. Equal weights have equal ones on devices
-    of one kind; a difference goes unnoticed with a chance of 2^-64, unless somebody looks for it."""
+    """The checksum of each tensor's bytes in 16 hex digits, computed where the tensor lies. Equal weights
+    have equal checksums on devices of one kind. A difference goes unnoticed with a chance of 2^-64, unless
+    somebody has made it to go unnoticed."""
     tensors = dict(weight_tensors(model))
     if next(iter(tensors.values())).device.type == "cpu":
         return {name: f"{xxhash.xxh3_64_intdigest(_bytes(tensor)):016x}" for name, tensor in tensors.items()}

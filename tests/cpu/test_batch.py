@@ -79,6 +79,23 @@ def test_a_prefill_sends_the_row_and_the_flattened_tokens():
     assert device.row(0)[Field.TOP_K] == 7 and device.row(0)[Field.TEMPERATURE] == float_bits(0.5)
 
 
+def test_an_admitted_row_holds_every_field_where_the_kernels_read_it():
+    device, queue = Device(), scheduler()
+    sampling = dict(seed=(7 << 32) + 9, temperature=0.5, top_k=11, top_p=0.75, min_p=0.25)
+    queue.add(request("a", 6, **sampling))
+    device.apply(queue.schedule())
+    assert {field: int(device.row(0)[field]) for field in Field} == {
+        Field.TOKEN: 0,
+        Field.POSITION: 0,
+        Field.SEED_LOW: 9,
+        Field.SEED_HIGH: 7,
+        Field.TEMPERATURE: np.float32(0.5).view(np.int32),
+        Field.TOP_K: 11,
+        Field.TOP_P: np.float32(0.75).view(np.int32),
+        Field.MIN_P: np.float32(0.25).view(np.int32),
+    }
+
+
 def test_a_decode_step_sends_only_new_blocks():
     device, queue = Device(), scheduler()
     queue.add(request("a", 6))

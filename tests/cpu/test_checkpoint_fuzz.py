@@ -18,10 +18,11 @@ import pytest
 from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
+from shoal.engine.runner import runner
 from shoal.errors import MAX_MESSAGE, CheckpointError, ConfigError
 from shoal.gguf_tokenizer import MAX_TOKEN_LEN
-from shoal.model_config import MOST, ModelConfig
-from shoal.models.decoder import Decoder
+from shoal.models.config_fields import MOST
+from shoal.models.config_json import config_from_json
 from shoal.weights.gguf_header import MAX_VALUES
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import resolve
@@ -325,7 +326,7 @@ def test_a_config_that_is_absurd_anywhere_is_refused_with_the_field(key, value):
     if (key, value) in (("num_experts", 0),):
         return  # a dense model
     with pytest.raises(CheckpointError, match=f"folder/config.json: .*{key}"):
-        ModelConfig.from_hf(config, "folder/config.json")
+        config_from_json(config, "folder/config.json")
 
 
 def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_are_made(
@@ -334,7 +335,7 @@ def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_
     (tmp_path / "config.json").write_text(
         json.dumps(CONFIG | dict(hidden_size=2**18, head_dim=64, num_hidden_layers=4096))
     )
-    monkeypatch.setattr(Decoder, "__init__", lambda *args: pytest.fail("something was made"))
+    monkeypatch.setattr(runner, "Decoder", lambda *args: pytest.fail("something was made"))
     with pytest.raises(
         ConfigError,
         match=r"weights of \d+ bytes, .* are more than the \d+ bytes that this "
@@ -354,7 +355,7 @@ def test_dummy_weights_of_a_model_that_no_machine_holds_are_refused_before_they_
     ],
 )
 def test_tables_that_no_machine_holds_are_refused_before_they_are_made(option, words):
-    model = ModelConfig.from_hf(
+    model = config_from_json(
         CONFIG | {"max_position_embeddings": 2**28, "num_attention_heads": 1, "head_dim": 4096}, "config.json"
     )
     with pytest.raises(ConfigError, match=words):

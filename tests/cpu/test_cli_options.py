@@ -113,6 +113,8 @@ def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
         (f"serve --max-num-seqs {MAX_NUM_SEQS + 1}", f"from 1 to {MAX_NUM_SEQS}"),
         ("serve --port 80000", "from 0 to 65535"),
         ("serve /nonexistent", "/nonexistent does not exist"),
+        ("chat smolLM2", "did you mean 'smollm2'?"),
+        ("serve smolm2", "did you mean 'smollm2'?"),
         ("serve --max_num_seqs 0", "max_num_seqs 0"),
         ("generate x --max-tokens 0", "max_tokens 0"),
         ("chat --url nowhere", "--url 'nowhere'"),

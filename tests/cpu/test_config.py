@@ -5,10 +5,13 @@ import math
 
 import pytest
 
+from shoal import LLM, EngineArgs, SamplingParams
+from shoal.cli import option_tables
 from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, ServerConfig, StructuredOutputsConfig
 from shoal.engine.resolve import resolve_config
 from shoal.errors import ConfigError
-from shoal.model_config import ModelConfig
+from shoal.models.config_json import config_from_json
+from shoal.server.protocol import SamplingFields
 
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -27,7 +30,7 @@ QWEN = {
 
 
 def resolve(**options):
-    return resolve_config(EngineConfig(device="cpu", **options), ModelConfig.from_hf(QWEN, "config.json"))
+    return resolve_config(EngineConfig(device="cpu", **options), config_from_json(QWEN, "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,7 @@ def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
         "num_gpu_blocks_override": 0,
         "kv_disk_bytes": 0,
         "async_scheduling": False,
+        "target_itl_ms": 0.0,
         "kv_events_config": KVEventsConfig(),
         "structured_outputs_config": StructuredOutputsConfig(),
         "keep_quantized": False,
@@ -124,5 +128,26 @@ def test_a_resolved_config_reaches_another_rank_as_it_is():
 )
 def test_quantized_weights_stay_so_on_the_cpu_unless_a_dtype_is_named(dtype, quantized_bytes, kept):
     config = EngineConfig(device="cpu", dtype=dtype)
-    resolved = resolve_config(config, ModelConfig.from_hf(QWEN, "config.json"), quantized_bytes)
+    resolved = resolve_config(config, config_from_json(QWEN, "config.json"), quantized_bytes)
     assert resolved.keep_quantized is kept
+
+
+# What is said about options comes from their fields
+
+
+def test_the_page_of_options_says_what_the_fields_say():
+    assert option_tables.PAGE.read_text("utf-8") == option_tables.page(), (
+        "run `python -m shoal.cli.option_tables`"
+    )
+
+
+@pytest.mark.parametrize("what", [LLM, EngineArgs])
+def test_the_documentation_of_what_takes_options_names_each_with_its_meaning(what):
+    for field in dataclasses.fields(EngineConfig):
+        assert f"\n    {field.name}: " in what.__doc__ and field.metadata["help"] in what.__doc__
+
+
+def test_a_request_over_http_may_have_every_sampling_parameter():
+    """But `detokenize`; `logprobs` is each endpoint's own."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(SamplingFields.__struct_fields__) == names - {"detokenize", "logprobs"}

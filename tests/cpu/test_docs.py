@@ -92,3 +92,14 @@ def test_every_test_that_a_how_to_names_is_there(page):
 def test_every_how_to_is_in_the_index():
     index = (ROOT / "docs/howto/README.md").read_text()
     assert not [page.name for page in HOW_TOS if f"]({page.name})" not in index]
+
+
+DECISIONS = [p for p in sorted((ROOT / "docs/decisions").glob("*.md")) if p.name != "README.md"]
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=name)
+def test_a_page_of_decisions_opens_with_how_it_is_now_and_its_entries_have_date_and_status(page):
+    text = page.read_text()
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE)[0] == "How it is now"
+    entries = re.findall(r"^### (.+)\n(.*)$", text, re.MULTILINE)
+    assert not [title for title, below in entries if not re.match(r"\*\d{4}-\d\d-\d\d · \w", below)]

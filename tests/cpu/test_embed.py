@@ -26,7 +26,7 @@ def assert_oracles(engine, folder, prompts):
     return outputs
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-tied-llama3-rope", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["qwen3", "llama-tied-llama3-rope", "qwen3-moe", "granite", "olmo2"])
 def test_embeddings_are_the_oracles_last_hidden_states(name, root, build):
     assert_oracles(build(name), tiny.write_model(root, name), PROMPTS)
 

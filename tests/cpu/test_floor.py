@@ -7,6 +7,7 @@ import pytest
 
 from shoal.bench.floor import Ceilings, Floor
 from shoal.model_config import ModelConfig
+from shoal.models.config_json import config_from_json
 
 spec = importlib.util.spec_from_file_location(
     "workloads", Path(__file__).parents[2] / "benchmarks" / "workloads.py"
@@ -18,7 +19,7 @@ H200 = Ceilings(4.28e12, 680e12)
 
 
 def model(shape: str) -> ModelConfig:
-    return ModelConfig.from_hf(
+    return config_from_json(
         dict(architectures=["Qwen3ForCausalLM"], vocab_size=151936, **workloads.SHAPES[shape]), shape
     )
 
@@ -61,7 +62,7 @@ TINY = dict(
 
 
 def test_experts_are_read_when_tokens_choose_them():
-    config = ModelConfig.from_hf(
+    config = config_from_json(
         dict(TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=4), "tiny"
     )
     floor = Floor(config, Ceilings(1.0, 1e30))

@@ -32,6 +32,8 @@ MODELS = {
         dict(num_hidden_layers=2, head_dim=80, num_attention_heads=7, num_key_value_heads=1),
         dict(dtype="float16", block_size=64),
     ),
+    "multipliers": ("GraniteConfig", dict(num_hidden_layers=2, residual_multiplier=0.2), {}),
+    "norms behind": ("Olmo2Config", dict(num_hidden_layers=2), {}),
     "windows": ("MistralConfig", dict(num_hidden_layers=2, sliding_window=100), {}),
     "every other layer of experts": (
         "Qwen3MoeConfig",
@@ -210,8 +212,8 @@ def launched_variants(folder: Path, name: str) -> dict:
     torch.cuda.graph_pool_handle = torch.cuda.synchronize = lambda: None
     runner_module.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
-    runner_module.select_backend = lambda config, device, dtype, **heads: TritonBackend(
-        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype
+    runner_module.select_backend = lambda config, device, dtype, scale, **heads: TritonBackend(
+        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype, scale
     )
     kind, changes, options = MODELS[name]
     model = getattr(transformers, kind)(

@@ -24,6 +24,8 @@ TORCH_FREE = [
     "hashing",
     "tokenizer",
     "detokenizer",
+    "request_builder",
+    "answer",
     "kv.blocks",
     "kv.host",
     "kv.disk",

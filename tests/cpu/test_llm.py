@@ -9,10 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal import LLM, SamplingParams
-from shoal.api import StructuredOutputsParams
+from shoal import LLM, SamplingParams, request_builder
+from shoal.api import Request, StructuredOutputsParams
 from shoal.engine import llm, resolve
 from shoal.errors import ConfigError
+from shoal.request_builder import copy_params
 from tests import tiny
 
 COUNT = 16
@@ -196,6 +197,62 @@ def test_a_stream_grows_and_equals_generate(build):
     assert ids_of(engine.generate("hello", greedy())) == [whole.token_ids]
 
 
+def test_an_answer_ends_behind_its_stop_string_however_steps_are_merged(build, monkeypatch):
+    engine = build("llama")
+    free = engine.generate("hello", greedy())[0].outputs[0].text
+    params = greedy(stop=[next(free[i : i + 2] for i in range(2, len(free)) if free[i : i + 2].isascii())])
+    apart = engine.generate("hello", params)[0].outputs[0]
+    assert len(apart.token_ids) < COUNT and apart.finish_reason == "stop"
+    step = engine.core.step
+
+    def four_steps():
+        outputs = [output for _ in range(4) for output in step()]
+        whole = replace(outputs[-1], token_ids=[i for output in outputs for i in output.token_ids])
+        return [whole] if outputs else []
+
+    monkeypatch.setattr(engine.core, "step", four_steps)
+    merged = engine.generate("hello", params)[0].outputs[0]
+    assert (merged.token_ids, merged.text) == (apart.token_ids, apart.text)
+
+
+def finish(engine, request):
+    """The tokens that the engine adds to a request, and why it ended."""
+    engine.core.add(request)
+    ids = []
+    while True:
+        for output in engine.core.step():
+            ids += output.token_ids
+            if output.finish_reason is not None:
+                return ids, output.finish_reason
+
+
+@pytest.mark.parametrize("mode", [dict(), dict(async_scheduling=True)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(temperature=1.3, seed=9, top_k=40),
+        dict(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.3),
+        dict(ignore_eos=False, logit_bias={257: 100.0}, min_tokens=10),
+        dict(structured_outputs=StructuredOutputsParams(regex="[a-z ]{12,}"), ignore_eos=False),
+    ],
+    ids=lambda options: "-".join(options) or "greedy",
+)
+def test_a_request_that_began_elsewhere_goes_on_as_if_it_had_not(options, mode, build):
+    engine = build("qwen3", **mode)
+    params = greedy(seed=5) if not options else greedy(**options)
+
+    def request(name, output):
+        return Request(name, PROMPTS[5], params, eos_token_ids=(257,), output_token_ids=output)
+
+    whole, reason = finish(engine, request("whole", []))
+    assert len(whole) > 7
+    for count in (1, 7):
+        engine.reset_prefix_cache()
+        assert finish(engine, request(f"moved-{count}", whole[:count])) == (whole[count:], reason)
+    engine.core.scheduler.check()
+
+
 def test_a_bad_request_in_a_batch_adds_none_of_it(build):
     engine = build("llama")
     with pytest.raises(ValueError, match="outside the vocabulary"):
@@ -273,10 +330,10 @@ def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeyp
     """Thousands of requests are enough garbage for one, and after the last step the next is due for all that
     the steps have left."""
     engine, before, within = build("qwen3"), gc.get_threshold(), []
-    for name in ("Request", "RequestOutput"):
-        made = getattr(llm, name)
+    for module, name in ((request_builder, "Request"), (llm, "RequestOutput")):
+        made = getattr(module, name)
         monkeypatch.setattr(
-            llm,
+            module,
             name,
             lambda *args, made=made, **named: within.append(gc.get_threshold()[2]) or made(*args, **named),
         )
@@ -395,7 +452,7 @@ def test_a_copy_of_sampling_params_has_all_of_their_fields():
     params = greedy(
         n=3, seed=4, stop=["a"], logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+")
     )
-    own = llm._copy_params(params)
+    own = copy_params(params)
     assert own == params and own is not params
     own.seed = 5
     assert params.seed == 4
@@ -407,7 +464,7 @@ def test_a_copy_of_a_subclass_of_sampling_params_keeps_what_it_adds():
 
     params = Tagged(seed=4)
     params.tag = "x"
-    own = llm._copy_params(params)
+    own = copy_params(params)
     assert type(own) is Tagged and own.tag == "x" and own.seed == 4
 
 

@@ -12,7 +12,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig, RopeConfig
+from shoal.models.config_gguf import config_from_gguf
+from shoal.models.config_json import config_from_json
+from shoal.models.registry import ARCHITECTURES
 from shoal.models.rope import rope_frequencies
+from tests import tiny
 
 SIZES = dict(
     vocab_size=320,
@@ -297,14 +301,54 @@ PUBLISHED = {
         use_sliding_window=False,
         vocab_size=151936,
     ),
+    "OLMo-2-1124-7B": dict(
+        architectures=["Olmo2ForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.0,
+        eos_token_id=100257,
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=11008,
+        max_position_embeddings=4096,
+        model_type="olmo2",
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-06,
+        rope_scaling=None,
+        rope_theta=500000,
+        tie_word_embeddings=False,
+        torch_dtype="float32",
+        vocab_size=100352,
+    ),
+    "granite-3.1-8b-instruct": dict(
+        architectures=["GraniteForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.1,
+        attention_multiplier=0.0078125,
+        bos_token_id=0,
+        embedding_multiplier=12.0,
+        eos_token_id=0,
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=12800,
+        logits_scaling=16.0,
+        max_position_embeddings=131072,
+        mlp_bias=False,
+        model_type="granite",
+        num_attention_heads=32,
+        num_hidden_layers=40,
+        num_key_value_heads=8,
+        residual_multiplier=0.22,
+        rms_norm_eps=1e-05,
+        rope_scaling=None,
+        rope_theta=10000000.0,
+        tie_word_embeddings=True,
+        torch_dtype="bfloat16",
+        vocab_size=49155,
+    ),
 }
-CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-}
+CLASSES = {a.name: a.hf_class.removesuffix("ForCausalLM") for a in ARCHITECTURES}
 
 
 def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> None:
@@ -332,6 +376,9 @@ def assert_equal(config: ModelConfig, oracle: transformers.PreTrainedConfig) -> 
     assert config.qkv_bias == (attention_bias or oracle.model_type == "qwen2")
     assert config.o_bias == attention_bias and config.mlp_bias == getattr(oracle, "mlp_bias", False)
     assert config.qk_norm == (oracle.model_type in ("qwen3", "qwen3_moe"))
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        assert getattr(config, name) == getattr(oracle, name, 1.0), name
+    assert config.attention_scale == getattr(oracle, "attention_multiplier", head_dim**-0.5)
     assert config.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
     assert config.dtype == (str(oracle.dtype).removeprefix("torch.") if oracle.dtype is not None else None)
     if oracle.model_type == "qwen3_moe":
@@ -369,7 +416,14 @@ def test_a_config_saved_by_transformers_reads_as_its_class_has_it(name, tmp_path
         **SIZES | changes, architectures=[f"{kind}ForCausalLM"], dtype="bfloat16"
     )
     oracle.save_pretrained(tmp_path)
-    assert_equal(ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()), name), oracle)
+    assert_equal(config_from_json(json.loads((tmp_path / "config.json").read_text()), name), oracle)
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_a_tiny_models_config_reads_as_its_class_has_it(name, root):
+    folder = tiny.write_model(root, name)
+    config = json.loads((folder / "config.json").read_text())
+    assert_equal(config_from_json(config, name), transformers.AutoConfig.from_pretrained(folder))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -378,7 +432,7 @@ def test_a_published_config_reads_as_transformers_reads_it(name):
     oracle = getattr(transformers, f"{CLASSES[config['model_type']]}Config").from_dict(
         json.loads(json.dumps(config))
     )
-    assert_equal(ModelConfig.from_hf(config, name), oracle)
+    assert_equal(config_from_json(config, name), oracle)
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
@@ -392,7 +446,7 @@ def test_missing_fields_get_the_defaults_of_transformers(architecture):
         num_hidden_layers=2,
         num_attention_heads=32,
     )
-    assert_equal(ModelConfig.from_hf(config, "config.json"), oracle_class(**config))
+    assert_equal(config_from_json(config, "config.json"), oracle_class(**config))
 
 
 ROPES = {
@@ -428,7 +482,7 @@ ROPES = {
 def test_rope_frequencies_equal_those_of_transformers(name, head_dim):
     sizes = SIZES | dict(head_dim=head_dim, max_position_embeddings=8192, rope_parameters=ROPES[name])
     oracle = transformers.LlamaConfig(**json.loads(json.dumps(sizes)))
-    assert_same_rope(ModelConfig.from_hf(sizes | dict(architectures=["LlamaForCausalLM"]), name), oracle)
+    assert_same_rope(config_from_json(sizes | dict(architectures=["LlamaForCausalLM"]), name), oracle)
 
 
 def test_rope_factors_divide_the_frequencies():
@@ -462,7 +516,7 @@ def test_rope_factors_divide_the_frequencies():
 def test_an_impossible_config_is_refused_with_the_place_and_the_value(changes, words):
     config = {**SIZES, "architectures": ["LlamaForCausalLM"], **changes}
     with pytest.raises(CheckpointError) as error:
-        ModelConfig.from_hf(config, "folder/config.json")
+        config_from_json(config, "folder/config.json")
     assert all(word in str(error.value) for word in (*words, "folder/config.json")), error.value
 
 
@@ -474,7 +528,7 @@ def test_layer_types_must_fit_the_layers():
         "layer_types": ["sliding_attention", "other", "x"],
     }
     with pytest.raises(CheckpointError, match="other"):
-        ModelConfig.from_hf(config, "config.json")
+        config_from_json(config, "config.json")
 
 
 LLAMA_METADATA = {
@@ -496,7 +550,7 @@ SHAPES = {"token_embd.weight": (320, 64), "output.weight": (320, 64)}
 
 
 def test_gguf_metadata_reads_like_the_config_it_was_made_from():
-    config = ModelConfig.from_gguf(LLAMA_METADATA, SHAPES, "m.gguf")
+    config = config_from_gguf(LLAMA_METADATA, SHAPES, "m.gguf")
     same = dict(
         architectures=["LlamaForCausalLM"],
         vocab_size=320,
@@ -511,11 +565,11 @@ def test_gguf_metadata_reads_like_the_config_it_was_made_from():
         bos_token_id=1,
         eos_token_id=[2, 7],
     )
-    assert config == ModelConfig.from_hf(same, "config.json")
+    assert config == config_from_json(same, "config.json")
 
 
 def test_gguf_tensors_tell_tied_embeddings_and_biases():
-    config = ModelConfig.from_gguf(
+    config = config_from_gguf(
         LLAMA_METADATA, {"token_embd.weight": (320, 64), "blk.0.attn_q.bias": (64,)}, "m.gguf"
     )
     assert config.tie_word_embeddings and config.qkv_bias and not config.o_bias
@@ -532,7 +586,7 @@ def test_gguf_rope_factors_are_llama3_scaling():
     )
     plain = 500000.0 ** (-np.arange(0, 16, 2) / 16)
     factors = tuple((plain / oracle.inv_freq.numpy().astype(np.float64)).tolist())
-    config = ModelConfig.from_gguf(LLAMA_METADATA, SHAPES, "m.gguf", factors)
+    config = config_from_gguf(LLAMA_METADATA, SHAPES, "m.gguf", factors)
     np.testing.assert_allclose(rope_frequencies(config.rope, 16)[0], oracle.inv_freq.numpy(), rtol=4e-7)
 
 
@@ -546,7 +600,7 @@ def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():
             "llama.rope.scaling.factor": 4.0,
             "llama.rope.scaling.original_context_length": 2048,
         }
-        config = ModelConfig.from_gguf(LLAMA_METADATA | scaling, SHAPES, "m.gguf")
+        config = config_from_gguf(LLAMA_METADATA | scaling, SHAPES, "m.gguf")
         assert_same_rope(
             config,
             transformers.LlamaConfig(
@@ -559,7 +613,11 @@ def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():
     "changes, words",
     [
         ({"general.architecture": "gemma3"}, ("gemma3", "qwen3moe")),
-        ({"llama.expert_count": 8}, ("Mixtral",)),
+        ({"llama.expert_count": 8}, ("expert_count 8", "Mixtral")),
+        (
+            {"general.architecture": "olmo2", "olmo2.attention.sliding_window": 4096},
+            ("attention.sliding_window 4096", "OLMo 3"),
+        ),
         ({"llama.attention.head_count_kv": [2, 4]}, ("num_key_value_heads", "per layer")),
         ({"llama.rope.dimension_count": 8, "llama.attention.key_length": 16}, ("8 of 16",)),
         ({"llama.rope.scaling.type": "longrope"}, ("longrope",)),
@@ -568,5 +626,5 @@ def test_gguf_yarn_and_linear_scaling_equal_those_of_transformers():
 )
 def test_a_gguf_that_is_not_supported_is_refused_with_the_file(changes, words):
     with pytest.raises(CheckpointError) as error:
-        ModelConfig.from_gguf(LLAMA_METADATA | changes, SHAPES, "dir/m.gguf")
+        config_from_gguf(LLAMA_METADATA | changes, SHAPES, "dir/m.gguf")
     assert all(word in str(error.value) for word in (*words, "dir/m.gguf")), error.value

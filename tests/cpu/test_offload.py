@@ -14,6 +14,7 @@ import torch
 from shoal import LLM, SamplingParams
 from shoal.api import Request
 from shoal.config import EngineConfig
+from shoal.engine.offload.costs import Costs, Rate
 from shoal.engine.offload.offloader import Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import Done
 from shoal.engine.runner import commands
@@ -164,7 +165,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeyp
 def test_a_disk_that_takes_nothing_is_not_offered_the_same_blocks_at_every_look(build, disk, monkeypatch):
     llm = build(**SMALL, **disk, **HOST)
     monkeypatch.setattr(llm.core.ranks.runner.kv.tiers["disk"]._breaker, "allows", lambda: False)
-    monkeypatch.setattr("shoal.engine.offload.offloader.WRITE_REST_S", 1e9)
+    monkeypatch.setattr("shoal.engine.offload.writer.WRITE_REST_S", 1e9)
     one_by_one(llm, prompts())
     assert 0 < llm.stats().kv_tiers["disk"].failed_blocks <= 54
 
@@ -321,17 +322,17 @@ def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(
     one_by_one(first, prompts())
     first.exit()
     llm = build(**SMALL, **disk)
-    offloader, tier = llm.core.tiers.offloader, llm.core.ranks.runner.kv.tiers["disk"]
-    lookup = offloader.lookup
+    below, tier = llm.core.scheduler.tiers, llm.core.ranks.runner.kv.tiers["disk"]
+    lookup = below.lookup
 
     def evicted(keys, start):
         found = lookup(keys, start)
         tier.forget(keys[start + kept :])  # by the tier's own threads, to make room
         return found
 
-    monkeypatch.setattr(offloader, "lookup", evicted)
+    monkeypatch.setattr(below, "lookup", evicted)
     assert one_by_one(llm, prompts()[:2]) == (expected[:2], [16 * kept] * 2)
-    offloader.check()
+    llm.core.tiers.check()
 
 
 def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, monkeypatch):
@@ -344,12 +345,14 @@ def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, m
 def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
     llm = build(**SMALL, **HOST)
     one_by_one(llm, prompts())
-    offloader = llm.core.tiers.offloader
+    fetched, interrupts = llm.core.scheduler.fetched, [KeyboardInterrupt]
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    def interrupted(fetch, num_blocks):
+        if interrupts:
+            raise interrupts.pop()
+        fetched(fetch, num_blocks)
 
-    monkeypatch.setattr(offloader.fetcher, "_was_copied_in", interrupted)
+    monkeypatch.setattr(llm.core.scheduler, "fetched", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
     assert one_by_one(llm, prompts())[0] == expected
@@ -361,9 +364,9 @@ class Recorded:
     """Transfers that end at the next poll; whether they were to wait for steps in flight, and the copies out
     that copies in come behind."""
 
-    def __init__(self, num_slots):
-        self.ready, self.begun, self.waits, self.ordered, self.behind = list(range(num_slots)), [], [], [], []
-        self.copied_out = []
+    def __init__(self, num_slots, block_s=0.0):
+        self.ready, self.block_s = list(range(num_slots)), block_s
+        self.begun, self.waits, self.ordered, self.behind, self.copied_out = [], [], [], [], []
 
     def copy_out(self, ids, _, wait):
         self.copied_out.append(ids)
@@ -371,7 +374,7 @@ class Recorded:
 
     def begin(self, ids, wait):
         self.waits.append(wait)
-        self.begun.append(Done(len(self.waits), [True] * len(ids)))
+        self.begun.append(Done(len(self.waits), [True] * len(ids), self.block_s * len(ids)))
         return len(self.waits)
 
     def copy_in(self, ids, _, wait, behind):
@@ -385,14 +388,49 @@ class Recorded:
         ended, self.begun = self.begun, []
         return ended
 
-    def take_ready_slots(self):
+    def take_ready(self):
         ready, self.ready = self.ready, []
         return ready
 
 
+def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request():
+    """A copy that takes a tenth of what computing takes was measured while memory was being pinned: 25 times
+    too slow. Six conversations go on, one after the other."""
+    scheduler = Scheduler(
+        num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40
+    )
+    policy = OffloadPolicy(
+        block_size=2, block_bytes=1, has_host_tier=True, watermark=20, max_leaving=99, copy_blocks=99
+    )
+    transfers = Recorded(200, block_s=0.002)
+    costs = Costs(2, 0.01, {"host": 0.05})
+    offloader = scheduler.tiers = Offloader(scheduler, HostTier(200), transfers, {}, policy, costs)
+    scheduler.pool.listeners.append(offloader)
+
+    def turn(conversation):
+        """Returns how many of its 18 blocks come from host memory."""
+        before = offloader.stats["host"].fetched_blocks
+        scheduler.add(Request("one", [100 * conversation + i for i in range(37)], params()))
+        for _ in range(10):
+            offloader.poll()
+            plan = scheduler.schedule()
+            offloader.before_step(launches=plan is not None)
+            if plan is not None:
+                offloader.step_completed()
+        scheduler.abort("one")
+        offloader.offload(idle=True)
+        offloader.poll()
+        return offloader.stats["host"].fetched_blocks - before
+
+    assert [turn(conversation) for conversation in range(6)] == [0] * 6
+    assert turn(0) == 1, "a trial"
+    assert [turn(conversation) for conversation in range(1, 6)] == [18] * 5
+    offloader.check()
+
+
 class Small:
     """An engine of three blocks without the rest of it. Its tokens are computed at once, or when
-    `books.num_completed` says so."""
+    `step_completed` says so."""
 
     def __init__(self):
         self.scheduler = scheduler = Scheduler(
@@ -401,14 +439,16 @@ class Small:
         policy = OffloadPolicy(
             block_size=2,
             block_bytes=1,
-            keeps=True,
+            has_host_tier=True,
             watermark=3,
             max_leaving=9,
             copy_blocks=9,
             always_fetch=True,
         )
         self.transfers = Recorded(8)
-        self.offloader = scheduler.tiers = Offloader(scheduler, HostTier(8), self.transfers, {}, policy)
+        self.offloader = scheduler.tiers = Offloader(
+            scheduler, HostTier(8), self.transfers, {}, policy, Costs(2, 0.0, {"host": 0.0})
+        )
         scheduler.pool.listeners.append(self.offloader)
 
     def begin(self, request_id, prompt):
@@ -439,7 +479,8 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
     assert offloader.transfers.waits == [True], "the step that writes these blocks is in flight"
     assert begin("b", [6, 7, 8, 9, 6]) is not None
     scheduler.abort("b")
-    offloader.books.num_completed = 2 if completed else 1
+    for _ in range(2 if completed else 1):
+        offloader.step_completed()
     assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.fetches) == 1
     assert offloader.transfers.waits[1:] == [not completed] * 2, (
         "out with what b has left, in with what a had"
@@ -498,10 +539,12 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     scheduler = Scheduler(
         num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16
     )
-    policy = OffloadPolicy(block_size=2, block_bytes=1, keeps=True, watermark=8, max_leaving=9, copy_blocks=9)
+    policy = OffloadPolicy(
+        block_size=2, block_bytes=1, has_host_tier=True, watermark=8, max_leaving=9, copy_blocks=9
+    )
     transfers = Recorded(32)
     offloader = scheduler.tiers = Offloader(
-        scheduler, HostTier(32), transfers, {}, policy, token_s=0.0005, block_s={"host": 0.0001}
+        scheduler, HostTier(32), transfers, {}, policy, Costs(2, 0.0005, {"host": 0.0001})
     )
     scheduler.pool.listeners.append(offloader)
 
@@ -511,7 +554,8 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
         offloader.poll()
         plan = scheduler.schedule()
         offloader.before_step(launches=plan is not None)
-        offloader.books.num_completed = offloader.books.num_launched
+        if plan is not None:
+            offloader.step_completed()
         return plan
 
     step(long=[*range(1, 14)])
@@ -532,7 +576,7 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
 def test_where_not_all_can_be_saved_heads_are_rather_than_tails():
     small = Small()
     small.offloader.poll()
-    small.offloader.slots.take(5)  # room for three: two of a's, then one
+    small.offloader.host.take(5)  # room for three: two of a's, then one
     head = small.come_and_go()[0]
     small.transfers.copied_out.clear()
     assert small.begin("c", [1, 2, 3, 4, 5]) is None
@@ -548,14 +592,14 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     policy = OffloadPolicy(
         block_size=2,
         block_bytes=1,
-        keeps=True,
+        has_host_tier=True,
         watermark=4,
         max_leaving=9,
         copy_blocks=9,
         on_registration=True,
     )
     transfers = Recorded(8)
-    offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy)
+    offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy, Costs(2, 0.0, {"host": 0.0}))
     scheduler.tiers = offloader
     scheduler.pool.listeners.append(offloader)
     for request_id, prompt in (("a", [1, 2, 3]), ("b", [1, 2, 3])):
@@ -581,7 +625,7 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
         raise TimeoutError
 
     monkeypatch.setattr(llm.core.ranks.runner.kv, "abandon", never)
-    monkeypatch.setattr(llm.core.tiers.offloader, "offload", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(llm.core.tiers, "after_step", lambda waits: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
     with pytest.raises(EngineDeadError, match="did not end"):
@@ -592,10 +636,10 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
 def test_an_engine_that_cannot_write_its_blocks_at_the_end_ends_all_the_same(error, build, disk, monkeypatch):
     llm = build(**SMALL, **disk)
 
-    def broken(_):
+    def broken():
         raise error("no")
 
-    monkeypatch.setattr(llm.core.tiers.offloader, "flush", broken)
+    monkeypatch.setattr(llm.core.tiers, "flush", broken)
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
         llm.exit()
     with pytest.raises(EngineDeadError, match="was ended"):
@@ -615,9 +659,16 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
         num_blocks=16, block_size=2, max_num_seqs=4, max_num_batched_tokens=99, max_model_len=32
     )
     policy = OffloadPolicy(
-        block_size=2, block_bytes=10, keeps=True, watermark=16, max_leaving=9, copy_blocks=9, bytes_per_s=40.0
+        block_size=2,
+        block_bytes=10,
+        has_host_tier=True,
+        watermark=16,
+        max_leaving=9,
+        copy_blocks=9,
+        bytes_per_s=40.0,
     )
-    offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, clock=lambda: now[0])
+    costs = Costs(2, 0.0, {"host": 0.0})
+    offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, costs, clock=lambda: now[0])
     scheduler.tiers = offloader
     scheduler.pool.listeners.append(offloader)
     coldest = scheduler.pool.coldest
@@ -626,7 +677,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
     offloader.poll()
     scheduler.schedule()
     scheduler.abort("a")
-    while offloader.slots.num_blocks < 10:
+    while offloader.host.num_blocks < 10:
         offloader.poll()
         offloader.offload()
         now[0] += 0.01
@@ -637,11 +688,12 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
 def test_a_prefix_is_fetched_only_where_that_is_quicker(build, expected):
     llm = build(**SMALL | dict(kv_load_policy="cost"), **HOST)
     one_by_one(llm, prompts())
-    offloader = llm.core.tiers.offloader
-    offloader.token.seconds, offloader.books.rates["host"].seconds = 1e-6, 1.0
-    assert one_by_one(llm, prompts()[:1]) == (expected[:1], [0])
-    offloader.token.seconds, offloader.books.rates["host"].seconds = 1.0, 1e-6
-    assert one_by_one(llm, prompts()[1:2]) == (expected[1:2], [96])
+    costs = llm.core.tiers.costs
+    costs.token, costs.fetch["host"] = Rate(1.0), Rate(1e-6)
+    assert one_by_one(llm, prompts()[:1]) == (expected[:1], [96])
+    costs.token, costs.fetch["host"] = Rate(1e-6), Rate(1.0)
+    costs.trials["host"].interval = 100
+    assert one_by_one(llm, prompts()[1:2]) == (expected[1:2], [0])
 
 
 def test_what_came_once_may_be_left_out(build):
@@ -723,6 +775,26 @@ def test_a_slab_of_which_nothing_can_be_pinned_is_refused(monkeypatch):
     with pytest.raises(MemoryError, match="pinned"):
         HostSlab(64, 4 << 20, torch.device("cuda"))
     assert len(asked) == 1
+
+
+def test_the_rest_of_a_slab_is_pinned_when_told_so_that_nothing_disturbs_the_first_measurement(monkeypatch):
+    pinned = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: pinned.append(size) or 0,
+        cudaHostUnregister=lambda address: 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("shoal.memory.slab.CHUNK_BYTES", 1 << 20)
+    slab = HostSlab(64, 1 << 16, torch.device("cuda"))
+    assert slab.take_ready() == [(0, 16)] and pinned == [1 << 20]
+    slab.pin_rest()
+    ready = []
+    while len(ready) < 3:
+        ready += slab.take_ready()
+        time.sleep(0.001)
+    assert sorted(ready) == [(16, 32), (32, 48), (48, 64)]
+    slab.close()
 
 
 def test_options_of_tiers_are_flags_of_the_command():

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from test_scheduler_fuzz import Device, History, Row, Trace
 
+from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.offloader import Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
@@ -153,7 +154,7 @@ class FakeTransfers:
             self.seen["failed"] += not all(transfer.intact)
         return [Done(transfer.ticket, transfer.intact, self.r.choice((0.0, 0.001))) for transfer in ended]
 
-    def take_ready_slots(self):
+    def take_ready(self):
         count = self.r.randint(0, len(self.unready))
         ready, self.unready = self.unready[:count], self.unready[count:]
         return ready
@@ -255,7 +256,7 @@ class TieredTrace(Trace):
         policy = OffloadPolicy(
             block_size=self.block_size,
             block_bytes=10,
-            keeps=keeps,
+            has_host_tier=keeps,
             watermark=r.randint(1, num_blocks),
             max_leaving=r.choice((1, 3, 100)),
             copy_blocks=r.choice((1, 2, 100)),
@@ -271,8 +272,7 @@ class TieredTrace(Trace):
             self.transfers,
             self.disks,
             policy,
-            token_s=r.choice((0.01, 0.001)),
-            block_s={"host": 0.001, "disk": 0.02 * r.random()},
+            Costs(self.block_size, r.choice((0.01, 0.001)), {"host": 0.001, "disk": 0.02 * r.random()}),
             clock=self.clock,
         )
         scheduler.tiers = self
@@ -333,7 +333,7 @@ class TieredTrace(Trace):
     def see(self, plan, tokens):
         if any(tokens is of_step for _, of_step in self.device.pending):
             self.device.run_pending(until=tokens)
-        self.offloader.books.num_completed += 1
+        self.offloader.step_completed()
         super().see(plan, tokens)
 
     def disturb(self):
@@ -359,7 +359,7 @@ class TieredTrace(Trace):
             self.time += 100.0  # fetches lose patience
 
     def forget_below(self):
-        self.offloader.forget_slots()
+        self.offloader.forget_host()
         for disk in self.disks.values():
             disk.blocks.clear()
         self.transfers.files = [t for t in self.transfers.files if t.kind == "read"] + [

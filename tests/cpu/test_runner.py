@@ -65,10 +65,23 @@ class Rank:
 
 
 @pytest.fixture
-def rank(folder):
-    rank = Rank(folder)
-    yield rank
-    rank.runner.exit()
+def start(root):
+    """Starts a rank. After the test its scheduler's books are proven, and it is ended."""
+    ranks = []
+
+    def make(name="qwen3", **options):
+        ranks.append(Rank(tiny.write_model(root, name), **options))
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.scheduler.check()
+        rank.runner.exit()
+
+
+@pytest.fixture
+def rank(start):
+    return start()
 
 
 def answer(seq):
@@ -76,23 +89,20 @@ def answer(seq):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen3-moe"])
-def test_tokens_are_those_of_transformers(name, root):
-    folder = tiny.write_model(root, name)
-    rank = Rank(folder)
+def test_tokens_are_those_of_transformers(name, root, start):
+    folder, rank = tiny.write_model(root, name), start(name)
     seqs = [rank.add(prompt) for prompt in PROMPTS]
     rank.run()
     assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 8) for prompt in PROMPTS]
     assert rank.kinds == ["mixed"] + ["decode"] * 7
-    rank.runner.exit()
 
 
-def test_prompts_in_chunks_beside_decodes_change_no_token(folder):
-    rank = Rank(folder, max_num_batched_tokens=12)
+def test_prompts_in_chunks_beside_decodes_change_no_token(folder, start):
+    rank = start(max_num_batched_tokens=12)
     seqs = [rank.add(prompt) for prompt in PROMPTS]
     rank.run()
     assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 8) for prompt in PROMPTS]
     assert rank.kinds.count("mixed") > 3
-    rank.runner.exit()
 
 
 def test_a_decode_finds_what_its_prompt_computed_anew_finds(folder, rank):
@@ -163,9 +173,8 @@ def test_a_rehearsal_leaves_an_empty_batch_and_an_untouched_cache(folder, rank):
     assert answer(seq) == tiny.greedy(folder, PROMPTS[2], 8)
 
 
-def test_a_rehearsal_runs_the_first_layer_of_each_kind_and_the_last(root):
-    rank = Rank(tiny.write_model(root, "qwen3-moe"))
-    model = rank.runner.model
+def test_a_rehearsal_runs_the_first_layer_of_each_kind_and_the_last(start):
+    model = start("qwen3-moe").runner.model
     every = model.layers
     dense, sparse, other = every  # kinds in turn
     for layers, rehearsed in (
@@ -179,12 +188,11 @@ def test_a_rehearsal_runs_the_first_layer_of_each_kind_and_the_last(root):
             assert list(model.layers) == rehearsed  # never more than the cache has layers
         assert list(model.layers) == list(layers)
     model.layers = every
-    rank.runner.exit()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
-def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name, root, monkeypatch):
-    rank = Rank(tiny.write_model(root, name), max_num_batched_tokens=24)
+def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name, start, monkeypatch):
+    rank = start(name, max_num_batched_tokens=24)
     model = rank.runner.model
     forward, counts = model.forward, set()
 
@@ -200,10 +208,9 @@ def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name,
         rank.add(prompt)
     rank.run()
     assert 0 in counts and max(counts) > 1
-    rank.runner.exit()
 
 
-def test_captured_mixed_steps_change_no_token(folder, monkeypatch):
+def test_captured_mixed_steps_change_no_token(folder, start, monkeypatch):
     """What a graph captures is run in its place, with the GPU's attention in Triton's interpreter: padded shapes,
     inputs from the static buffer."""
 
@@ -220,7 +227,7 @@ def test_captured_mixed_steps_change_no_token(folder, monkeypatch):
         return TritonBackend(*heads.values(), *sizes, device, dtype)
 
     monkeypatch.setattr(runner_module, "select_backend", select)
-    rank = Rank(folder, max_num_batched_tokens=20, max_num_seqs=4)
+    rank = start(max_num_batched_tokens=20, max_num_seqs=4)
     shapes = [MixedShape(20, 3, 4, 4, False), MixedShape(32, 4, 4, 4, False)]
     rank.builder.mixed_shapes = shapes
     steps = rank.runner.steps
@@ -230,7 +237,6 @@ def test_captured_mixed_steps_change_no_token(folder, monkeypatch):
     rank.run()
     assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 5) for prompt in PROMPTS]
     assert rank.kinds.count("captured mixed") >= 4 and "mixed" not in rank.kinds
-    rank.runner.exit()
 
 
 @torch.inference_mode()

@@ -14,6 +14,8 @@ import transformers
 from shoal.errors import CheckpointError
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
+from shoal.models.config_gguf import config_from_gguf
+from shoal.models.registry import BY_GGUF
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header, read_rope_factors
 from tests.cpu.test_weights_quantized import random_rows
@@ -26,27 +28,30 @@ SIZES = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-MODELS = {
-    "llama": ("Llama", {}),
-    "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", dict(head_dim=32)),
-    "qwen3moe": (
-        "Qwen3Moe",
-        dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+# every architecture that has a GGUF name, with sizes of its own where it needs some; then variants
+CHANGES = {
+    "qwen3": dict(head_dim=32),
+    "qwen3moe": dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "granite": dict(
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+        mlp_bias=True,
     ),
 }
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
-}
+MODELS = {
+    name: (architecture.hf_class.removesuffix("ForCausalLM"), CHANGES.get(name, {}))
+    for name, architecture in BY_GGUF.items()
+} | {"llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True))}
+NUMBERS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+# llama.cpp's converters of these are LlamaModel and classes under it, which permute q and k
+PERMUTED = ("llama", "granite")
 
 
 def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k of the llama architecture: the two halves of each head's
-    rows interleaved."""
+    """What llama.cpp's converter of Llama does to q and k: the two halves of each head's rows are
+    interleaved."""
     return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -60,7 +65,7 @@ def write_gguf(path: Path, name: str, kind: str, seed: int = 0) -> dict[str, np.
     state = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     writer = gguf.GGUFWriter(path, architecture)
     write_metadata(writer, config)
-    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(NUMBERS[architecture], config.num_hidden_layers)
     expected = {}
     for key, tensor in state.items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -109,11 +114,16 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "logits_scaling"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def write_tensor(writer, names, architecture, config, hf_name, weight, kind, expected) -> None:
     stored = weight
-    if architecture == "llama" and ("q_proj" in hf_name or "k_proj" in hf_name):
+    if architecture in PERMUTED and ("q_proj" in hf_name or "k_proj" in hf_name):
         stored = permute(
             weight, config.num_attention_heads if "q_proj" in hf_name else config.num_key_value_heads
         )
@@ -131,11 +141,11 @@ def write_tensor(writer, names, architecture, config, hf_name, weight, kind, exp
 
 def read(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor | QuantizedTensor]]:
     header = read_header(path)
-    config = ModelConfig.from_gguf(header.metadata, header.shapes, str(path), read_rope_factors(header))
+    config = config_from_gguf(header.metadata, header.shapes, str(path), read_rope_factors(header))
     return config, dict(gguf_tensors(header, config))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_come_under_their_names_with_q_and_k_unpermuted(name, kind, tmp_path):
     expected = write_gguf(tmp_path / "m.gguf", name, kind)

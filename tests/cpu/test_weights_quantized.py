@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quantized_tensor import GROUPS, QuantizedTensor
-from shoal.weights.gguf_header import TYPES
+from shoal.kernels.ggml_types import GROUPS, TYPES
+from shoal.kernels.quantized_tensor import UNPACK, QuantizedTensor
 
 KINDS = list(GROUPS)
-# where the float16s are
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+# at which bytes of a group its float16s begin
+SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 
 
 def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -33,12 +44,17 @@ def random_tensor(kind: str, rows: int = 37, columns: int = 768) -> tuple[Quanti
     return QuantizedTensor(kind, (rows, columns), data), torch.from_numpy(expected)
 
 
-def test_group_sizes_are_those_of_ggml():
-    for number, (kind, *sizes) in TYPES.items():
-        assert gguf.GGMLQuantizationType(number).name == kind and gguf.GGML_QUANT_SIZES[number] == tuple(
-            sizes
-        )
-        assert kind not in GROUPS or GROUPS[kind] == tuple(sizes)
+def test_types_and_their_group_sizes_are_those_of_ggml():
+    for number, (name, *sizes) in TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == name
+        assert gguf.GGML_QUANT_SIZES[number] == tuple(sizes)
+
+
+def test_every_type_of_groups_has_a_formula_and_a_line_in_the_docs():
+    assert UNPACK.keys() == GROUPS.keys()
+    listed = (Path(__file__).parents[2] / "docs/compatibility.md").read_text()
+    for name in GROUPS:
+        assert f"`{name}`" in listed, f"add {name} to docs/compatibility.md"
 
 
 @pytest.mark.parametrize("kind", KINDS)

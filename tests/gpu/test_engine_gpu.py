@@ -208,7 +208,7 @@ def test_a_share_larger_than_what_is_free_is_refused(build):
 
 
 @two_gpus
-@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3-moe", "llama-one-kv-head"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3-moe", "llama-one-kv-head", *tiny.UNLIKE_LLAMA])
 def test_two_gpus_give_the_tokens_of_one(name, root, build):
     expected = [tiny.greedy(tiny.write_model(root, name), p, COUNT) for p in PROMPTS]
     assert ids_of(build(name, tensor_parallel_size=2).generate(PROMPTS, greedy())) == expected

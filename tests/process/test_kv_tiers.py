@@ -136,6 +136,10 @@ def test_a_server_writes_its_blocks_when_it_drains_and_finds_them_when_it_is_bac
     for name in (
         "shoal:kv_tier_stored_blocks_total{",
         'tier="host"',
+        "shoal:kv_tier_fetch_seconds_per_block{",
+        "shoal:kv_tier_store_seconds_per_block{",
+        "shoal:kv_tier_trial_fetches_total{",
+        "shoal:kv_compute_seconds_per_block{",
         "vllm:external_prefix_cache_hits_total",
     ):
         assert name in metrics

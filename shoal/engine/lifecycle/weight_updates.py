@@ -31,7 +31,7 @@ from shoal.weights.update import check_checkpoint, check_same_packing, check_ten
 
 logger = logging.getLogger(__name__)
 
-Outcomes = tuple[list[None], list[Exception]]  # of Ranks.each
+Outcomes = tuple[list[None], list[Exception]]  # what Ranks.each returns for a command without a result
 
 
 class Weights:
@@ -87,40 +87,47 @@ class Weights:
         name, or the SharedTensors.handles of another. Returns the new version. Raises CheckpointError,
         ConfigError."""
         if isinstance(tensors, Mapping):
-            for name, tensor in tensors.items():
-                if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-                    raise ConfigError(
-                        f"{name!s:.80} is no tensor that holds data, but {tensor!r:.80}; give tensors by name"
-                    )
-            tensors = checkpoint_tensors(tensors)
-            names = self._check_tensors(
-                [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-            )
-            tensors = {name: tensors[name] for name in names}
-            described = [
-                (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-                for name, tensor in tensors.items()
-            ]
-            ranks = self._ranks
-            load_own = partial(ranks.runner.weights.load_tensors, tensors)
-            self._load(
-                "from tensors", names, lambda: ranks.each_with(load_own, commands.LOAD_BROADCAST, described)
-            )
+            self._update_from_own(tensors)
         else:
-            try:
-                handles = list(tensors)
-                listed = parse_tensors(*([h[key] for h in handles] for key in ("name", "dtype", "shape")))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"tensors are neither a dict of tensors nor SharedTensors.handles ({error!r}); give "
-                    "either"
-                ) from None
-            names = self._check_tensors(
-                [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
-            )
-            taken = [handle for handle in handles if handle["name"] in names]
-            self._load("from shared tensors", names, lambda: self._ranks.each(commands.LOAD_SHARED, taken))
+            self._update_from_shared(tensors)
         return self.version
+
+    def _update_from_own(self, given: Mapping[str, torch.Tensor]) -> None:
+        """From tensors of this process, which rank 0 sends to the others."""
+        for name, tensor in given.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                raise ConfigError(
+                    f"{name!s:.80} is no tensor that holds data, but {tensor!r:.80}; give tensors by name"
+                )
+        tensors = checkpoint_tensors(given)
+        names = self._check_tensors(
+            [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        )
+        tensors = {name: tensors[name] for name in names}
+        described = [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in tensors.items()
+        ]
+        ranks = self._ranks
+        load_own = partial(ranks.runner.weights.load_tensors, tensors)
+        self._load(
+            "from tensors", names, lambda: ranks.each_with(load_own, commands.LOAD_BROADCAST, described)
+        )
+
+    def _update_from_shared(self, given: Sequence[Handle]) -> None:
+        """From tensors of another process, which every rank opens for itself."""
+        try:
+            handles = list(given)
+            listed = parse_tensors(*([h[key] for h in handles] for key in ("name", "dtype", "shape")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"tensors are neither a dict of tensors nor SharedTensors.handles ({error!r}); give either"
+            ) from None
+        names = self._check_tensors(
+            [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
+        )
+        taken = [handle for handle in handles if handle["name"] in names]
+        self._load("from shared tensors", names, lambda: self._ranks.each(commands.LOAD_SHARED, taken))
 
     def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -239,8 +246,7 @@ class Weights:
         if self._packed_as is not None:
             raise CheckpointError(
                 f"the engine's weights are packed from {self._packed_as.path}, so plain tensors can't "
-                "replace them; "
-                "build it with an explicit dtype, or name a GGUF file"
+                "replace them; build it with an explicit dtype, or name a GGUF file"
             )
         shapes, names = self._shapes, set()
         for name, dtype, shape in listed:

@@ -1,142 +1,100 @@
-"""The way up: fetches at work. Blocks of the host tier are copied in at once; those of persistent tiers are
-read into slots first, a few at a time, while the ones before are copied in.
+"""The way up: blocks that a sequence waits for, on their way from lower tiers to the device.
 
-A fetch ends when all of it has come or failed; the scheduler then uses its leading intact blocks. One whose
-sequence has left reads no further. Rank 0 alone, between steps. The way down, and who is asked for what:
-engine/offload/offloader.py.
+    disk or store  --read-->  host block  --copy in-->  device block
+
+Blocks of the host tier are copied in at once. Blocks of persistent tiers are first read into host blocks, a
+few at a time, while the ones before are copied in. A fetch ends when every block of it has arrived or failed;
+the scheduler then uses its leading blocks that are intact. A fetch whose sequence has left reads no further.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from shoal.api import KvTierStats
-from shoal.engine.offload.transfers import Done, Transfers
+from shoal.engine.offload.books import HOST, Books, meta_of
+from shoal.engine.offload.costs import Throughput
+from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Fetch
 from shoal.kv.block_file import BlockMeta
-from shoal.kv.host import HostTier
 
-HOST = "host"
-READ_BLOCKS = 16  # of one read
-MAX_READING = 256  # blocks, of all jobs: a tier lets so many wait
-PATIENCE_S = 10.0  # with reads: then the sequence computes what has not come
-SMOOTHING = 0.2  # of moving averages: the weight of the newest
-
-
-class Rate:
-    """Seconds a unit, as a moving average."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def add(self, seconds: float, units: int) -> None:
-        self.seconds += SMOOTHING * (seconds / units - self.seconds)
-
-
-@dataclass(slots=True)
-class Books:
-    """What both ways share."""
-
-    slots: HostTier
-    transfers: Transfers
-    keeps: bool  # whether slots keep blocks: there is a host tier. Else they are a staging area
-    rates: dict[str, Rate]  # a block from that tier
-    stats: dict[str, KvTierStats]
-    clock: Callable[[], float]
-    epoch: int = 0  # resets so far: what was begun before the last is not kept
-    # slots in use, and what follows
-    tickets: dict[int, tuple[list[int], Callable[[Done], None]]] = field(default_factory=dict)
-    num_launched: int = 0  # steps ...
-    num_completed: int = 0  # ... whose end the host knows of: in order
-    # block -> steps launched when a sequence let it go
-    used_until: dict[int, int] = field(default_factory=dict)
-
-    def track(self, ticket: int, slots: list[int], then: Callable[[Done], None]) -> None:
-        self.tickets[ticket] = slots, then
-
-    def in_use(self, blocks: Iterable[int]) -> bool:
-        """Whether a step in flight may read or write one of these blocks, which no sequence had when they
-        were taken."""
-        return any(self.used_until.get(block, 0) > self.num_completed for block in blocks)
-
-    def settle(self, done: Done) -> None:
-        self.tickets.pop(done.ticket)[1](done)
+READ_BLOCKS = 16  # blocks of one read
+MAX_READING = 256  # blocks that are read at once, for all fetches: a tier lets so many wait
+PATIENCE_S = 10.0  # after this time the sequence computes what has not been read
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """Blocks are counted from the fetch's first; those from `end` on are given up."""
+class FetchJob:
+    """A fetch at work. Its blocks are counted from the fetch's first one."""
 
     fetch: Fetch
     metas: list[BlockMeta]
-    host: list[tuple[int, int]]  # (block, slot), held and not yet begun
-    unread: deque[tuple[int, str]]  # (block, tier)
-    end: int
+    in_host: list[tuple[int, int]]  # blocks whose copy has not begun, each with its host block, which is held
+    unread: deque[tuple[int, str]]  # blocks that are to be read, each with its tier
+    end: int  # this block and those behind it are given up
     expires: float
-    arrived: list[bool]
-    # the copy out of what these blocks have held until now, if there is one: copies in come after it
+    arrived: list[bool]  # whether each block is on the device
+    # The ticket of the copy out that saves what the fetch's device blocks still hold; 0 if there is none.
+    # Copies in run behind it.
     behind: int = 0
-    num_reading: int = 0
-    num_copying: int = 0
+    num_reads: int = 0  # under way
+    num_copies: int = 0  # under way
     closed: bool = False  # nothing more is begun; what is still read goes to the host tier at best
 
 
 class Fetcher:
-    def __init__(self, scheduler: Scheduler, books: Books) -> None:
-        self.scheduler, self.books = scheduler, books
-        self.jobs: list[Job] = []
-        self._num_reading = 0  # blocks
-        self._last_read = dict.fromkeys(books.rates, 0.0)  # when one ended
+    """All fetches of one engine."""
 
-    def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> Job:
-        """Takes it in; `advance` begins the transfers."""
-        books, slots = self.books, self.books.slots
-        metas, host, unread = [], [], deque[tuple[int, str]]()
-        seq, request = fetch.seq, fetch.seq.request
+    def __init__(self, scheduler: Scheduler, books: Books) -> None:
+        self.scheduler = scheduler
+        self.books = books
+        self.jobs: list[FetchJob] = []
+        self._num_reading = 0  # blocks
+        self._reads = {tier: Throughput(rate) for tier, rate in books.costs.fetch.items()}
+
+    def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> FetchJob:
+        """Takes a fetch in and holds its host blocks; `advance` begins the transfers. `where` names the tier
+        that has a block."""
+        books = self.books
+        metas: list[BlockMeta] = []
+        in_host: list[tuple[int, int]] = []
+        unread: deque[tuple[int, str]] = deque()
         for i, key in enumerate(fetch.keys):
-            slot = slots.find(key) if books.keeps else None
-            meta = None if slot is None else slots.meta(key)
-            if slot is not None and meta is not None:
-                host.append((i, slot))
+            host_block = books.host.find(key) if books.has_host_tier else None
+            meta = None if host_block is None else books.host.meta(key)
+            if host_block is not None and meta is not None:
+                in_host.append((i, host_block))
                 metas.append(meta)
             elif (tier := where(key)) is None:
-                break  # evicted since the look-up: it and those behind are computed
+                break  # evicted since the look-up: it and those behind it are computed
             else:
                 unread.append((i, tier))
-                metas.append(
-                    make_meta(
-                        seq.keys,
-                        fetch.start + i,
-                        seq.token_ids,
-                        block_size,
-                        request.adapter,
-                        request.cache_salt,
-                    )
-                )
-        slots.hold([slot for _, slot in host])
-        count = len(fetch.keys)
-        job = Job(fetch, metas, host, unread, count, books.clock() + PATIENCE_S, [False] * count)
+                metas.append(meta_of(fetch.seq, fetch.start + i, block_size))
+        books.host.hold([host_block for _, host_block in in_host])
+        num_blocks, expires = len(fetch.keys), books.clock() + PATIENCE_S
+        job = FetchJob(fetch, metas, in_host, unread, num_blocks, expires, [False] * num_blocks)
         self.jobs.append(job)
         return job
 
     def advance(self) -> None:
-        """Begins what can begin, ends what has ended. Steps and copies that must run before have been
+        """Begins what can begin and ends what has ended. Steps and copies that must run before have been
         launched."""
+        for reads in self._reads.values():
+            reads.settle()
         for job in list(self.jobs):
             if job.fetch.seq.fetch is not job.fetch or self.books.clock() > job.expires:
                 self._close(job)
-            if job.host:
-                host, job.host = job.host, []
-                self._copy_in(job, HOST, [i for i, _ in host], [slot for _, slot in host])
+            if job.in_host:
+                in_host, job.in_host = job.in_host, []
+                blocks, host_blocks = [i for i, _ in in_host], [host_block for _, host_block in in_host]
+                self._copy_in(job, HOST, blocks, host_blocks)
             while job.unread and not job.closed and self._read(job):
                 pass
-            under_way = job.num_copying or job.behind in self.books.tickets
-            if not under_way and (job.closed or not (job.unread or job.num_reading)):
+            is_copying = job.num_copies or job.behind in self.books.under_way
+            if not is_copying and (job.closed or not (job.unread or job.num_reads)):
                 self.jobs.remove(job)
                 job.closed = True
                 self.scheduler.fetched(job.fetch, (job.arrived + [False]).index(False))
@@ -148,90 +106,88 @@ class Fetcher:
 
     @property
     def num_blocks(self) -> int:
-        """That are still to come."""
+        """Blocks of all fetches that have not ended."""
         return sum(len(job.metas) for job in self.jobs)
 
-    def held_slots(self) -> Iterable[int]:
-        return (slot for job in self.jobs for _, slot in job.host)
+    def held_host_blocks(self) -> Iterable[int]:
+        """Those that no transfer uses yet."""
+        return (host_block for job in self.jobs for _, host_block in job.in_host)
 
-    def _close(self, job: Job) -> None:
+    def _close(self, job: FetchJob) -> None:
         job.closed = True
         job.unread.clear()
-        self.books.slots.release([slot for _, slot in job.host])
-        job.host.clear()
+        self.books.host.release([host_block for _, host_block in job.in_host])
+        job.in_host.clear()
 
-    def _read(self, job: Job) -> bool:
-        """Begins one read, of blocks of one tier. False: not now."""
+    def _read(self, job: FetchJob) -> bool:
+        """Begins one read, of blocks of one tier. False if none can begin now."""
         books, tier = self.books, job.unread[0][1]
-        most = min(READ_BLOCKS, books.slots.num_free, MAX_READING - self._num_reading)
+        most = min(READ_BLOCKS, books.host.num_free, MAX_READING - self._num_reading)
         blocks: list[int] = []
         while job.unread and len(blocks) < most and job.unread[0][1] == tier:
             i, _ = job.unread.popleft()
             if i < job.end:
                 blocks.append(i)
         if not blocks:
-            return bool(most)  # the rest was given up
-        slots = books.slots.take(len(blocks))
-        assert slots is not None
-        job.num_reading += 1
+            return bool(most)  # those that were taken off the queue had been given up
+        host_blocks = books.host.take(len(blocks))
+        assert host_blocks is not None
+        job.num_reads += 1
         self._num_reading += len(blocks)
-        ticket = books.transfers.read(tier, [job.metas[i] for i in blocks], slots)
-        books.track(
-            ticket, slots, partial(self._was_read, job, tier, blocks, slots, books.epoch, books.clock())
-        )
+        begun = books.clock()
+        self._reads[tier].begun(begun)
+        ticket = books.transfers.read(tier, [job.metas[i] for i in blocks], host_blocks)
+        then = partial(self._was_read, job, tier, blocks, host_blocks, books.epoch, begun)
+        books.track(ticket, host_blocks, then)
         return True
 
     def _was_read(
-        self, job: Job, tier: str, blocks: list[int], slots: list[int], epoch: int, begun: float, done: Done
+        self,
+        job: FetchJob,
+        tier: str,
+        blocks: list[int],
+        host_blocks: list[int],
+        epoch: int,
+        begun: float,
+        done: Done,
     ) -> None:
-        books, now = self.books, self.books.clock()
-        books.rates[tier].add(now - max(begun, self._last_read[tier]), len(blocks))
-        self._last_read[tier] = now
-        job.num_reading -= 1
+        books = self.books
+        self._reads[tier].ended(begun + done.seconds, sum(done.intact))
+        job.num_reads -= 1
         self._num_reading -= len(blocks)
-        good = [(i, slot) for i, slot, intact in zip(blocks, slots, done.intact) if intact]
+        good = [(i, host_block) for i, host_block, intact in zip(blocks, host_blocks, done.intact) if intact]
         if len(good) < len(blocks):
             bad = [i for i, intact in zip(blocks, done.intact) if not intact]
             job.end = min(job.end, bad[0])
             books.stats[tier].failed_blocks += len(bad)
             books.transfers.disown(tier, [job.metas[i].key for i in bad])
-            books.slots.release([slot for slot, intact in zip(slots, done.intact) if not intact])
-        if books.keeps and epoch == books.epoch:
-            for i, slot in good:
-                books.slots.put(slot, job.metas[i])
-        good_slots = [slot for _, slot in good]
+            books.host.release([block for block, intact in zip(host_blocks, done.intact) if not intact])
+        if books.has_host_tier and epoch == books.epoch:
+            for i, host_block in good:
+                books.host.put(host_block, job.metas[i])
+        good_host_blocks = [host_block for _, host_block in good]
         if job.closed or not good or good[0][0] >= job.end:
-            books.slots.release(good_slots)
+            books.host.release(good_host_blocks)
         else:
-            self._copy_in(job, tier, [i for i, _ in good], good_slots)
+            self._copy_in(job, tier, [i for i, _ in good], good_host_blocks)
 
-    def _copy_in(self, job: Job, tier: str, blocks: list[int], slots: list[int]) -> None:
-        job.num_copying += 1
-        of_fetch = job.fetch.blocks
+    def _copy_in(self, job: FetchJob, tier: str, blocks: list[int], host_blocks: list[int]) -> None:
+        books, of_fetch = self.books, job.fetch.blocks
+        job.num_copies += 1
         into = [of_fetch[i] for i in blocks]
-        ticket = self.books.transfers.copy_in(slots, into, self.books.in_use(into), job.behind)
-        self.books.track(ticket, slots, partial(self._was_copied_in, job, tier, blocks, slots))
+        ticket = books.transfers.copy_in(host_blocks, into, books.in_use(into), job.behind)
+        books.track(ticket, host_blocks, partial(self._was_copied_in, job, tier, blocks, host_blocks))
 
-    def _was_copied_in(self, job: Job, tier: str, blocks: list[int], slots: list[int], done: Done) -> None:
+    def _was_copied_in(
+        self, job: FetchJob, tier: str, blocks: list[int], host_blocks: list[int], done: Done
+    ) -> None:
         books = self.books
-        job.num_copying -= 1
-        books.slots.release(slots)
+        job.num_copies -= 1
+        books.host.release(host_blocks)
         if done.seconds:
-            books.rates[HOST].add(done.seconds, len(blocks))
+            books.costs.fetch[HOST].add(done.seconds, len(blocks))
         stats = books.stats[tier]
         for i, intact in zip(blocks, done.intact):
             job.arrived[i] = intact
             stats.fetched_blocks += intact
             stats.failed_blocks += not intact
-
-
-def make_meta(
-    keys: list[bytes],
-    i: int,
-    token_ids: list[int],
-    block_size: int,
-    adapter: str | None,
-    cache_salt: str | None,
-) -> BlockMeta:
-    tokens = array("I", token_ids[i * block_size : (i + 1) * block_size])
-    return BlockMeta(keys[i], keys[i - 1] if i else None, tokens, (adapter, cache_salt))

@@ -1,163 +1,172 @@
-"""The tiers below the device, as rank 0 runs them: which blocks leave the cache ahead of their eviction,
-which are worth fetching.
+"""The tiers below the device, as rank 0 runs them: which blocks leave the device's cache ahead of their
+eviction, and which blocks below are worth fetching.
 
-Slots of the host slab keep what is copied out, if there is a host tier; else they are a small staging area on
-the way to disk or store. All transfers run beside the steps (engine/offload/transfers.py) and are polled
-between them; a step that rewrites a block waits, on the device, for the copy that still reads it. The way up:
-engine/offload/fetch.py. Which slot goes next: kv/host.py.
+    device block  --copy out-->  host block  --write-->  disk or store        the way down
+    device block  <--copy in---  host block  <--read---                       the way up
+
+A host block is the place of one block in the pinned slab. With a host tier, host blocks keep what is copied
+there; without one they are a small staging area. The scheduler keeps to its own cache: it asks `lookup` what
+lies below, waits for the fetches that it begins, and the pool tells what it evicts. All transfers run beside
+the steps and are polled between them. A step that rewrites a block waits, on the device, for the copy that
+still reads the block.
+
+The Offloader itself looks after device blocks. It has a Fetcher for the way up (engine/offload/fetch.py) and
+a Writer for the second half of the way down (engine/offload/writer.py). Whether a fetch pays is decided in
+engine/offload/costs.py, which host block is given away next in kv/host.py.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from shoal.api import KvTierStats
-from shoal.engine.offload.fetch import HOST, Books, Fetcher, Rate, make_meta
+from shoal.engine.offload.books import HOST, Books, meta_of
+from shoal.engine.offload.costs import Costs
+from shoal.engine.offload.fetch import Fetcher
 from shoal.engine.offload.transfers import Done, Transfers
+from shoal.engine.offload.writer import Writer
+from shoal.engine.scheduling import sequence
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import Fetch
-from shoal.engine.scheduling.sequence import Sequence as QueuedSequence
 from shoal.kv.block_file import BlockMeta
 from shoal.kv.host import HostTier
 from shoal.kv.policy import FrequencySketch
+from shoal.kv.tier import Tier
 
 SCAN_S = 0.1  # between looks at the coldest blocks while nothing presses
-WRITE_BLOCKS = 16  # of one write
-MAX_WRITING = 48  # blocks: fewer than a tier lets wait
-WRITE_REST_S = 1.0  # after a write that failed, before the host tier's coldest are looked at again
-HOST_WATERMARK = 1024  # of the coldest blocks in the host tier, so many are to lie below it too
-FETCH_LATENCY_S = 0.002  # of a fetch beside its bytes: its end is noticed between two steps
-RECOVERY = 0.98  # of a tier's cost, each time that it was too high: so the tier is tried again
-POLL_S = 0.0003
-
-
-class LowerTier(Protocol):
-    """A persistent tier (kv/disk.py, kv/store.py), as far as it is asked between steps: no I/O."""
-
-    def contains(self, key: bytes) -> bool: ...
+QUICK_LOOK_BLOCKS = 256  # a look at so many blocks takes next to no time
+POLL_S = 0.0003  # between polls while the engine waits for transfers
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
     block_size: int  # tokens
     block_bytes: int  # over all ranks
-    keeps: bool  # there is a host tier
-    watermark: int  # of the coldest blocks on the device, so many are to lie below it too
-    max_leaving: int  # blocks that are copied out at once ...
-    copy_blocks: int  # ... in copies of so many: what a step that takes one of them may have to wait for
-    on_registration: bool = False  # copy what is new instead of what is cold
-    min_uses: int = 1  # of a block, before it is worth keeping
-    always_fetch: bool = False  # whatever computing it would cost
-    bytes_per_s: float | None = None  # that leave the device; beyond it blocks are lost
+    has_host_tier: bool  # otherwise host memory is only a staging area
+    watermark: int  # so many of the device's coldest blocks are to lie below it too
+    max_leaving: int  # blocks that are copied out at the same time
+    copy_blocks: int  # blocks of one copy out: a step that takes one of them may have to wait for all
+    on_registration: bool = False  # copy out what is new instead of what is cold
+    min_uses: int = 1  # of a block, before it is worth keeping below
+    always_fetch: bool = False  # whatever computing would cost
+    bytes_per_s: float | None = None  # that may leave the device; beyond it blocks are lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A look at the coldest blocks: when it was, and the counts of that moment."""
+
+    at: float
+    num_registered: int
+    num_evicted: int
+    num_free: int
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.num_registered, self.num_evicted, self.num_free
 
 
 class Offloader:
-    """The scheduler's `tiers` and its pool's listener. `persistent`: the tiers below the slots, in the order
-    in which they are asked.
+    """The scheduler's `tiers` (engine/scheduling/sequence.py) and its pool's listener. `persistent` has the
+    tiers below the host, by name, in the order in which they are asked.
 
-    Around a step: `poll`, Scheduler.schedule, `before_step`, the step, `offload`. Without steps: `tick`.
+    Around a step: `poll`, Scheduler.schedule, `before_step`, the step, `offload`. When a step has run:
+    `step_completed`. Without steps: `tick`.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        slots: HostTier,
+        host: HostTier,
         transfers: Transfers,
-        persistent: Mapping[str, LowerTier],
+        persistent: Mapping[str, Tier],
         policy: OffloadPolicy,
-        token_s: float = 0.0,
-        block_s: Mapping[str, float] | None = None,
+        costs: Costs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
-        self.pool, self.slots, self.transfers, self.persistent, self.policy = (
-            scheduler.pool,
-            slots,
-            transfers,
-            persistent,
-            policy,
-        )
-        self.token = Rate(token_s)  # computed in a prefill
-        names = dict.fromkeys((HOST, *persistent, *(block_s or ())))
-        self.stats = {name: KvTierStats() for name in names}
-        self.num_dropped = 0  # evicted from the device, and nowhere else
-        rates = {name: Rate((block_s or {}).get(name, 0.0)) for name in names}
-        self.books = Books(slots, transfers, policy.keeps, rates, self.stats, clock)
+        self.pool = scheduler.pool
+        self.host = host
+        self.transfers = transfers
+        self.persistent = persistent
+        self.policy = policy
+        self.costs = costs
+        self.stats = {tier: KvTierStats() for tier in costs.fetch}
+        self.num_dropped = 0  # blocks that were evicted from the device and are nowhere else
+        self.books = Books(host, transfers, policy.has_host_tier, costs, self.stats, clock)
         self.fetcher = Fetcher(scheduler, self.books)
-        self._metas: dict[bytes, BlockMeta] = {}  # of what can be found on the device
-        self._uses = FrequencySketch(self.pool.num_blocks + slots.num_slots) if policy.min_uses > 1 else None
-        self._unready = set(slots.take(slots.num_slots) or ())
-        self._leaving: dict[bytes, int] = {}  # blocks that are being copied out, and their tickets
-        self._evicted: dict[int, BlockMeta] = {}  # taken since the last step, what they held is nowhere else
-        self._overtaken = 0  # the last ticket one of whose blocks may be rewritten
-        # registered, to be copied out; without those that are long gone
+        self.writer = Writer(self.books, persistent, ahead_of_eviction=not policy.on_registration)
+        self._metas: dict[bytes, BlockMeta] = {}  # of each block that can be found on the device
+        self._uses = FrequencySketch(self.pool.num_blocks + host.capacity) if policy.min_uses > 1 else None
+        self._unready = set(host.take(host.capacity) or ())  # host blocks whose memory is not pinned yet
+        self._leaving: dict[bytes, int] = {}  # blocks that are being copied out, with their tickets
+        # Device blocks that were taken since the last step, with what they held if that is nowhere else
+        self._evicted: dict[int, BlockMeta] = {}
+        # The last copy out one of whose blocks the next step may rewrite; 0 if there is none. Copies out end
+        # in the order of their tickets, so a step that waits for this one waits for all before it.
+        self._overtaken = 0
+        # With on_registration: keys of new blocks that are to be copied out
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)
-        self._staged: deque[tuple[int, BlockMeta]] = deque()  # held slots of a staging area, to be written
-        self._kept: deque[bytes] = deque(maxlen=slots.num_slots)  # in the host tier, to be written
-        self._num_writing = 0  # blocks, once for each tier
-        self._failed_at = -math.inf  # when a write last did
         self._flushing = False  # what is copied out is written at once
-        self._allowance, self._allowed_at = 0.0, clock()
-        self._num_registered = self._num_evicted = 0
-        self._scanned: tuple[float, int, int, int] = (0.0, 0, 0, -1)  # when, and the counts of then
-        self._cut_short = False  # the last scan found more than there was room for
+        self._allowance = 0.0  # with bytes_per_s: bytes that may leave now
+        self._allowed_at = clock()  # when the allowance last grew
+        self._num_registered = 0  # blocks, since the start
+        self._num_evicted = 0
+        self._last_look = _Look(0.0, 0, 0, -1)
+        self._cut_short = False  # the last look found more blocks than there was room for
 
     # What the scheduler asks and tells
 
     def lookup(self, keys: Sequence[bytes], start: int) -> int:
-        """The run's best end: where computing its blocks, behind those computed now, would take longest
-        compared to fetching them, behind those fetched now."""
+        """How many of keys[start:], the first ones, lie below and are worth fetching now."""
         if self._uses is not None:
-            for key in keys[:start]:
+            for key in keys[:start]:  # those that were found on the device
                 self._uses.add(key)
-        computing = self.token.seconds * self.policy.block_size
-        fetching = {name: rate.seconds for name, rate in self.books.rates.items()}
-        queued = self.fetcher.num_blocks + len(self._evicted)  # of which it would save its own first
-        gain = self.token.seconds * self.scheduler.num_to_prefill - fetching[HOST] * queued - FETCH_LATENCY_S
-        best, best_gain = start, 0.0
-        end = start
-        while end < len(keys) and (tier := self.where(keys[end])) is not None:
-            end += 1
-            gain += computing - fetching[tier]
-            if gain > best_gain or self.policy.always_fetch:
-                best, best_gain = end, gain
-        if best < end:
-            for rate in self.books.rates.values():
-                rate.seconds *= RECOVERY
-        return best - start
+        run: list[str] = []
+        for key in keys[start:]:
+            tier = self.where(key)
+            if tier is None:
+                break
+            run.append(tier)
+        if self.policy.always_fetch:
+            return len(run)
+        # the evicted blocks are copied out before a fetch may take their place
+        num_blocks_ahead = self.fetcher.num_blocks + len(self._evicted)
+        fetch_ahead_s = self.costs.fetch[HOST].seconds * num_blocks_ahead
+        return self.costs.num_worth_fetching(run, self.scheduler.num_to_prefill, fetch_ahead_s)
 
     def where(self, key: bytes) -> str | None:
         """The highest tier that has it."""
-        if self.policy.keeps and self.slots.find(key) is not None:
+        if self.policy.has_host_tier and self.host.find(key) is not None:
             return HOST
         return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
 
-    def begin(self, fetch: Fetch) -> None:
-        """Blocks that the sequence has taken before they were copied out are now, as far as slots and
-        bandwidth allow, and what is fetched comes behind that. Until it has ended nobody else gets any of the
-        sequence's blocks."""
-        job = self.fetcher.begin(fetch, self.where, self.policy.block_size)  # which holds its slots
-        # not of its hits: a step may be about to write them
+    def begin(self, fetch: sequence.Fetch) -> None:
+        """Begins a fetch. The device blocks that it fills may still hold content that is nowhere else. This
+        content is copied out first, as far as host blocks and bandwidth allow, and the copies in run behind.
+
+        The fetch has references on the blocks that it fills, and ends after the copy out. The sequence's
+        blocks behind these may be read by the copy out too, so the fetch then gets references on them as
+        well: if the sequence leaves, nobody else rewrites a block that is still being read."""
+        # first, as it holds the host blocks that the copy out could take otherwise
+        job = self.fetcher.begin(fetch, self.where, self.policy.block_size)
+        # without the blocks that the sequence found in the cache: a step may be about to write them
         job.behind = self._save_evicted(fetch.seq.block_ids[fetch.start :])
         if job.behind:
             rest = fetch.seq.block_ids[len(fetch.held) :]
-            self.pool.try_allocate(0, shared=rest)
+            self.pool.hold(rest)
             fetch.held += rest
 
-    def registered(self, seq: QueuedSequence, start: int, end: int) -> None:
-        request = seq.request
+    def registered(self, seq: sequence.Sequence, start: int, end: int) -> None:
         for i in range(start, end):
             key = seq.keys[i]
             if key not in self._metas:
-                self._metas[key] = make_meta(
-                    seq.keys, i, seq.token_ids, self.policy.block_size, request.adapter, request.cache_salt
-                )
+                # what was fetched by way of the host tier is known there
+                meta = self.host.meta(key) or meta_of(seq, i, self.policy.block_size)
+                self._metas[key] = meta
             if self._uses is not None:
                 self._uses.add(key)
             if self.policy.on_registration:
@@ -170,7 +179,7 @@ class Offloader:
         self.books.used_until.update(dict.fromkeys(blocks, self.books.num_launched))
         if self._leaving:
             for key in map(self.pool.key_of, blocks):
-                # which have the content from now on: the block may be rewritten
+                # a copy has the content from now on, and the block may be rewritten
                 if key in self._leaving and self.pool.has_copies(key):
                     self._overtaken = max(self._overtaken, self._leaving[key])
 
@@ -192,53 +201,64 @@ class Offloader:
 
     def poll(self) -> bool:
         """Takes in what has ended and begins what follows from it. Whether anything has ended."""
-        ended = self.transfers.poll() if self.books.tickets or self._unready else []
+        ended = self.transfers.poll() if self.books.under_way or self._unready else []
         for done in ended:
             self.books.settle(done)
-        if self._unready and (ready := self.transfers.take_ready_slots()):
+        if self._unready and (ready := self.transfers.take_ready()):
             self._unready.difference_update(ready)
-            self.slots.release(ready)
+            self.host.release(ready)
         self.fetcher.advance()
-        self._write()
+        self.writer.advance()
         return bool(ended)
 
     def before_step(self, launches: bool = False) -> None:
-        """When the plan is made, and blocks have changed hands. `launches`: a step follows;
-        `books.num_completed` is to tell of its end."""
+        """To be called when the plan is made and blocks have changed hands. `launches`: a step follows."""
         self.num_dropped += len(self._evicted)
         self._evicted.clear()
-        if self._overtaken:  # copies out end in the order of their tickets
+        if self._overtaken:
             self.transfers.order_behind(self._overtaken)
             self._overtaken = 0
         self.fetcher.advance()
         self.books.num_launched += launches
 
+    def step_completed(self) -> None:
+        """The oldest step in flight has run."""
+        self.books.num_completed += 1
+
     def offload(self, idle: bool = False) -> None:
-        """Begins to copy out what should leave, as far as slots and bandwidth allow. `idle`: no step will
-        follow soon."""
-        if self._is_due(idle):
-            room = self._room()
-            self._copy_out(
-                *(self._new_blocks(room) if self.policy.on_registration else self._cold_blocks(room))
-            )
-            self._look_at_host()
-            self._write()
+        """Begins to copy out what should leave, as far as host blocks and bandwidth allow. `idle`: no step
+        will follow soon."""
+        if not self._is_due(idle):
+            return
+        if self.policy.on_registration:
+            blocks, metas = self._new_blocks(self._room())
+        else:
+            blocks, metas = self._cold_blocks(self._room())
+        self._copy_out(blocks, metas)
+        self.writer.queue_coldest()
+        self.writer.advance()
 
     def tick(self) -> bool:
-        """Instead of a step. Whether something is under way."""
-        ended = True
-        while ended:
+        """Instead of a step. Goes on as long as transfers end at once, as they do on a CPU. Returns whether
+        something is under way."""
+        while True:
             self.poll()
             self.before_step()
             self.offload(idle=True)
-            ended = self.poll()
-        return bool(self.books.tickets or self.fetcher.jobs or self._cut_short)
+            if not self.poll():
+                break
+        return bool(self.books.under_way or self.fetcher.jobs or self._cut_short)
 
     # Everything else
 
+    @property
+    def num_unready(self) -> int:
+        """Host blocks whose memory cannot be used yet, as it is not pinned."""
+        return len(self._unready)
+
     def quiesce(self, timeout_s: float = 60.0) -> None:
-        """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of slots go
-        on."""
+        """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of host
+        blocks go on. Raises RuntimeError if copies have not ended after `timeout_s` seconds."""
         self.fetcher.close_all()
         deadline = self.books.clock() + timeout_s
         self.poll()
@@ -248,13 +268,11 @@ class Offloader:
             if self.books.clock() > deadline:
                 raise RuntimeError(f"copies of KV blocks have not ended within {timeout_s} s")
 
-    def forget_slots(self) -> None:
-        """What the slots hold. What is under way ends, and is not kept."""
+    def forget_host(self) -> None:
+        """Forgets what the host blocks hold. Transfers under way end, and their blocks are not kept."""
         self.books.epoch += 1
-        self.slots.forget()
-        self._kept.clear()
-        self.slots.release([slot for slot, _ in self._staged])
-        self._staged.clear()
+        self.host.forget()
+        self.writer.forget()
 
     def flush(self, timeout_s: float) -> int:
         """Writes what lies above the persistent tiers only, for no longer than this. Returns how many blocks
@@ -262,65 +280,62 @@ class Offloader:
         if not self.persistent:
             return 0
         self.quiesce()
-        deadline, self._flushing = self.books.clock() + timeout_s, True
-        self._kept.extend(
-            meta.key
-            for _, meta in reversed(self.slots.coldest(self.slots.num_slots))
-            if not self._is_saved(meta.key)
-        )
-        blocks, metas = self._candidates(
-            reversed(self.pool.coldest(self.pool.num_blocks)), self.pool.num_blocks
-        )
-        while (blocks or self.books.tickets or self._staged or self._kept) and self.books.clock() < deadline:
+        books, writer, num_blocks = self.books, self.writer, self.pool.num_blocks
+        deadline, self._flushing = books.clock() + timeout_s, True
+        writer.queue_all()
+        blocks, metas = self._candidates(reversed(self.pool.coldest(num_blocks)), num_blocks)
+        while (blocks or books.under_way or writer.has_waiting) and books.clock() < deadline:
             if blocks and not self._leaving:
-                if room := self._safe_room():
+                room = self._safe_room()
+                if room:
                     self._copy_out(blocks[:room], metas[:room])
                     del blocks[:room], metas[:room]
-                elif not (self.books.tickets or self._staged or self._kept):
-                    break  # what lies in the slots can't be written
-            self._write()
+                elif not (books.under_way or writer.has_waiting):
+                    break  # what lies in the host blocks can't be written
+            writer.advance()
             if not self.poll():
                 time.sleep(POLL_S)
         self._flushing = False
-        return len(blocks) + len(self._staged) + len(self._kept) + self._num_writing
+        return len(blocks) + writer.num_left
 
     def check(self) -> None:
         """Proves the books."""
-        in_use = [slot for slots, _ in self.books.tickets.values() for slot in slots]
-        self.slots.check(
-            [*self._unready, *in_use, *(slot for slot, _ in self._staged), *self.fetcher.held_slots()]
-        )
-        assert set(self._leaving.values()) <= self.books.tickets.keys(), "copies that nobody waits for"
+        under_way = self.books.under_way
+        in_use = [host_block for host_blocks, _ in under_way.values() for host_block in host_blocks]
+        waiting = [*self.writer.held_host_blocks(), *self.fetcher.held_host_blocks()]
+        self.host.check([*self._unready, *in_use, *waiting])
+        assert set(self._leaving.values()) <= under_way.keys(), "copies that nobody waits for"
         assert set(self.pool.cached_keys()) <= self._metas.keys(), (
             "a block on the device whose content is not known"
         )
 
     # Inside
 
-    def _is_saved(self, key: bytes) -> bool:
-        return all(tier.contains(key) for tier in self.persistent.values())
-
     def _is_due(self, idle: bool) -> bool:
-        """Whether to look for blocks to copy out: not after every step where that takes long."""
-        counts = (self._num_registered, self._num_evicted, self.pool.num_free)
-        at, *then = self._scanned
-        if self._cut_short:  # a look costs more than a few blocks are worth
-            room, one_copy = self._room(), min(self.policy.copy_blocks, self.policy.max_leaving)
-            return room >= one_copy or (room > 0 and (idle or self.books.clock() - at >= SCAN_S))
-        if counts == tuple(then):
-            return False
-        pressed = self._num_evicted - then[1] >= self.policy.watermark // 4
-        return idle or pressed or self.policy.watermark <= 256 or self.books.clock() - at >= SCAN_S
+        """Whether to look for blocks to copy out. A look at many blocks takes longer than a step should wait,
+        so it is not made after every step."""
+        policy, last = self.policy, self._last_look
+        is_time = idle or self.books.clock() - last.at >= SCAN_S
+        if self._cut_short:
+            # there are blocks that should leave; a look is worth its time once a whole copy has room
+            room = self._room()
+            return room >= min(policy.copy_blocks, policy.max_leaving) or (room > 0 and is_time)
+        if (self._num_registered, self._num_evicted, self.pool.num_free) == last.counts:
+            return False  # nothing has changed since
+        # a quarter of the blocks that lay below are gone: soon one is evicted that lies nowhere else
+        is_pressing = self._num_evicted - last.num_evicted >= policy.watermark // 4
+        is_quick = policy.watermark <= QUICK_LOOK_BLOCKS
+        return is_time or is_pressing or is_quick
 
     def _room(self) -> int:
         """Blocks that may leave now."""
         return max(0, min(self._allowed(), self.policy.max_leaving - len(self._leaving)))
 
     def _allowed(self) -> int:
-        """Blocks for which there are slots and bandwidth."""
-        policy, now = self.policy, self.books.clock()
-        # half are for what comes up
-        room = self.slots.num_free if policy.keeps else self.slots.num_free - self.slots.num_slots // 2
+        """Blocks for which there are host blocks and bandwidth."""
+        policy, now, room = self.policy, self.books.clock(), self.host.num_free
+        if not policy.has_host_tier:
+            room -= self.host.capacity // 2  # half of the staging area is for what comes up
         if policy.bytes_per_s is not None:
             most = max(policy.bytes_per_s, policy.block_bytes)
             self._allowance = min(most, self._allowance + (now - self._allowed_at) * policy.bytes_per_s)
@@ -329,29 +344,35 @@ class Offloader:
         return max(0, room)
 
     def _safe_room(self) -> int:
-        """Blocks that can leave without pushing out of the slots what is not written yet."""
-        cold = self.slots.coldest(self.slots.num_free)
-        num_saved = next((i for i, (_, meta) in enumerate(cold) if not self._is_saved(meta.key)), len(cold))
-        return min(self.policy.max_leaving, self.slots.num_free - len(cold) + num_saved)
+        """Blocks that can leave without pushing out of host memory what is not written yet."""
+        cold = self.host.coldest(self.host.num_free)
+        num_saved = 0
+        while num_saved < len(cold) and self.writer.is_saved(cold[num_saved][1].key):
+            num_saved += 1
+        return min(self.policy.max_leaving, self.host.num_free - len(cold) + num_saved)
 
     def _save_evicted(self, taken: list[int]) -> int:
-        """Copies out what these blocks, taken in this order, still hold. Returns the last copy's ticket, 0 if
-        there is nothing to copy."""
-        blocks = [
-            block for block in taken if block in self._evicted and self._is_wanted(self._evicted[block].key)
-        ]
+        """Copies out what these blocks, taken in this order, still hold. Blocks are taken tail first; if only
+        some can be saved, the last taken are, as they are the heads, without which tails are of no use.
+        Returns the last copy's ticket, 0 if there is nothing to copy."""
+        blocks = []
+        for block in taken:
+            meta = self._evicted.get(block)
+            if meta is not None and self._is_wanted(meta.key):
+                blocks.append(block)
         if not blocks:
             return 0
-        # heads are taken last, and a tail is nothing without them
         blocks = blocks[max(0, len(blocks) - self._allowed()) :]
         return self._copy_out(blocks, [self._evicted.pop(block) for block in blocks])
 
     def _cold_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
-        self._scanned = (self.books.clock(), self._num_registered, self._num_evicted, self.pool.num_free)
+        """Up to `room` of the device's coldest blocks that are to leave."""
+        num_free = self.pool.num_free
+        self._last_look = _Look(self.books.clock(), self._num_registered, self._num_evicted, num_free)
         return self._candidates(self.pool.coldest(self.policy.watermark), room)
 
     def _new_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
-        """Those registered first."""
+        """Up to `room` of the new blocks that are to leave, those registered first."""
         found: dict[int, BlockMeta] = {}
         while self._fresh and len(found) < room:
             block = self.pool.find(self._fresh.popleft())
@@ -361,7 +382,7 @@ class Offloader:
         return list(found), list(found.values())
 
     def _candidates(self, blocks: Iterable[int], room: int) -> tuple[list[int], list[BlockMeta]]:
-        """The first of these that are to leave."""
+        """The first of these that are to leave, up to `room`, each with its content."""
         found: list[int] = []
         metas: list[BlockMeta] = []
         self._cut_short = False
@@ -375,6 +396,7 @@ class Offloader:
         return found, metas
 
     def _candidate(self, block: int) -> BlockMeta | None:
+        """The block's content if it is to leave."""
         key = self.pool.key_of(block)
         if key is None or key in self._leaving or self.where(key) is not None or not self._is_wanted(key):
             return None
@@ -384,83 +406,41 @@ class Offloader:
         return self._uses is None or self._uses.count(key) >= self.policy.min_uses
 
     def _copy_out(self, blocks: list[int], metas: list[BlockMeta]) -> int:
-        """Returns the last copy's ticket, 0 without any."""
-        ticket = 0
-        self._allowance -= len(blocks) * self.policy.block_bytes
-        for at in range(0, len(blocks), self.policy.copy_blocks):
-            some = slice(at, at + self.policy.copy_blocks)
-            slots = self.slots.take(len(blocks[some]))
-            assert slots is not None
-            wait = self.policy.on_registration or self.books.in_use(blocks[some])  # else all of them are free
-            ticket = self.transfers.copy_out(blocks[some], slots, wait)
-            self._leaving.update((meta.key, ticket) for meta in metas[some])
-            self.books.track(
-                ticket, slots, partial(self._was_copied_out, metas[some], slots, self.books.epoch)
-            )
+        """Begins copies of these blocks into host blocks. Returns the last copy's ticket, 0 if there is
+        none."""
+        ticket, books, policy = 0, self.books, self.policy
+        self._allowance -= len(blocks) * policy.block_bytes
+        for at in range(0, len(blocks), policy.copy_blocks):
+            some, some_metas = blocks[at : at + policy.copy_blocks], metas[at : at + policy.copy_blocks]
+            host_blocks = self.host.take(len(some))
+            assert host_blocks is not None
+            # a step in flight may still write blocks that are new; cold ones are free
+            wait = policy.on_registration or books.in_use(some)
+            ticket = self.transfers.copy_out(some, host_blocks, wait)
+            self._leaving.update((meta.key, ticket) for meta in some_metas)
+            then = partial(self._was_copied_out, some_metas, host_blocks, books.epoch)
+            books.track(ticket, host_blocks, then)
         return ticket
 
-    def _was_copied_out(self, metas: list[BlockMeta], slots: list[int], epoch: int, done: Done) -> None:
+    def _was_copied_out(self, metas: list[BlockMeta], host_blocks: list[int], epoch: int, done: Done) -> None:
         for meta in metas:
             del self._leaving[meta.key]
-        stats, keeps = self.stats[HOST], self.policy.keeps
-        through = bool(self.persistent) and (self.policy.on_registration or self._flushing)
-        free = []
-        for slot, meta, intact in zip(slots, metas, done.intact):
+        stats = self.stats[HOST]
+        if done.seconds:
+            self.costs.store[HOST].add(done.seconds, len(metas))
+        is_written_at_once = bool(self.persistent) and (self.policy.on_registration or self._flushing)
+        released = []
+        for host_block, meta, intact in zip(host_blocks, metas, done.intact):
             stats.failed_blocks += not intact
             if not intact or epoch != self.books.epoch:
-                free.append(slot)
-            elif keeps:
-                stats.stored_blocks += self.slots.put(slot, meta) == slot
-                free.append(slot)
-                if through:
-                    self._kept.append(meta.key)
+                released.append(host_block)
+            elif self.policy.has_host_tier:
+                # put() returns another host block if one has this content already
+                stats.stored_blocks += self.host.put(host_block, meta) == host_block
+                released.append(host_block)
+                if is_written_at_once:
+                    self.writer.queue(meta.key)
             else:
-                self._staged.append((slot, meta))
+                self.writer.stage(host_block, meta)
         # the coldest on the device is the coldest here
-        self.slots.release(free if self.policy.on_registration else free[::-1])
-
-    def _look_at_host(self) -> None:
-        """What is the coldest there is to be written ahead of its eviction."""
-        if (
-            self.policy.keeps
-            and self.persistent
-            and not self.policy.on_registration
-            and not self._kept
-            and (self.books.clock() - self._failed_at >= WRITE_REST_S)
-        ):
-            cold = self.slots.coldest(min(HOST_WATERMARK, self.slots.num_slots // 2))
-            self._kept.extend(meta.key for _, meta in cold if not self._is_saved(meta.key))
-
-    def _write(self) -> None:
-        while (self._staged or self._kept) and self._num_writing < MAX_WRITING:
-            batch: list[tuple[int, BlockMeta]] = []
-            while self._staged and len(batch) < WRITE_BLOCKS:
-                batch.append(self._staged.popleft())
-            while self._kept and len(batch) < WRITE_BLOCKS:
-                slot = self.slots.find(key := self._kept.popleft())
-                if slot is not None and (meta := self.slots.meta(key)) is not None:
-                    self.slots.hold([slot], use=False)
-                    batch.append((slot, meta))
-            for name, tier in self.persistent.items():
-                new = [(slot, meta) for slot, meta in batch if not tier.contains(meta.key)]
-                if new:
-                    slots, metas = [slot for slot, _ in new], [meta for _, meta in new]
-                    self.slots.hold(slots, use=False)
-                    self._num_writing += len(new)
-                    ticket = self.transfers.write(name, metas, slots)
-                    self.books.track(ticket, slots, partial(self._was_written, name, metas, slots))
-            self._release_written([slot for slot, _ in batch])
-
-    def _release_written(self, slots: list[int]) -> None:
-        """Those that were written ahead of their eviction were the coldest, and are again."""
-        self.slots.release(slots, coldest=not self.policy.on_registration)
-
-    def _was_written(self, name: str, metas: list[BlockMeta], slots: list[int], done: Done) -> None:
-        self._num_writing -= len(metas)
-        self._release_written(slots)
-        bad = [meta.key for meta, intact in zip(metas, done.intact) if not intact]
-        self.stats[name].stored_blocks += len(metas) - len(bad)
-        self.stats[name].failed_blocks += len(bad)
-        if bad:
-            self._failed_at = self.books.clock()
-            self.transfers.disown(name, bad)
+        self.host.release(released if self.policy.on_registration else released[::-1])

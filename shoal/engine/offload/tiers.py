@@ -1,16 +1,21 @@
-"""The tiers below the device of one engine: built from its options, kept in step with sleep and new weights,
-emptied into the lowest at the end. What goes where: engine/offload/offloader.py."""
+"""The tiers below the device of one engine, over its whole life: opened from the engine's options, measured,
+kept in step with sleep and new weights, written to the lowest at the end. Also what listeners hear of them.
+
+Which block goes where and when is decided in engine/offload/offloader.py. The tiers below host memory are
+reached through kv/tier.py alone, and no name of a tier occurs here.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shoal.api import KvTierStats, Stats
 from shoal.config import ResolvedConfig
-from shoal.engine.offload.fetch import HOST
+from shoal.engine.offload.books import HOST
+from shoal.engine.offload.costs import Costs, plausible_copy_s
 from shoal.engine.offload.offloader import POLL_S, Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import RankTransfers
 from shoal.engine.ranks.ranks import Ranks
@@ -19,11 +24,11 @@ from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.errors import ConfigError
 from shoal.hashing import extend_keys
-from shoal.kv.disk import DiskTier
+from shoal.kv.block_file import Event
 from shoal.kv.event_publisher import KvEvents
 from shoal.kv.fingerprint import weights_fingerprint
 from shoal.kv.host import HostTier
-from shoal.kv.store import StoreTier
+from shoal.kv.tier_registry import first_read_s, has_tiers
 from shoal.kv_event_format import CPU, STORAGE
 
 logger = logging.getLogger(__name__)
@@ -31,99 +36,119 @@ logger = logging.getLogger(__name__)
 STAGING_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}  # of a rank without host tier
 LEAVING_BYTES = {"cuda": 4 << 30, "cpu": 32 << 20}  # of a rank, copied out at once: 0.1 s over PCIe
 COPY_BYTES = 128 << 20  # of one copy out
-# seconds a byte, until one was read: so high that the tier is tried
-FIRST_BYTE_S = {"disk": 1 / 8e9, "store": 1 / 1e9}
-LEAST_SLOTS = 16
+LEAST_HOST_BLOCKS = 16
 WATERMARK = 2048  # blocks, or half of a small cache
+LONG_PROMPT_SHARE = 16  # a step with a 16th of the most prompt tokens tells how quickly prompts are computed
+
+
+@dataclass(slots=True, eq=False)
+class _LookUp:
+    """A sequence that waits until tiers have said what they have of its prompt."""
+
+    seq: Sequence
+    answers: list[Future[int]]
 
 
 class KvTiers:
-    """An engine's, whose options, ranks, scheduler and KV events it is given. Raises ConfigError where an
-    option can't be met."""
+    """Raises ConfigError where an option can't be met. `events` is None if nobody listens.
+
+    Around a step: `before_schedule`, Scheduler.schedule, `before_step`, the step, `after_step`. When a step
+    has run: `completed`. Without steps: `tick`.
+    """
 
     def __init__(
         self, config: ResolvedConfig, ranks: Ranks, scheduler: Scheduler, events: KvEvents | None
     ) -> None:
-        self.config, self.ranks, self.scheduler, self.events = config, ranks, scheduler, events
-        runner = ranks.runner
-        block_bytes, keeps = runner.block_bytes * config.tensor_parallel_size, config.kv_host_bytes > 0
-        num_slots = (
-            config.kv_host_bytes // block_bytes
-            if keeps
-            else max(LEAST_SLOTS, STAGING_BYTES[config.device] // runner.block_bytes)
-        )
-        if not num_slots:
-            raise ConfigError(
-                f"kv_host_bytes {config.kv_host_bytes} is less than one KV block of {block_bytes} bytes; "
-                "raise it or leave "
-                "it out"
-            )
-        ranks.call(commands.KV_OPEN, num_slots)
-        self.num_slots = num_slots
-        self.persistent = runner.kv.tiers  # of rank 0, as they are opened and closed
-        self.stale = False  # they are closed, as the weights have changed
-        self.asking: list[tuple[Sequence, Future[int]]] = []
-        self.completed_at = 0.0  # when a step last was, seconds
-        self.open_persistent()
-        token_s, block_s = 0.0, dict.fromkeys((HOST, *self.persistent), 0.0)
-        if config.kv_load_policy == "cost":
-            measured = ranks.call(commands.KV_MEASURE)
-            token_s, host_s = (max(figures) for figures in zip(*measured))
-            block_s = {
-                HOST: host_s,
-                **{name: host_s + runner.block_bytes * FIRST_BYTE_S[name] for name in self.persistent},
-            }
-            logger.info(
-                "computing a block takes %.3f ms, fetching one %s",
-                token_s * config.block_size * 1e3,
-                ", ".join(f"{seconds * 1e3:.3f} ms from {name}" for name, seconds in block_s.items()),
-            )
-        num_blocks = scheduler.pool.num_blocks
-        # what two may take
-        steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)
-        policy = OffloadPolicy(
-            block_size=config.block_size,
-            block_bytes=block_bytes,
-            keeps=keeps,
-            watermark=max(
-                1,
-                min(
-                    num_blocks,
-                    num_slots if keeps else num_blocks,
-                    max(steps, min(WATERMARK, num_blocks // 2)),
-                ),
-            ),
-            max_leaving=max(LEAST_SLOTS // 2, LEAVING_BYTES[config.device] // runner.block_bytes),
-            copy_blocks=max(1, COPY_BYTES // runner.block_bytes),
-            on_registration=config.kv_offload_policy == "register",
-            min_uses=config.kv_offload_min_uses,
-            always_fetch=config.kv_load_policy == "always",
-            bytes_per_s=config.kv_offload_bandwidth,
-        )
-        self.policy, self.token_s, self.block_s = policy, token_s, block_s
+        self.config = config
+        self.ranks = ranks
+        self.scheduler = scheduler
+        self.events = events
+        rank_block_bytes = ranks.runner.block_bytes
+        num_host_blocks = _num_host_blocks(config, rank_block_bytes)
+        ranks.call(commands.KV_OPEN, num_host_blocks)
+        measured = ranks.call(commands.KV_MEASURE)
+        self.persistent = ranks.runner.kv.tiers  # of rank 0: it is filled and emptied as tiers open and close
+        self._is_stale = False  # the persistent tiers are closed, as the weights have changed
+        self._open_persistent()
+        self._look_ups: list[_LookUp] = []
+        self._completed_at = 0.0  # when the last step had run, in seconds
+        self.costs = self._first_costs(measured)
+        self.policy = _policy(config, scheduler.pool.num_blocks, num_host_blocks, rank_block_bytes)
+        self._num_host_blocks = num_host_blocks
         self.transfers = RankTransfers(ranks)
         self.offloader = self._new_offloader()
+        self.attach()
+
+    def _first_costs(self, measured: list[tuple[float, float]]) -> Costs:
+        """From the seconds that each rank has measured, of a token's computing and a block's copy in. The
+        slowest rank counts."""
+        config, rank_block_bytes = self.config, self.ranks.runner.block_bytes
+        token_s = max(token_s for token_s, _ in measured)
+        measured_s = max(copy_s for _, copy_s in measured)
+        copy_s = plausible_copy_s(measured_s, rank_block_bytes, config.device)
+        fetch_s = {HOST: copy_s}
+        for name in self.persistent:
+            fetch_s[name] = copy_s + first_read_s(name, rank_block_bytes)
+        costs = Costs(config.block_size, token_s, fetch_s)
+        logger.info(
+            "computing a block takes %.3f ms, fetching one %s",
+            costs.block_s * 1e3,
+            ", ".join(f"{seconds * 1e3:.3f} ms from {name}" for name, seconds in fetch_s.items()),
+        )
+        if copy_s < measured_s:
+            logger.warning(
+                "copying a block from host memory took %.3f ms, more than is plausible; taken as %.3f ms "
+                "until real requests tell",
+                measured_s * 1e3,
+                copy_s * 1e3,
+            )
+        return costs
 
     def _new_offloader(self) -> Offloader:
-        scheduler, policy = self.scheduler, self.config.kv_eviction_policy
-        slots = HostTier(self.num_slots, policy, record_events=self.events is not None)
-        offloader = Offloader(
-            scheduler, slots, self.transfers, self.persistent, self.policy, self.token_s, self.block_s
-        )
-        scheduler.tiers = offloader
-        scheduler.pool.listeners.append(offloader)
-        return offloader
+        policy, scheduler = self.config.kv_eviction_policy, self.scheduler
+        host = HostTier(self._num_host_blocks, policy, record_events=self.events is not None)
+        return Offloader(scheduler, host, self.transfers, self.persistent, self.policy, self.costs)
+
+    def attach(self) -> None:
+        """From now on the scheduler and its pool know of the tiers."""
+        self.scheduler.tiers = self.offloader
+        self.scheduler.pool.listeners.append(self.offloader)
+
+    def detach(self) -> None:
+        """The opposite of `attach`."""
+        self.scheduler.tiers = None
+        self.scheduler.pool.listeners.remove(self.offloader)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all host memory that was asked for can be used."""
+        return self.offloader.num_unready == 0
 
     # Around a step
 
+    def ask(self, seq: Sequence) -> None:
+        """For a new sequence: asks those tiers that must be asked what they have of its prompt, unless nearer
+        ones have all of it. The sequence starts when they have answered."""
+        asked = [tier for tier in self.persistent.values() if tier.must_be_asked]
+        params = seq.request.params
+        if not asked or params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
+            return
+        block_size = self.config.block_size
+        extend_keys(seq.keys, seq.root, seq.token_ids, block_size)
+        keys = seq.keys[: (seq.num_tokens - 1) // block_size]
+        if any(self.scheduler.pool.find(key) is None and self.offloader.where(key) is None for key in keys):
+            seq.asking = True
+            self._look_ups.append(_LookUp(seq, [tier.look_up(keys) for tier in asked]))
+
     def before_schedule(self) -> None:
-        if self.stale:
+        if self._is_stale:
             self._reopen_persistent()
-        for entry in [entry for entry in self.asking if entry[1].done()]:
-            self.asking.remove(entry)
-            entry[0].asking = False
+        for look_up in list(self._look_ups):
+            if all(answer.done() for answer in look_up.answers):
+                self._look_ups.remove(look_up)
+                look_up.seq.asking = False
         self.offloader.poll()
-        self._tell()
+        self._publish()
 
     def before_step(self, launches: bool) -> None:
         self.offloader.before_step(launches)
@@ -138,87 +163,66 @@ class KvTiers:
 
     def completed(self, plan: StepPlan, launched_at: float) -> None:
         """A step has run. Those with long prompts tell how quickly prompts are computed."""
-        self.offloader.books.num_completed += 1
-        now, config = time.monotonic(), self.config
+        self.offloader.step_completed()
+        now = time.monotonic()
         num_tokens = plan.num_tokens - plan.num_decodes
-        if num_tokens >= max(1, config.max_num_batched_tokens // 16):
-            self.offloader.token.add(now - max(launched_at, self.completed_at), num_tokens)
-        self.completed_at = now
+        if num_tokens >= max(1, self.config.max_num_batched_tokens // LONG_PROMPT_SHARE):
+            self.costs.token.add(now - max(launched_at, self._completed_at), num_tokens)
+        self._completed_at = now
 
     def tick(self) -> bool:
+        """Instead of a step. Whether something is under way."""
         under_way = self.offloader.tick()
-        self._tell()
+        self._publish()
         self._flush_events()
         return under_way
+
+    # Listeners
+
+    def _publish(self) -> None:
+        """Tells listeners what the tiers have stored and removed."""
+        if self.events is None:
+            return
+        self._publish_of(CPU, self.offloader.host.take_events())
+        for tier in self.persistent.values():
+            self._publish_of(STORAGE, tier.take_events())
+
+    def _publish_of(self, medium: str, news: list[Event]) -> None:
+        assert self.events is not None
+        for item in news:
+            if isinstance(item, bytes):
+                self.events.removed_below(item, medium)
+            else:
+                self.events.stored([item.key], item.parent, item.token_ids, *item.extra, medium)
 
     def _flush_events(self) -> None:
         if self.events is not None:
             self.events.flush()
 
-    def _tell(self) -> None:
-        """Listeners, of what lower tiers have."""
-        events = self.events
-        if events is None:
-            return
-        disk = self.persistent.get("disk")
-        for tier, news in (
-            (CPU, self.offloader.slots.take_events()),
-            (STORAGE, disk.take_events() if isinstance(disk, DiskTier) else []),
-        ):
-            for item in news:
-                if isinstance(item, bytes):
-                    events.removed_below(item, tier)
-                else:
-                    events.stored([item.key], item.parent, item.token_ids, *item.extra, tier)
-
-    def ask(self, seq: Sequence) -> None:
-        """What the store has of a prompt, if nothing nearer has all of it: its sequence starts when that is
-        known."""
-        store, params = self.persistent.get("store"), seq.request.params
-        if (
-            not isinstance(store, StoreTier)
-            or params.prompt_logprobs is not None
-            or params.skip_reading_prefix_cache
-        ):
-            return
-        block_size = self.config.block_size
-        extend_keys(seq.keys, seq.root, seq.token_ids, block_size)
-        keys = seq.keys[: (seq.num_tokens - 1) // block_size]
-        if any(self.scheduler.pool.find(key) is None and self.offloader.where(key) is None for key in keys):
-            seq.asking = True
-            self.asking.append((seq, store.look_up(keys)))
-
     # The weights
 
-    def open_persistent(self) -> None:
-        """For the weights as they are now."""
-        self.stale = False
-        if self.config.kv_disk_path is not None or self.config.kv_store is not None:
+    def _open_persistent(self) -> None:
+        """Opens what the options name, for the weights as they are now."""
+        self._is_stale = False
+        if has_tiers(self.config):
             checksums = self.ranks.call(commands.CHECKSUMS)
-            self.ranks.call(
-                commands.KV_OPEN_TIERS,
-                weights_fingerprint(checksums, self.ranks.runner.model_config),
-                self.events is not None,
-            )
+            fingerprint = weights_fingerprint(checksums, self.ranks.runner.model_config)
+            self.ranks.call(commands.KV_OPEN_TIERS, fingerprint, self.events is not None)
 
     def _reopen_persistent(self) -> None:
         try:
-            self.open_persistent()
+            self._open_persistent()
         except ConfigError as error:
             self.ranks.call(commands.KV_CLOSE_TIERS)
             logger.warning("KV blocks are no longer kept on disk or in a store: %s", error)
 
-    def quiesce(self) -> None:
-        """Ends what uses the cache on the device, which is about to be given back."""
-        self.offloader.quiesce()
-
     def weights_changed(self) -> None:
         """What other weights computed is not found any more. There may be many changes before the next step,
         which opens what then fits."""
-        self.offloader.forget_slots()
-        self._tell()
-        if not self.stale:
-            self.stale = True
+        self.offloader.forget_host()
+        self._publish()
+        if not self._is_stale:
+            self._is_stale = True
             self.ranks.call(commands.KV_CLOSE_TIERS)
             if self.events is not None:
                 self.events.cleared(STORAGE)
@@ -226,64 +230,111 @@ class KvTiers:
 
     # The rest of an engine's life
 
+    def quiesce(self) -> None:
+        """Afterwards no copy to or from the device is under way, and no fetch."""
+        self.offloader.quiesce()
+
     def reset(self) -> None:
-        """As `LLM.reset_prefix_cache`: everything but a shared store forgets."""
-        self.offloader.forget_slots()
+        """As `LLM.reset_prefix_cache`: every tier forgets what is this engine's alone."""
+        self.offloader.forget_host()
         for name in self.persistent:
-            if name != "store":
-                self.transfers.forget(name)
-        self._tell()
+            self.transfers.forget(name)
+        self._publish()
 
     def start_anew(self) -> None:
-        """After an interrupt, nobody knows where. The requests are gone."""
+        """After an interrupt, when nobody knows what reached the device and all requests are gone. Raises
+        TimeoutError if a transfer under way does not end."""
         self.transfers.abandon()
-        self.scheduler.pool.listeners.remove(self.offloader)
+        self.detach()
         for fetch in list(self.scheduler.fetches):
             self.scheduler.fetched(fetch, 0)
         self.offloader = self._new_offloader()
+        self.attach()
         if self.events is not None:
             self.events.cleared(CPU)
 
     def flush(self) -> None:
-        """As far as there is time."""
+        """Writes what lies above the persistent tiers, for kv_flush_timeout seconds at most."""
         config = self.config
-        if self.persistent and config.kv_flush_timeout:
-            start = time.perf_counter()
-            left = self.offloader.flush(config.kv_flush_timeout)
-            logger.info(
-                "wrote KV blocks to %s in %.2f s%s",
-                " and ".join(self.persistent),
-                time.perf_counter() - start,
-                f"; {left} were not written within kv_flush_timeout" if left else "",
-            )
+        if not self.persistent or not config.kv_flush_timeout:
+            return
+        start = time.perf_counter()
+        left = self.offloader.flush(config.kv_flush_timeout)
+        logger.info(
+            "wrote KV blocks to %s in %.2f s%s",
+            " and ".join(self.persistent),
+            time.perf_counter() - start,
+            f"; {left} were not written within kv_flush_timeout" if left else "",
+        )
 
     def check(self) -> None:
         """Proves the books."""
         self.offloader.check()
 
+    # Figures
+
     def fill_in(self, stats: Stats) -> Stats:
-        stats.kv_tiers, stats.kv_dropped_blocks = self._tier_stats(), self.offloader.num_dropped
+        """Adds the tiers' figures to the scheduler's."""
+        stats.kv_dropped_blocks = self.offloader.num_dropped
+        stats.kv_compute_seconds_per_block = self.costs.block_s
+        stats.kv_tiers = {}
+        for name, counts in self.offloader.stats.items():
+            if name != HOST or self.policy.has_host_tier:
+                stats.kv_tiers[name] = self._tier_stats(name, counts)
         return stats
 
-    def _tier_stats(self) -> dict[str, KvTierStats]:
-        block_bytes, found = self.policy.block_bytes, {}
-        for name, stats in self.offloader.stats.items():
-            if name == HOST:
-                if not self.policy.keeps:
-                    continue
-                num_blocks, capacity = self.offloader.slots.num_blocks, self.num_slots * block_bytes
-                found[name] = replace(
-                    stats,
-                    block_bytes=block_bytes,
-                    used_bytes=num_blocks * block_bytes,
-                    capacity_bytes=capacity,
-                )
-            else:
-                num_bytes = self.persistent[name].stats().num_bytes if name in self.persistent else 0
-                found[name] = replace(
-                    stats,
-                    block_bytes=block_bytes,
-                    used_bytes=num_bytes * self.config.tensor_parallel_size,
-                    capacity_bytes=self.config.kv_disk_bytes if name == "disk" else 0,
-                )
-        return found
+    def _tier_stats(self, name: str, counts: KvTierStats) -> KvTierStats:
+        used_bytes = capacity_bytes = 0
+        if name == HOST:
+            used_bytes = self.offloader.host.num_blocks * self.policy.block_bytes
+            capacity_bytes = self._num_host_blocks * self.policy.block_bytes
+        elif name in self.persistent:
+            of_rank = self.persistent[name].stats()
+            used_bytes = of_rank.num_bytes * self.ranks.size
+            capacity_bytes = of_rank.capacity_bytes * self.ranks.size
+        return replace(
+            counts,
+            block_bytes=self.policy.block_bytes,
+            used_bytes=used_bytes,
+            capacity_bytes=capacity_bytes,
+            fetch_seconds_per_block=self.costs.fetch[name].seconds,
+            store_seconds_per_block=self.costs.store[name].seconds,
+            trial_fetches=self.costs.trials[name].num_begun,
+        )
+
+
+def _num_host_blocks(config: ResolvedConfig, rank_block_bytes: int) -> int:
+    """How many blocks the slab has room for. Raises ConfigError."""
+    if not config.kv_host_bytes:
+        return max(LEAST_HOST_BLOCKS, STAGING_BYTES[config.device] // rank_block_bytes)
+    block_bytes = rank_block_bytes * config.tensor_parallel_size
+    if config.kv_host_bytes < block_bytes:
+        raise ConfigError(
+            f"kv_host_bytes {config.kv_host_bytes} is less than one KV block of {block_bytes} bytes; raise "
+            "it or leave it out"
+        )
+    return config.kv_host_bytes // block_bytes
+
+
+def _policy(
+    config: ResolvedConfig, num_blocks: int, num_host_blocks: int, rank_block_bytes: int
+) -> OffloadPolicy:
+    """`num_blocks`: of the device's cache."""
+    has_host_tier = config.kv_host_bytes > 0
+    blocks_of_two_steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)
+    watermark = max(blocks_of_two_steps, min(WATERMARK, num_blocks // 2))
+    watermark = min(watermark, num_blocks)
+    if has_host_tier:
+        watermark = min(watermark, num_host_blocks)
+    return OffloadPolicy(
+        block_size=config.block_size,
+        block_bytes=rank_block_bytes * config.tensor_parallel_size,
+        has_host_tier=has_host_tier,
+        watermark=max(1, watermark),
+        max_leaving=max(LEAST_HOST_BLOCKS // 2, LEAVING_BYTES[config.device] // rank_block_bytes),
+        copy_blocks=max(1, COPY_BYTES // rank_block_bytes),
+        on_registration=config.kv_offload_policy == "register",
+        min_uses=config.kv_offload_min_uses,
+        always_fetch=config.kv_load_policy == "always",
+        bytes_per_s=config.kv_offload_bandwidth,
+    )

@@ -1,8 +1,10 @@
-"""What the tiers ask of whoever moves blocks, and the rank-0 end of it. What each rank does:
-engine/runner/rank_kv.py.
+"""Transfers of blocks, which run beside the steps: what the offloader asks for, and how all ranks do it.
 
-device block  --copy out-->  slot of the host slab  --write-->  file on disk, object in a store
-device block  <--copy in---  slot                   <--read---
+    device block  --copy out-->  host block of the slab  --write-->  file on disk, object in a store
+    device block  <--copy in---  host block              <--read---
+
+A transfer is begun with a ticket, a number that counts up, and ends some time later: `poll` tells. What each
+rank does is in engine/runner/rank_kv.py.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A transfer that has ended on every rank. `intact`: for each of its blocks. `seconds`: that it took,
-    without the wait for its turn."""
+    """A transfer that has ended on every rank. `intact` says for each of its blocks whether it arrived.
+    `seconds` is how long the transfer took on the slowest rank, without the wait for its turn."""
 
     ticket: int
     intact: Sequence[bool]
@@ -31,59 +33,62 @@ class Done:
 
 
 class Transfers(Protocol):
-    """The first four begin something and return its ticket. `wait`: a copy begins when all steps launched so
-    far have run; `behind`: when this copy out has ended too, if it is not 0."""
+    """The first four methods begin a transfer and return its ticket. Blocks and host blocks go pairwise.
 
-    def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int: ...
-    def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int: ...
-    def write(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int: ...
-    def read(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int: ...
+    With `wait` a copy begins when all steps launched so far have run. A copy in begins when the copy out
+    `behind` has ended too; 0 stands for none.
+    """
+
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int], wait: bool) -> int: ...
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int: ...
+    def write(self, tier: str, metas: Sequence[BlockMeta], host_blocks: Sequence[int]) -> int: ...
+    def read(self, tier: str, metas: Sequence[BlockMeta], host_blocks: Sequence[int]) -> int: ...
 
     def order_behind(self, ticket: int) -> None:
-        """What is launched from now on, steps and copies, runs after this copy."""
+        """Steps and copies that are launched from now on run after this copy out."""
         ...
 
     def disown(self, tier: str, keys: Sequence[bytes]) -> None:
-        """Some rank has not got these: none is to find them."""
+        """Some rank lacks these blocks in its tier: no rank is to find them there any more."""
         ...
 
     def forget(self, tier: str) -> None:
-        """Everything."""
+        """Resets a tier on every rank (Tier.reset)."""
         ...
 
     def poll(self) -> list[Done]:
-        """Those that have ended since the last call."""
+        """The transfers that have ended since the last call."""
         ...
 
-    def take_ready_slots(self) -> list[int]:
-        """Slots whose memory can be used from now on."""
+    def take_ready(self) -> list[int]:
+        """Host blocks whose memory can be used from now on, on every rank."""
         ...
 
 
 class RankTransfers:
-    """Has every rank do its part. Tickets of one rank end when its own poll says so; of several, when all
-    have said so."""
+    """Transfers of one engine's ranks. With one rank a transfer ends when that rank says so, with several
+    when all have said so."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._last = 0
-        self._replies: Pending[dict[str, Any]] | None = None
-        self._told: dict[int, list[Done]] = {}  # by the ranks that have ended it, while some have not
-        self._ready: dict[int, int] = {}  # slot -> ranks where it is
-        self._usable: list[int] = []  # not announced yet
-        self._announced: list[int] = []
+        self._last_ticket = 0
+        self._replies: Pending[dict[str, Any]] | None = None  # of the other ranks, to the last poll
+        self._reports: dict[int, list[Done]] = {}  # by ticket; some rank has not ended the transfer yet
+        self._num_ready: dict[int, int] = {}  # host block -> ranks where it is ready, while not all are
+        self._ready: list[int] = []  # ready on every rank, and not yet taken
+        self._taken: list[int] = []  # host blocks that take_ready has returned
 
-    def copy_out(self, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> int:
-        return self._begin(commands.KV_COPY_OUT, list(blocks), list(slots), wait)
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int], wait: bool) -> int:
+        return self._begin(commands.KV_COPY_OUT, list(blocks), list(host_blocks), wait)
 
-    def copy_in(self, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int:
-        return self._begin(commands.KV_COPY_IN, list(slots), list(blocks), wait, behind)
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, behind: int) -> int:
+        return self._begin(commands.KV_COPY_IN, list(host_blocks), list(blocks), wait, behind)
 
-    def write(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int:
-        return self._begin(commands.KV_WRITE, tier, [meta.to_plain() for meta in metas], list(slots))
+    def write(self, tier: str, metas: Sequence[BlockMeta], host_blocks: Sequence[int]) -> int:
+        return self._begin(commands.KV_WRITE, tier, [meta.to_plain() for meta in metas], list(host_blocks))
 
-    def read(self, tier: str, metas: Sequence[BlockMeta], slots: Sequence[int]) -> int:
-        return self._begin(commands.KV_READ, tier, [meta.to_plain() for meta in metas], list(slots))
+    def read(self, tier: str, metas: Sequence[BlockMeta], host_blocks: Sequence[int]) -> int:
+        return self._begin(commands.KV_READ, tier, [meta.to_plain() for meta in metas], list(host_blocks))
 
     def order_behind(self, ticket: int) -> None:
         self._ranks.send(commands.KV_ORDER_BEHIND, ticket)
@@ -95,17 +100,18 @@ class RankTransfers:
     def forget(self, tier: str) -> None:
         self._ranks.send(commands.KV_FORGET, tier, None)
 
-    def take_ready_slots(self) -> list[int]:
-        usable, self._usable = self._usable, []
-        self._announced += usable
-        return usable
+    def take_ready(self) -> list[int]:
+        ready, self._ready = self._ready, []
+        self._taken += ready
+        return ready
 
     def abandon(self) -> None:
-        """Waits for what is under way, of which nobody is told; slots are announced anew. For one rank."""
+        """Waits for what is under way and tells nobody of its end; take_ready begins anew. For one rank.
+        Raises TimeoutError if a transfer does not end."""
         self._ranks.runner.kv.abandon()
-        self._told.clear()
-        self._usable += self._announced
-        self._announced.clear()
+        self._reports.clear()
+        self._ready += self._taken
+        self._taken.clear()
 
     def poll(self) -> list[Done]:
         reports = [self._ranks.runner.kv.poll()]
@@ -114,27 +120,32 @@ class RankTransfers:
             self._replies = None
         if self._replies is None:
             self._replies = self._ranks.ask_others(commands.KV_POLL)
-        ended = []
+        ended: list[Done] = []
         for report in reports:
-            for slot in (slot for start, end in report["ready"] for slot in range(start, end)):
-                self._ready[slot] = self._ready.get(slot, 0) + 1
-                if self._ready[slot] == self._ranks.size:
-                    self._usable.append(slot)
-                    del self._ready[slot]
+            for start, end in report["ready"]:
+                for host_block in range(start, end):
+                    self._is_ready_on_a_rank(host_block)
             for ticket, intact, seconds in report["done"]:
-                told = self._told.setdefault(ticket, [])
-                told.append(Done(ticket, intact, seconds))
-                if len(told) == self._ranks.size:
-                    del self._told[ticket]
-                    ended.append(_all_of(told))
+                of_ranks = self._reports.setdefault(ticket, [])
+                of_ranks.append(Done(ticket, intact, seconds))
+                if len(of_ranks) == self._ranks.size:
+                    del self._reports[ticket]
+                    ended.append(_all_of(of_ranks))
         return ended
 
+    def _is_ready_on_a_rank(self, host_block: int) -> None:
+        num_ranks = self._num_ready.get(host_block, 0) + 1
+        self._num_ready[host_block] = num_ranks
+        if num_ranks == self._ranks.size:
+            del self._num_ready[host_block]
+            self._ready.append(host_block)
+
     def _begin(self, command: Command[None, int, *Arguments], *args: *Arguments) -> int:
-        self._last += 1
-        self._ranks.send(command, self._last, *args)
-        return self._last
+        self._last_ticket += 1
+        self._ranks.send(command, self._last_ticket, *args)
+        return self._last_ticket
 
 
-def _all_of(told: list[Done]) -> Done:
-    intact = [all(of_block) for of_block in zip(*(done.intact for done in told))]
-    return Done(told[0].ticket, intact, max(done.seconds for done in told))
+def _all_of(of_ranks: list[Done]) -> Done:
+    intact = [all(of_block) for of_block in zip(*(done.intact for done in of_ranks))]
+    return Done(of_ranks[0].ticket, intact, max(done.seconds for done in of_ranks))

@@ -131,13 +131,14 @@ def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:
 def most_captured_tokens(model: Decoder) -> int:
     """The most tokens of a mixed step that is worth a graph. For more, the GPU takes longer than Python does
     to launch the step."""
-    config, dense, experts = model.config, 0, 0
+    config = model.config
+    dense = experts = 0
     for name, parameter in model.layers.named_parameters():
         if ".experts." in name:
             experts += parameter.numel()
         else:
             dense += parameter.numel()
-    active = dense
+    active = dense  # weights that a token meets
     if config.num_experts:
         active += experts * config.num_experts_per_tok // config.num_experts
     return int(LAUNCH_S * config.num_layers * FLOPS / (2 * active))

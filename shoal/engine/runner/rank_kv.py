@@ -1,4 +1,4 @@
-"""One rank's part in moving KV blocks between its device, the slots of its host slab, and files or a store.
+"""One rank's part in moving KV blocks between its device, its host slab, and the tiers below.
 engine/offload/transfers.py commands it.
 
 Copies out and copies in have a stream each, which waits for steps in flight where these may use the same
@@ -17,19 +17,18 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
+from shoal.engine.offload.costs import measure_block_s
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockMeta, BlockSpec
 from shoal.kv.copy import gather_blocks, scatter_blocks
-from shoal.kv.disk import DiskTier
-from shoal.kv.store import StoreTier
+from shoal.kv.tier import Tier
+from shoal.kv.tier_registry import TierPlace, open_tiers
 from shoal.layers.parallel import TensorParallel
 from shoal.memory.slab import CHUNK_BYTES, HostSlab
 
 MEASURED_BLOCKS = 32
 ABANDON_S = 30.0
-
-Tier = DiskTier | StoreTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +44,33 @@ class _FilesInFlight:
     ticket: int
     began: float
     intact: list[Future[bool]]  # of each block
+    ends: list[float]  # when blocks were done, which may be long before rank 0 asks
 
 
 class RankKv:
     """Every transfer has a ticket, a number that rank 0 chose. `poll` says which have ended."""
 
     def __init__(
-        self, config: ResolvedConfig, tp: TensorParallel, cache: KvCache, device: torch.device, num_slots: int
+        self,
+        config: ResolvedConfig,
+        tp: TensorParallel,
+        cache: KvCache,
+        device: torch.device,
+        num_host_blocks: int,
     ) -> None:
-        """Takes the host slab, of `num_slots` blocks. Raises ConfigError if there is no memory for it."""
+        """Takes the host slab. Raises ConfigError if there is no memory for it."""
         self.config, self.tp, self.cache, self.device = config, tp, cache, device
         try:
-            self.slab = HostSlab(num_slots, cache.block_bytes, device)
+            self.slab = HostSlab(num_host_blocks, cache.block_bytes, device)
         except (MemoryError, OSError) as error:
             what = "the host memory on the way to kv_disk_path or kv_store"
             if config.kv_host_bytes:
                 what = f"kv_host_bytes {config.kv_host_bytes}"
-            num_bytes = num_slots * cache.block_bytes
+            num_bytes = num_host_blocks * cache.block_bytes
             raise ConfigError(
                 f"{what} can't be had, {num_bytes} bytes a rank: {error}; lower or drop it"
             ) from None
-        self.tiers: dict[str, Tier] = {}  # "disk" and "store", while they are open
+        self.tiers: dict[str, Tier] = {}  # by name, while they are open
         on_gpu = device.type == "cuda"
         self._out_stream = torch.cuda.Stream(device) if on_gpu else None
         self._in_stream = torch.cuda.Stream(device) if on_gpu else None
@@ -73,11 +78,11 @@ class RankKv:
         self._files: list[_FilesInFlight] = []
         self._done: list[tuple[int, list[bool], float]] = []  # ticket, whether each block is intact, seconds
 
-    # Disk and store
+    # Tiers below the host
 
     def open_tiers(self, fingerprint: bytes, record_events: bool) -> None:
-        """Opens disk and store, as far as the options name them, for the blocks of the weights with this
-        fingerprint. Raises ConfigError."""
+        """Opens the tiers that the options name, for the blocks of the weights with this fingerprint. Raises
+        ConfigError."""
         self.close_tiers()
         config = self.config
         spec = BlockSpec(
@@ -88,18 +93,7 @@ class RankKv:
             self.tp.rank,
             self.tp.size,
         )
-        if config.kv_disk_path is not None:
-            share = config.kv_disk_bytes // self.tp.size
-            self.tiers["disk"] = DiskTier(
-                config.kv_disk_path,
-                share,
-                fingerprint,
-                spec,
-                config.kv_eviction_policy,
-                record_events=record_events,
-            )
-        if config.kv_store is not None:
-            self.tiers["store"] = StoreTier(config.kv_store, fingerprint, spec)
+        self.tiers.update(open_tiers(config, TierPlace(fingerprint, spec, record_events)))
 
     def close_tiers(self) -> None:
         for tier in self.tiers.values():
@@ -110,37 +104,52 @@ class RankKv:
 
     @torch.inference_mode()
     def measure_block(self) -> float:
-        """The seconds that the copy in of a block takes among others, measured before the first request."""
+        """The seconds that the copy in of a block takes among others. To be called once, before the first
+        request: afterwards the slab's memory is pinned in the background, and copies may look many times
+        slower than they are."""
         cache, rows = self.cache.blocks, self.slab.rows
-        most = CHUNK_BYTES // self.cache.block_bytes
-        count = max(1, min(MEASURED_BLOCKS, most, len(rows), len(cache)))
-        seconds = {1: float("inf"), count: float("inf")}
-        for num_blocks in (count, 1, count, 1, count):  # the first launch loads what it needs
-            start, blocks = time.perf_counter(), list(range(num_blocks))
+
+        def copy(num_blocks: int) -> None:
+            blocks = list(range(num_blocks))
             scatter_blocks(rows, blocks, cache, blocks)
             self._settle()
-            seconds[num_blocks] = min(seconds[num_blocks], time.perf_counter() - start)
-        with_start = seconds[count] / count  # each block's share of what any copy takes, however short
-        if count == 1:
-            return with_start
-        return max(with_start / 2, (seconds[count] - seconds[1]) / (count - 1))
+
+        pinned = CHUNK_BYTES // self.cache.block_bytes
+        num_blocks = max(1, min(MEASURED_BLOCKS, pinned, len(rows), len(cache)))
+        seconds = measure_block_s(copy, num_blocks, time.perf_counter)
+        self.slab.pin_rest()
+        return seconds
 
     # Transfers: engine/offload/transfers.py says what each is
 
     @torch.inference_mode()
-    def copy_out(self, ticket: int, blocks: Sequence[int], slots: Sequence[int], wait: bool) -> None:
+    def copy_out(self, ticket: int, blocks: Sequence[int], host_blocks: Sequence[int], wait: bool) -> None:
         self._copy(
-            ticket, self._out_stream, wait, gather_blocks, self.cache.blocks, blocks, self.slab.rows, slots
+            ticket,
+            self._out_stream,
+            wait,
+            gather_blocks,
+            self.cache.blocks,
+            blocks,
+            self.slab.rows,
+            host_blocks,
         )
 
     @torch.inference_mode()
     def copy_in(
-        self, ticket: int, slots: Sequence[int], blocks: Sequence[int], wait: bool, behind: int
+        self, ticket: int, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, behind: int
     ) -> None:
         if self._in_stream is not None:
             self._order_behind(behind, self._in_stream)
         self._copy(
-            ticket, self._in_stream, wait, scatter_blocks, self.slab.rows, slots, self.cache.blocks, blocks
+            ticket,
+            self._in_stream,
+            wait,
+            scatter_blocks,
+            self.slab.rows,
+            host_blocks,
+            self.cache.blocks,
+            blocks,
         )
 
     def _copy(
@@ -178,37 +187,43 @@ class RankKv:
                 for stream in streams:
                     stream.wait_event(copy.end)
 
-    def write(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
-        self._begin_files(ticket, self.tiers[tier].write, metas, slots)
+    def write(self, ticket: int, tier: str, metas: Sequence[Any], host_blocks: Sequence[int]) -> None:
+        self._begin_files(ticket, self.tiers[tier].write, metas, host_blocks)
 
-    def read(self, ticket: int, tier: str, metas: Sequence[Any], slots: Sequence[int]) -> None:
-        self._begin_files(ticket, self.tiers[tier].read, metas, slots)
+    def read(self, ticket: int, tier: str, metas: Sequence[Any], host_blocks: Sequence[int]) -> None:
+        self._begin_files(ticket, self.tiers[tier].read, metas, host_blocks)
 
     def _begin_files(
         self,
         ticket: int,
         move: Callable[[BlockMeta, memoryview], Future[bool]],
         metas: Sequence[Any],
-        slots: Sequence[int],
+        host_blocks: Sequence[int],
     ) -> None:
+        began = time.perf_counter()
         futures = [
-            move(BlockMeta.from_plain(meta), self.slab.rows[slot].numpy().data)
-            for meta, slot in zip(metas, slots)
+            move(BlockMeta.from_plain(meta), self.slab.rows[host_block].numpy().data)
+            for meta, host_block in zip(metas, host_blocks)
         ]
-        self._files.append(_FilesInFlight(ticket, time.perf_counter(), futures))
+        ends: list[float] = []
+        for future in futures:
+            future.add_done_callback(lambda _: ends.append(time.perf_counter()))
+        self._files.append(_FilesInFlight(ticket, began, futures, ends))
 
     def forget(self, tier: str, keys: Sequence[bytes] | None) -> None:
-        """Deletes these blocks from a tier (None: all of the disk's). A tier that is closed by now has
-        nothing to delete."""
+        """Has a tier forget these blocks, or reset itself (None). A tier that is closed by now has nothing to
+        forget."""
         found = self.tiers.get(tier)
-        if found is not None and keys is not None:
+        if found is None:
+            return
+        if keys is None:
+            found.reset()
+        else:
             found.forget(keys)
-        elif isinstance(found, DiskTier):
-            found.forget()
 
     def poll(self) -> dict[str, Any]:
-        """What has happened since the last call: {"ready": ranges of slots that can be used from now on,
-        "done": (ticket, whether each block is intact, seconds) of each transfer that has ended}."""
+        """What has happened since the last call: {"ready": ranges of host blocks that can be used from now
+        on, "done": (ticket, whether each block is intact, seconds) of each transfer that has ended}."""
         done, self._done = self._done, []
         for _ in range(len(self._copies)):
             copy = self._copies.popleft()
@@ -219,12 +234,12 @@ class RankKv:
         for files in [files for files in self._files if all(future.done() for future in files.intact)]:
             self._files.remove(files)
             intact = [future.result() for future in files.intact]
-            done.append((files.ticket, intact, time.perf_counter() - files.began))
+            done.append((files.ticket, intact, max([*files.ends, files.began]) - files.began))
         return {"ready": self.slab.take_ready(), "done": done}
 
     def abandon(self) -> None:
-        """Waits for what is under way, and tells nobody. Raises TimeoutError if it does not end; a slot may
-        then still be written."""
+        """Waits for what is under way, and tells nobody. Raises TimeoutError if it does not end; a host block
+        may then still be written."""
         self._settle()
         for files in self._files:
             for future in files.intact:

@@ -60,7 +60,8 @@ class ModelRunner:
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.max_num_seqs, self.max_model_len = config.max_num_seqs, config.max_model_len
+        self.max_num_seqs = config.max_num_seqs
+        self.max_model_len = config.max_model_len
         self.max_num_tokens = config.max_num_batched_tokens
         self._share = GpuShare(self.device, config) if self.device.type == "cuda" else None
         self._regions = new_regions(self.device, config.enable_sleep_mode)
@@ -75,6 +76,7 @@ class ModelRunner:
                 num_heads=model.num_heads // tp.size,
                 num_kv_heads=num_kv_heads,
                 head_dim=model.head_dim,
+                scale=model.attention_scale,
             )
             with self._regions.holding("weights"):
                 self.model = Decoder(model, tp, ops, backend, self.max_model_len, config.keep_quantized)
@@ -85,6 +87,7 @@ class ModelRunner:
                     setattr(module, name, buffer.clone())
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
         self.state = BatchState(self.layout, self.device)
+        # A layer with a sliding window reads too little of a prefix to share it.
         never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or all(model.windows)
         # From this many decodes on, steps look for groups that share a prefix. None: never.
         self.share_from = None if never_shares else backend.share_from
@@ -92,6 +95,7 @@ class ModelRunner:
         if backend.captures_mixed and not config.enforce_eager:
             most = min(self.max_num_tokens, most_captured_tokens(self.model))
             self.mixed_shapes = mixed_shapes(most, self.max_num_seqs, self.share_from)
+        # With tiers, the copy engines may be busy with blocks, so a kernel copies what a step sends.
         buffers = StepBuffers(
             self.max_num_seqs, self.device, ops.copy_ints if config.has_kv_tiers else queue_copy
         )
@@ -109,6 +113,7 @@ class ModelRunner:
             self.max_model_len,
         )
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
+        # On a CPU, a region asks for its tensors when it sleeps; on a GPU it knows what lies in it.
         self._regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
         self._regions.adopt("kv_cache", lambda: [self.cache.blocks])
         self.memory = RankMemory(self._regions, self.shaper, self.device)
@@ -131,8 +136,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
-        """Compiles the model's kernels side by side if it has not run on this machine yet, which a step of
-        each kind tells. Ranks must agree on it, as they compute together."""
+        """Compiles the model's kernels side by side if it has not run on this machine yet. One step of each
+        kind shows whether any kernel is missing on disk. If one is missing on any rank, all ranks go on to
+        the other steps, because they compute together."""
         graphs = () if self.config.enforce_eager else self._new_graphs()
         with compiling_ahead() as compiled, self.model.one_layer_of_each_kind():
             self.steps.rehearse(1, 1, True)
@@ -196,13 +202,15 @@ class ModelRunner:
         """The seconds that a token of a prompt takes, measured before the first request."""
         most = MEASURED_TOKENS[self.device.type]
         num_tokens = max(1, min(most, self.max_num_tokens, self.max_model_len // 2))
-        seconds = 0.0
-        for _ in range(2):  # The first one loads what it needs.
+        seconds = float("inf")
+        for _ in range(
+            3
+        ):  # The first one loads what it needs; another program may disturb one of the others.
             start = time.perf_counter()
             self.steps.rehearse(1, num_tokens, True)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            seconds = time.perf_counter() - start
+            seconds = min(seconds, time.perf_counter() - start)
         self.state.reset()
         return seconds / num_tokens
 
@@ -228,10 +236,10 @@ class ModelRunner:
         """Bytes of a KV block on this rank."""
         return self.cache.block_bytes
 
-    def open_kv(self, num_slots: int) -> None:
-        """Makes `kv`, with a slab of `num_slots` blocks on the host. Raises ConfigError."""
+    def open_kv(self, num_host_blocks: int) -> None:
+        """Makes `kv`, with a slab of `num_host_blocks` blocks on the host. Raises ConfigError."""
         assert self._kv is None
-        self._kv = RankKv(self.config, self.tp, self.cache, self.device, num_slots)
+        self._kv = RankKv(self.config, self.tp, self.cache, self.device, num_host_blocks)
 
     @property
     def kv(self) -> RankKv:

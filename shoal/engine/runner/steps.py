@@ -50,7 +50,8 @@ from shoal.kernels.state import Field
 from shoal.kernels.step_input import AttentionBackend, HostView, StepInput
 from shoal.models.decoder import Decoder
 
-# Kernels are cut alike for all steps of as many tokens as two neighbours here lie apart.
+# Numbers of tokens. Between two neighbours here, all steps launch the same variants of the kernels (tile
+# sizes and the like), so a rehearsal at each of these numbers makes all variants ready.
 CUTS = 32, 64, 128, 192, 256, 1024, 2048
 POLL_S = 20e-6
 
@@ -140,7 +141,8 @@ class Steps:
 
     def _collect(self, num_samples: int, outcome: Outcome, extras: Extras | None) -> StepResult:
         """Starts the copies to the host, that of the tokens last."""
-        sampled_S, chosen, prompt, embeddings = self.state.sampled_S[:num_samples], None, None, None
+        sampled_S = self.state.sampled_S[:num_samples]
+        chosen = prompt = embeddings = None
         if extras is not None:
             if extras.embeds and outcome.hidden_SD is not None:
                 embeddings = unit_rows(outcome.hidden_SD, extras.embeds)
@@ -159,7 +161,8 @@ class Steps:
 
     def _run_decode(self, header: np.ndarray, extras: Extras | None) -> Outcome:
         """Replays the graph of the fewest rows that suffice, or decodes eagerly."""
-        num_rows, sharing = int(header[Header.NUM_DECODES]), bool(header[Header.NUM_GROUPS])
+        num_rows = int(header[Header.NUM_DECODES])
+        sharing = bool(header[Header.NUM_GROUPS])
         fitting = None
         if self.decode_graphs is not None:
             fitting = self.decode_graphs.fitting(num_rows, sharing)
@@ -201,8 +204,10 @@ class Steps:
     def _run_mixed(
         self, packed: np.ndarray, sections: dict[str, torch.Tensor], extras: Extras | None
     ) -> Outcome:
-        header, spans = packed[:HEADER_SIZE], section_spans(packed[:HEADER_SIZE])
-        num_decodes, wants_prompts = int(header[Header.NUM_DECODES]), bool(header[Header.NUM_PROMPT_LOGITS])
+        header = packed[:HEADER_SIZE]
+        spans = section_spans(header)
+        num_decodes = int(header[Header.NUM_DECODES])
+        wants_prompts = bool(header[Header.NUM_PROMPT_LOGITS])
         token_ids_T, rows_S = sections["token_ids"], sections["rows"]
         if num_decodes:
             token_ids_T[:num_decodes] = self.state.table[rows_S[:num_decodes].long(), Field.TOKEN]
@@ -227,7 +232,8 @@ class Steps:
             prefixes=self.state.prefixes if header[Header.NUM_GROUPS] else None,
         )
         self.backend.begin(step)
-        select_S, prompt_logprobs = sections["sample_index"].long(), None
+        select_S = sections["sample_index"].long()
+        prompt_logprobs = None
         if wants_prompts:
             hidden_TD = self.model(step, self.cache.blocks)
             prompt_logprobs = self._prompt_logprobs(hidden_TD[sections["prompt_logits"].long()], extras)
@@ -264,7 +270,8 @@ class Steps:
         graph = self.mixed_graphs.graphs[MixedShape.of(header)]
         graph.replay()
         num_samples = int(header[Header.NUM_SAMPLES])
-        hidden_SD, logits_SV = graph.output[:num_samples], None
+        hidden_SD = graph.output[:num_samples]
+        logits_SV = None
         if header[Header.LOGITS]:
             logits_SV = self.model.logits(hidden_SD)
         if header[Header.EXTRAS] and logits_SV is not None:

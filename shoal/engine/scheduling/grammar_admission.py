@@ -36,7 +36,14 @@ class GrammarAdmission:
                 message = str(error) or repr(error)
                 self._scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", message)
             else:
-                seq.grammar, seq.held = future.result(), False
+                self._begin(seq, future.result())
+
+    def _begin(self, seq: Sequence, grammar: Grammar) -> None:
+        """From now on the sequence may run. Tokens that it brought with it are on the grammar's way
+        already."""
+        seq.grammar, seq.held = grammar, False
+        if not all(grammar.accept(token_id) for token_id in seq.output_token_ids):
+            self._scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", grammar.error)
 
     @property
     def is_busy(self) -> bool:

@@ -134,16 +134,15 @@ class Scheduler:
 
     # Requests
 
-    def check_request(self, request: Request) -> None:
+    def _check_room(self, request: Request) -> None:
         """Raises RequestError if the request could never run here."""
-        num_tokens, limit = len(request.prompt_token_ids), self._max_num_tokens
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        limit = self._max_num_tokens
         if request.request_id in self._sequences:
             raise RequestError(
                 f"request id {request.request_id!r} is in use; choose another or wait until that request "
                 "has ended"
             )
-        if num_tokens == 0:
-            raise RequestError("the prompt is empty (0 tokens); give at least one token")
         if num_tokens + (not request.embed) > limit:
             cache = f"the whole KV cache ({self.pool.num_blocks} blocks of {self._block_size})"
             what = "max_model_len" if limit == self._max_model_len else cache
@@ -153,8 +152,9 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> Sequence:
-        """Puts the request among the waiting ones. Raises RequestError as check_request does."""
-        self.check_request(request)
+        """Puts the request among the waiting ones. Raises RequestError if it could never run here: its id is
+        in use, or it is longer than the model or the whole cache allows."""
+        self._check_room(request)
         turn = self._turn_of(request, self._num_added)
         self._num_added += 1
         limit, max_tokens = self._max_num_tokens, request.params.max_tokens
@@ -526,7 +526,7 @@ class Scheduler:
             return False
         end = start + num_blocks
         seq.fetch = fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end])
-        self.pool.try_allocate(0, shared=fetch.held)  # no new blocks; one more reference on these
+        self.pool.hold(fetch.held)
         self.fetches.append(fetch)
         self._arriving.update(fetch.keys)
         self.tiers.begin(fetch)

@@ -92,8 +92,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
-        self.token_ids = list(request.prompt_token_ids)
-        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
         self.root = root_key(request.adapter, request.cache_salt)
         self.stop_ids = frozenset(
             (*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids))
@@ -101,16 +102,7 @@ class Sequence:
         self.lockstep = params.structured_outputs is not None or any(
             len(word) > 1 for word in request.bad_word_ids
         )
-        self.special = bool(
-            params.has_penalties
-            or params.logit_bias
-            or params.allowed_token_ids is not None
-            or request.bad_word_ids
-            or params.min_tokens
-            or params.logprobs is not None
-            or params.structured_outputs is not None
-            or request.embed
-        )
+        self.special = bool(params.needs_extras or request.bad_word_ids or request.embed)
 
     @property
     def is_delayed(self) -> bool:

@@ -713,7 +713,7 @@ def test_forgotten_blocks_are_not_found_and_their_files_go(make, tmp_path):
         files(tmp_path).keys() == {meta.key.hex() for meta in metas[2:]}
         and tier.stats().num_bytes == 2 * FILE
     )
-    tier.forget()
+    tier.reset()
     tier.flush(10)
     assert not files(tmp_path) and tier.stats().blocks == tier.stats().num_bytes == 0
     assert all(write(tier, metas)) and all_right(tier, metas)
@@ -731,7 +731,7 @@ def test_events_tell_what_is_verified_and_what_goes(make, tmp_path):
     assert tier.take_events() == metas[3:], "what was never told stored is not told removed"
     flipped(-1)(files(tmp_path)[metas[2].key.hex()])
     read(tier, metas[2])
-    tier.forget()
+    tier.reset()
     events = tier.take_events()
     assert events[0] == metas[2].key and sorted(events[1:]) == sorted([metas[1].key, metas[3].key])
 
@@ -956,7 +956,10 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
                     assert bytes(into) == content(meta)
                     served += 1
         elif action < 0.85:
-            tier.forget(None if r.random() < 0.1 else keys_of(r.sample(metas, 3)))
+            if r.random() < 0.1:
+                tier.reset()
+            else:
+                tier.forget(keys_of(r.sample(metas, 3)))
         elif action < 0.96 and (paths := list(files(tmp_path).values())):
             vandalize(r, r.choice(paths))
         elif action < 0.97:

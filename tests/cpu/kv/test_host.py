@@ -12,23 +12,23 @@ from tests.made_blocks import chain, keys_of
 
 def store(tier, metas):
     """As the end of a copy from the device does it."""
-    slots = tier.take(len(metas))
-    assert slots is not None
-    for slot, meta in zip(slots, metas):
-        tier.put(slot, meta)
-    tier.release(slots)
-    return slots
+    host_blocks = tier.take(len(metas))
+    assert host_blocks is not None
+    for host_block, meta in zip(host_blocks, metas):
+        tier.put(host_block, meta)
+    tier.release(host_blocks)
+    return host_blocks
 
 
 def test_what_was_put_is_found_with_its_metadata():
     tier, metas = HostTier(4), chain(3)
-    slots = store(tier, metas)
+    host_blocks = store(tier, metas)
     assert (
-        tier.match(keys_of(metas)) == slots
-        and tier.match([metas[0].key, b"?" * 16, metas[1].key]) == slots[:1]
+        tier.match(keys_of(metas)) == host_blocks
+        and tier.match([metas[0].key, b"?" * 16, metas[1].key]) == host_blocks[:1]
     )
     assert (
-        tier.find(metas[1].key) == slots[1]
+        tier.find(metas[1].key) == host_blocks[1]
         and tier.meta(metas[2].key) is metas[2]
         and tier.meta(b"?" * 16) is None
     )
@@ -42,7 +42,7 @@ def test_cold_blocks_that_are_written_to_a_file_stay_cold(policy):
     store(tier, a)
     store(tier, b)
     before = tier.coldest(9)
-    written = [slot for slot, _ in before[:4]]
+    written = [host_block for host_block, _ in before[:4]]
     tier.hold(written, use=False)
     tier.hold(written[:2], use=False)
     tier.release(written, coldest=True)
@@ -79,34 +79,34 @@ def test_lfu_fame_fades():
     tier, star, others = HostTier(4, "lfu"), chain(1, "star"), chain(3, "others")
     store(tier, star)
     for _ in range(20):
-        tier.hold(slots := tier.match(keys_of(star)))
-        tier.release(slots)
+        tier.hold(host_blocks := tier.match(keys_of(star)))
+        tier.release(host_blocks)
     store(tier, others)
     for _ in range(60):
-        tier.hold(slots := tier.match(keys_of(others)))
-        tier.release(slots)
+        tier.hold(host_blocks := tier.match(keys_of(others)))
+        tier.release(host_blocks)
     tier.check([])
     assert tier.coldest(1)[0][1] == star[0]
 
 
-def test_held_slots_are_never_given_away():
+def test_held_host_blocks_are_never_given_away():
     tier, metas = HostTier(3), chain(2)
-    slots = store(tier, metas)
-    tier.hold(slots[:1])
+    host_blocks = store(tier, metas)
+    tier.hold(host_blocks[:1])
     assert tier.take(3) is None and tier.take(2) is not None
-    assert tier.find(metas[0].key) == slots[0] and tier.find(metas[1].key) is None
+    assert tier.find(metas[0].key) == host_blocks[0] and tier.find(metas[1].key) is None
 
 
-def test_a_slot_that_is_being_filled_is_not_found_before_it_is_put():
+def test_a_host_block_that_is_being_filled_is_not_found_before_it_is_put():
     tier, metas = HostTier(2), chain(1)
-    slots = tier.take(1)
+    host_blocks = tier.take(1)
     assert tier.match(keys_of(metas)) == [] and tier.num_free == 1
-    tier.release(slots)  # the copy failed
+    tier.release(host_blocks)  # the copy failed
     assert tier.num_free == 2 and tier.num_blocks == 0
     tier.check([])
 
 
-def test_of_two_slots_with_one_block_the_first_that_is_held_is_found():
+def test_of_two_host_blocks_with_one_content_the_first_that_is_held_is_found():
     tier, metas = HostTier(3), chain(1)
     first, second = tier.take(2)
     assert tier.put(first, metas[0]) == first and tier.put(second, metas[0]) == first
@@ -117,16 +117,16 @@ def test_of_two_slots_with_one_block_the_first_that_is_held_is_found():
     assert tier.num_blocks == 1
 
 
-def test_forgotten_blocks_are_not_found_and_their_slots_go_first():
+def test_forgotten_blocks_are_not_found_and_their_host_blocks_go_first():
     tier, metas = HostTier(4), chain(3)
-    slots = store(tier, metas)
-    tier.hold(slots[:1])
+    host_blocks = store(tier, metas)
+    tier.hold(host_blocks[:1])
     tier.forget(keys_of(metas)[:2])
-    assert tier.match(keys_of(metas)) == [] and tier.find(metas[2].key) == slots[2]
-    tier.check(slots[:1])
+    assert tier.match(keys_of(metas)) == [] and tier.find(metas[2].key) == host_blocks[2]
+    tier.check(host_blocks[:1])
     tier.forget()
     assert tier.num_blocks == 0
-    tier.release(slots[:1])
+    tier.release(host_blocks[:1])
     tier.check([])
 
 
@@ -155,13 +155,13 @@ def test_an_unknown_policy_is_named():
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations_never_lose_or_mix_blocks(seed, policy):
-    """A slab of plain Python beside it: what a slot that is found holds must be the block it is found for."""
+    """A slab of plain Python beside it: what a host block that is found holds must be the block it is found for."""
     print(f"seed {seed}")
     r = random.Random(seed)
     tier = HostTier(r.randint(1, 12), policy, record_events=True)
     metas = [meta for s in range(4) for meta in chain(5, s)]
-    slab: list[object] = [None] * tier.num_slots
-    copies: list[tuple[list[int], list]] = []  # slots that are being filled, and with what
+    slab: list[object] = [None] * tier.capacity
+    copies: list[tuple[list[int], list]] = []  # host_blocks that are being filled, and with what
     readers: list[list[int]] = []
     told = set()
     for _ in range(1500):
@@ -169,29 +169,29 @@ def test_random_operations_never_lose_or_mix_blocks(seed, policy):
         if action < 0.3:
             wanted = r.sample(metas, r.randint(1, 3))
             busy = {s for c, _ in copies for s in c} | {s for c in readers for s in c}
-            slots = tier.take(len(wanted))
-            assert (slots is None) == (len(wanted) > tier.num_slots - len(busy))
-            if slots is not None:
-                for slot in slots:
-                    slab[slot] = "garbage"
-                copies.append((slots, wanted))
+            host_blocks = tier.take(len(wanted))
+            assert (host_blocks is None) == (len(wanted) > tier.capacity - len(busy))
+            if host_blocks is not None:
+                for host_block in host_blocks:
+                    slab[host_block] = "garbage"
+                copies.append((host_blocks, wanted))
         elif action < 0.55 and copies:
-            slots, wanted = copies.pop(r.randrange(len(copies)))
+            host_blocks, wanted = copies.pop(r.randrange(len(copies)))
             if r.random() < 0.8:  # else the copy failed
-                for slot, meta in zip(slots, wanted):
-                    slab[slot] = meta.key
-                    tier.put(slot, meta)
-            tier.release(slots)
+                for host_block, meta in zip(host_blocks, wanted):
+                    slab[host_block] = meta.key
+                    tier.put(host_block, meta)
+            tier.release(host_blocks)
         elif action < 0.75:
             chosen = chain(5, r.randrange(4))
-            slots = tier.match(keys_of(chosen))
-            assert [slab[slot] for slot in slots] == keys_of(chosen)[: len(slots)]
-            if slots:
-                tier.hold(slots)
-                readers.append(slots)
+            host_blocks = tier.match(keys_of(chosen))
+            assert [slab[host_block] for host_block in host_blocks] == keys_of(chosen)[: len(host_blocks)]
+            if host_blocks:
+                tier.hold(host_blocks)
+                readers.append(host_blocks)
         elif action < 0.95 and readers:
-            slots = readers.pop(r.randrange(len(readers)))
-            tier.release(slots)
+            host_blocks = readers.pop(r.randrange(len(readers)))
+            tier.release(host_blocks)
         elif action > 0.98:
             tier.forget(None if r.random() < 0.3 else keys_of(r.sample(metas, 4)))
         for event in tier.take_events():
@@ -201,5 +201,5 @@ def test_random_operations_never_lose_or_mix_blocks(seed, policy):
                 told.add(event.key)
         held = Counter(s for c, _ in copies for s in c) + Counter(s for c in readers for s in c)
         tier.check(held.elements())
-        found = {meta.key: slot for meta in metas if (slot := tier.find(meta.key)) is not None}
-        assert told == found.keys() and all(slab[slot] == key for key, slot in found.items())
+        found = {meta.key: host_block for meta in metas if (host_block := tier.find(meta.key)) is not None}
+        assert told == found.keys() and all(slab[host_block] == key for key, host_block in found.items())

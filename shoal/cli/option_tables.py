@@ -1,0 +1,110 @@
+"""The page of all options, made from the fields that declare them: `python -m shoal.cli.option_tables`
+rewrites docs/options.md of this checkout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.config import EngineConfig, KVEventsConfig, ServerConfig, StructuredOutputsConfig
+from shoal.fields import Limits, interval, kind_of
+from shoal.options import flag_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+HEAD = """# Options
+
+This page is made from the code: `python -m shoal.cli.option_tables` writes it, and a test holds that it is
+up to date. Names and defaults are vLLM's where it has them.
+"""
+ENGINE = """## The engine
+
+Arguments of `LLM(...)` and `EngineArgs(...)`, and flags of `shoal generate`, `chat`, `serve`, `bench` and
+`profile`: `max_model_len=4096` is `--max-model-len 4096`. A yes-or-no has a flag and its opposite,
+`--no-...`.
+"""
+NESTED = """## Options with fields of their own
+
+A dict in Python, JSON on the command line, such as
+`--kv-events-config '{"enable_kv_cache_events": true}'`.
+"""
+SERVER = """## The server
+
+Flags of `shoal serve`, beside the engine's.
+"""
+SAMPLING = """## Sampling parameters
+
+Fields of `SamplingParams(...)`, and of the bodies of requests to the server (there `logprobs` follows
+OpenAI's API, and a default may be the model's own, from its generation_config.json). The numbers that say how
+tokens are drawn and where an answer ends are flags of `shoal generate`, `chat`, `bench` and `profile`, too,
+and names for `/set` in a chat.
+"""
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    parts = [HEAD]
+    parts += [ENGINE, _tables(EngineConfig, as_flags=True)]
+    parts += [NESTED, _tables(KVEventsConfig, as_flags=False)]
+    parts += [_tables(StructuredOutputsConfig, as_flags=False)]
+    parts += [SERVER, _tables(ServerConfig, as_flags=True)]
+    parts += [SAMPLING, _tables(SamplingParams, as_flags=False)]
+    return "\n".join(parts)
+
+
+def _tables(config: type, as_flags: bool) -> str:
+    """A table for each section, in the order of the sections' first fields."""
+    hints = typing.get_type_hints(config)
+    sections: dict[str, list[str]] = {}
+    section = ""
+    for field in dataclasses.fields(config):
+        section = field.metadata["section"] or section
+        name = flag_of(field.name) if as_flags else field.name
+        meaning = field.metadata["help"].replace("|", "\\|")
+        row = f"| `{name}` | {_default(field)} | {_values(field, hints[field.name])} | {meaning} |"
+        sections.setdefault(section, []).append(row)
+    head = f"| {'flag' if as_flags else 'name'} | default | values | meaning |\n|---|---|---|---|"
+    tables = []
+    for title, rows in sections.items():
+        shown = title if "_" in title else title[0].upper() + title[1:]
+        tables.append("\n".join([f"### {shown}", "", head, *rows, ""]))
+    return "\n".join(tables)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    return "" if field.default in (None, "") else f"`{field.default}`"
+
+
+def _values(field: dataclasses.Field[Any], hint: Any) -> str:
+    """Which values are possible, in words."""
+    kind, _ = kind_of(hint)
+    limits: Limits = field.metadata["limits"]
+    if limits.choices:
+        return ", ".join(f"`{choice}`" for choice in limits.choices)
+    if kind is bool:
+        return "yes or no"
+    if kind in (int, float):
+        name = "integer" if kind is int else "number"
+        if limits == Limits():
+            return name
+        if kind is float:
+            return f"{name} in {interval(limits)}"
+        return f"{name} from {limits.low}" + ("" if limits.high is None else f" to {limits.high}")
+    if kind is str:
+        return "text or texts" if list[str] in typing.get_args(hint) else "text"
+    if typing.get_origin(kind) is list:
+        return f"list of {'integers' if typing.get_args(kind) == (int,) else 'texts'}"
+    return f"`{kind.__name__}`" if kind is StructuredOutputsParams else "JSON"
+
+
+def main() -> int:
+    PAGE.write_text(page(), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What the parts of the offloader share: the host slab's books, the transfers under way, costs and counts.
+
+The parts are the Offloader itself (device to host), the Fetcher (all tiers to device) and the Writer (host to
+persistent tiers). All of them run in rank 0's main thread, between steps.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shoal.api import KvTierStats
+from shoal.engine.offload.costs import Costs
+from shoal.engine.offload.transfers import Done, Transfers
+from shoal.engine.scheduling.sequence import Sequence
+from shoal.kv.block_file import BlockMeta
+from shoal.kv.host import HostTier
+
+HOST = "host"  # the host tier's name in rates, stats and metrics
+
+
+@dataclass(slots=True)
+class Books:
+    """`under_way` has, for each ticket, the host blocks that the transfer uses and what follows when it has
+    ended."""
+
+    host: HostTier
+    transfers: Transfers
+    # With a host tier, host blocks keep what is copied there. Without one they are a staging area on the way
+    # to and from the persistent tiers.
+    has_host_tier: bool
+    costs: Costs
+    stats: dict[str, KvTierStats]  # by tier
+    clock: Callable[[], float]
+    epoch: int = 0  # how often everything was forgotten; what was begun in an earlier epoch is not kept
+    under_way: dict[int, tuple[list[int], Callable[[Done], None]]] = field(default_factory=dict)
+    num_launched: int = 0  # steps
+    num_completed: int = 0  # steps that have run, as far as the host knows; they end in order
+    # For each device block that a sequence let go: how many steps had been launched then
+    used_until: dict[int, int] = field(default_factory=dict)
+
+    def track(self, ticket: int, host_blocks: list[int], then: Callable[[Done], None]) -> None:
+        """A transfer has begun."""
+        self.under_way[ticket] = host_blocks, then
+
+    def settle(self, done: Done) -> None:
+        """A transfer has ended."""
+        self.under_way.pop(done.ticket)[1](done)
+
+    def in_use(self, blocks: Iterable[int]) -> bool:
+        """Whether a step in flight may read or write one of these device blocks, which no sequence had when
+        they were taken."""
+        return any(self.used_until.get(block, 0) > self.num_completed for block in blocks)
+
+
+def meta_of(seq: Sequence, i: int, block_size: int) -> BlockMeta:
+    """What the sequence's i-th block is. Its key must be known."""
+    tokens = array("I", seq.token_ids[i * block_size : (i + 1) * block_size])
+    parent = seq.keys[i - 1] if i else None
+    return BlockMeta(seq.keys[i], parent, tokens, (seq.request.adapter, seq.request.cache_salt))

@@ -1,0 +1,180 @@
+"""What a block costs: seconds to compute it, to fetch it from a tier, to store it there. All figures are
+measured while the engine works. From them follows which blocks below are worth fetching.
+
+One bad figure must not switch a tier off for long. A rate is therefore the median of its latest figures, and
+a tier that looks too slow is tried on a few blocks of a real request now and then. Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+WINDOW = 5  # figures that a rate remembers
+FETCH_LATENCY_S = 0.002  # what a fetch takes beside its bytes: its end is noticed between two steps
+TRIAL_BLOCKS = 16  # the most blocks of a trial
+TRIAL_S = 0.05  # how long a trial may take as far as is known; one block is always tried
+MAX_TRIAL_INTERVAL = 64  # a tier that stays slow is tried by one of so many requests that pass it over
+LEAST_BYTES_PER_S = {"cuda": 8e9, "cpu": 1e9}  # the slowest copy that is believed at first; PCIe 3 has 12e9
+MOST_OVERHEAD_S = 50e-6  # the most that a block's copy is believed to take beside its bytes
+MEASURE_TRIES = 10  # of a copy at the start
+
+
+class Rate:
+    """Seconds a unit of work takes: the lower median of the latest figures.
+
+    A machine that is busy with something else makes single figures too high, never too low. The lower median
+    forgets such a figure as soon as a good one stands beside it. `first` counts as a figure. If it is None,
+    the rate is 0 seconds until something was measured.
+    """
+
+    def __init__(self, first: float | None = None) -> None:
+        self._figures: deque[float] = deque(() if first is None else (first,), maxlen=WINDOW)
+        self.seconds = self.latest = first or 0.0
+
+    def add(self, seconds: float, units: int) -> None:
+        """`units` were done within `seconds`."""
+        self.latest = seconds / units
+        self._figures.append(self.latest)
+        self.seconds = sorted(self._figures)[(len(self._figures) - 1) // 2]
+
+
+class Throughput:
+    """Feeds a rate from jobs that run side by side. The time of one job says little there, as it includes the
+    wait for the others. So the time during which there was any job is divided by the blocks that were done in
+    it."""
+
+    def __init__(self, rate: Rate) -> None:
+        self.rate = rate
+        self._num_jobs = self._num_blocks = 0
+        self._since = self._until = 0.0
+
+    def begun(self, now: float) -> None:
+        """A job begins."""
+        if not self._num_jobs:
+            self._since = self._until = now
+            self._num_blocks = 0
+        self._num_jobs += 1
+
+    def ended(self, at: float, num_blocks: int) -> None:
+        """A job ended at this time, with so many blocks intact. One that failed has 0 of them and tells
+        nothing of the rate."""
+        self._num_jobs -= 1
+        self._until = max(self._until, at)
+        self._num_blocks += num_blocks
+
+    def settle(self) -> None:
+        """To be called when all jobs have been told that one look at the clock has found ended."""
+        if self._num_blocks and self._until > self._since:
+            self.rate.add(self._until - self._since, self._num_blocks)
+            self._since, self._num_blocks = self._until, 0
+
+
+@dataclass(slots=True)
+class Trials:
+    """When a tier that looks too slow is tried. The interval doubles with each trial in vain, so that a tier
+    that is slow indeed costs less and less."""
+
+    interval: int = 1
+    num_passed: int = 0  # requests that passed the tier over since the last trial
+    num_begun: int = 0
+
+    def is_due(self, looks_quick: bool) -> bool:
+        """To be called for a request that passes the tier over; the caller tries the tier if this is true.
+        `looks_quick`: the tier's newest figure would have been quick enough."""
+        self.num_passed += 1
+        if looks_quick:
+            self.interval = 1
+        elif self.num_passed < self.interval:
+            return False
+        else:
+            self.interval = min(2 * self.interval, MAX_TRIAL_INTERVAL)
+        self.num_passed = 0
+        self.num_begun += 1
+        return True
+
+    def was_worth_it(self) -> None:
+        """The tier is used again without a trial."""
+        self.interval, self.num_passed = 1, 0
+
+
+class Costs:
+    """The rates of one engine. `token_s`: seconds to compute a token of a prompt; `fetch_s`: seconds to fetch
+    a block, by tier."""
+
+    def __init__(self, block_size: int, token_s: float, fetch_s: dict[str, float]) -> None:
+        self.block_size = block_size
+        self.token = Rate(token_s)
+        self.fetch = {tier: Rate(seconds) for tier, seconds in fetch_s.items()}
+        self.store = {tier: Rate() for tier in fetch_s}  # 0 seconds until something was stored
+        self.trials = {tier: Trials() for tier in fetch_s}
+
+    @property
+    def block_s(self) -> float:
+        """Seconds to compute a block."""
+        return self.token.seconds * self.block_size
+
+    def num_worth_fetching(self, run: Iterable[str], num_tokens_ahead: int, fetch_ahead_s: float) -> int:
+        """How many of a run of blocks are to be fetched, given the tier of each.
+
+        The best end is where computing all blocks up to it takes longest compared to fetching them. Computing
+        begins behind `num_tokens_ahead` tokens of other prompts, fetching behind `fetch_ahead_s` seconds of
+        other fetches. Blocks behind the best end are computed, unless the first of them are a trial.
+        """
+        block_s = self.block_s
+        gain = self.token.seconds * num_tokens_ahead - fetch_ahead_s - FETCH_LATENCY_S
+        best, best_gain = 0, 0.0
+        tiers: list[str] = []
+        for tier in run:
+            tiers.append(tier)
+            gain += block_s - self.fetch[tier].seconds
+            if gain > best_gain:
+                best, best_gain = len(tiers), gain
+        for tier in set(tiers[:best]):
+            self.trials[tier].was_worth_it()
+        return best + self._num_to_try(tiers[best:])
+
+    def _num_to_try(self, passed_over: list[str]) -> int:
+        if not passed_over:
+            return 0
+        tier, block_s = passed_over[0], self.block_s
+        rate = self.fetch[tier]
+        if rate.seconds < block_s:  # the tier is quick enough: the run is too short, or too much waits ahead
+            return 0
+        if not self.trials[tier].is_due(looks_quick=rate.latest < block_s):
+            return 0
+        most = max(1, min(TRIAL_BLOCKS, int(TRIAL_S / rate.seconds) if rate.seconds else TRIAL_BLOCKS))
+        num_blocks = 0
+        while num_blocks < min(most, len(passed_over)) and passed_over[num_blocks] == tier:
+            num_blocks += 1
+        return num_blocks
+
+
+def plausible_copy_s(measured_s: float, block_bytes: int, device: str) -> float:
+    """The first figure of a block's copy between host and device, or the bound where the figure is beyond
+    it: such a figure says more about the moment than about the machine. `device`: "cuda" or "cpu"."""
+    return min(measured_s, MOST_OVERHEAD_S + block_bytes / LEAST_BYTES_PER_S[device])
+
+
+def measure_block_s(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
+    """Seconds that each further block of a copy takes. `copy(n)` copies n blocks and returns when they have
+    arrived.
+
+    What else the machine does makes a try longer, never shorter, so the least time of several tries counts.
+    """
+    copy(num_blocks)  # the first launch loads what it needs
+    one_s = many_s = float("inf")
+    for _ in range(MEASURE_TRIES):
+        one_s = min(one_s, _seconds(copy, 1, clock))
+        many_s = min(many_s, _seconds(copy, num_blocks, clock))
+    whole_s = many_s / num_blocks  # with what any copy takes, however short
+    if num_blocks == 1:
+        return whole_s
+    return max(whole_s / 2, (many_s - one_s) / (num_blocks - 1))
+
+
+def _seconds(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    copy(num_blocks)
+    return clock() - start

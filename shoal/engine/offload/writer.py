@@ -1,0 +1,137 @@
+"""The second half of the way down: host blocks that are written to the persistent tiers.
+
+Two kinds of host blocks come here. Blocks of the host tier are queued by key and stay findable there; those
+that are evicted before their turn are lost. Blocks of a staging area, where there is no host tier, are held
+until they are written. Every block goes to every tier that has not got it yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from shoal.engine.offload.books import Books
+from shoal.engine.offload.costs import Throughput
+from shoal.engine.offload.transfers import Done
+from shoal.kv.block_file import BlockMeta
+from shoal.kv.tier import Tier
+
+WRITE_BLOCKS = 16  # blocks of one write
+MAX_WRITING = 48  # blocks that are written at once: fewer than a tier lets wait
+WRITE_REST_S = 1.0  # after a write that failed, before the host tier's coldest blocks are looked at again
+HOST_WATERMARK = 1024  # so many of the host tier's coldest blocks are to lie in the persistent tiers too
+
+
+class Writer:
+    """`ahead_of_eviction`: the host tier's coldest blocks are written; without it, only what is queued."""
+
+    def __init__(self, books: Books, persistent: Mapping[str, Tier], ahead_of_eviction: bool) -> None:
+        self.books = books
+        self.persistent = persistent
+        self._ahead_of_eviction = ahead_of_eviction
+        self._staged: deque[tuple[int, BlockMeta]] = deque()  # held host blocks of a staging area
+        self._queued: deque[bytes] = deque(maxlen=books.host.capacity)  # keys of blocks in the host tier
+        self._num_writing = 0  # blocks, once for each tier
+        self._failed_at = -math.inf  # when a write last failed
+        self._writes = {tier: Throughput(rate) for tier, rate in books.costs.store.items()}
+
+    def is_saved(self, key: bytes) -> bool:
+        """Whether every persistent tier has the block."""
+        return all(tier.contains(key) for tier in self.persistent.values())
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._staged or self._queued)
+
+    @property
+    def num_left(self) -> int:
+        """Blocks that wait or are being written."""
+        return len(self._staged) + len(self._queued) + self._num_writing
+
+    def held_host_blocks(self) -> Iterable[int]:
+        """Those that no transfer uses yet."""
+        return (host_block for host_block, _ in self._staged)
+
+    def stage(self, host_block: int, meta: BlockMeta) -> None:
+        """Takes over a reference on a host block of the staging area."""
+        self._staged.append((host_block, meta))
+
+    def queue(self, key: bytes) -> None:
+        """A block of the host tier is to be written."""
+        self._queued.append(key)
+
+    def queue_coldest(self) -> None:
+        """Queues what the host tier will evict next, unless blocks wait already or a write has just
+        failed."""
+        books = self.books
+        if not (books.has_host_tier and self.persistent and self._ahead_of_eviction) or self._queued:
+            return
+        if books.clock() - self._failed_at >= WRITE_REST_S:
+            cold = books.host.coldest(min(HOST_WATERMARK, books.host.capacity // 2))
+            self._queued.extend(meta.key for _, meta in cold if not self.is_saved(meta.key))
+
+    def queue_all(self) -> None:
+        """Queues all that the host tier has and a persistent tier has not, the last to be evicted first."""
+        cold = self.books.host.coldest(self.books.host.capacity)
+        self._queued.extend(meta.key for _, meta in reversed(cold) if not self.is_saved(meta.key))
+
+    def forget(self) -> None:
+        """Drops what waits. Writes under way go on."""
+        self._queued.clear()
+        self.books.host.release(list(self.held_host_blocks()))
+        self._staged.clear()
+
+    def advance(self) -> None:
+        """Takes in which writes have ended, and begins others."""
+        for writes in self._writes.values():
+            writes.settle()
+        while self.has_waiting and self._num_writing < MAX_WRITING:
+            batch = self._next_batch()
+            for name, tier in self.persistent.items():
+                new = [(block, meta) for block, meta in batch if not tier.contains(meta.key)]
+                if new:
+                    self._write(name, [block for block, _ in new], [meta for _, meta in new])
+            self._release([host_block for host_block, _ in batch])
+
+    def _next_batch(self) -> list[tuple[int, BlockMeta]]:
+        """Host blocks, each with a reference of its own."""
+        host = self.books.host
+        batch: list[tuple[int, BlockMeta]] = []
+        while self._staged and len(batch) < WRITE_BLOCKS:
+            batch.append(self._staged.popleft())
+        while self._queued and len(batch) < WRITE_BLOCKS:
+            key = self._queued.popleft()
+            host_block, meta = host.find(key), host.meta(key)
+            if host_block is not None and meta is not None:
+                host.hold([host_block], use=False)
+                batch.append((host_block, meta))
+        return batch
+
+    def _write(self, tier: str, host_blocks: list[int], metas: list[BlockMeta]) -> None:
+        books = self.books
+        books.host.hold(host_blocks, use=False)
+        self._num_writing += len(host_blocks)
+        begun = books.clock()
+        self._writes[tier].begun(begun)
+        ticket = books.transfers.write(tier, metas, host_blocks)
+        books.track(ticket, host_blocks, partial(self._was_written, tier, metas, host_blocks, begun))
+
+    def _was_written(
+        self, tier: str, metas: list[BlockMeta], host_blocks: list[int], begun: float, done: Done
+    ) -> None:
+        books = self.books
+        self._num_writing -= len(metas)
+        self._writes[tier].ended(begun + done.seconds, sum(done.intact))
+        self._release(host_blocks)
+        bad = [meta.key for meta, intact in zip(metas, done.intact) if not intact]
+        books.stats[tier].stored_blocks += len(metas) - len(bad)
+        books.stats[tier].failed_blocks += len(bad)
+        if bad:
+            self._failed_at = books.clock()
+            books.transfers.disown(tier, bad)
+
+    def _release(self, host_blocks: list[int]) -> None:
+        """Those that were written ahead of their eviction were the coldest, and are again."""
+        self.books.host.release(host_blocks, coldest=self._ahead_of_eviction)

@@ -1,0 +1,57 @@
+"""Architecture: what a family's file says of its models. models/registry.py lists them.
+
+No torch: processes that build no model read configs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shoal.model_config import ModelConfig
+from shoal.models.config_fields import ConfigFields
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFNames:
+    """What GGUF files of an architecture call things, beyond the names that all of them share
+    (models/config_gguf.py, weights/gguf.py)."""
+
+    architecture: str  # general.architecture
+    # a tensor's name within its layer -> the checkpoint's: "ffn_norm": "post_attention_layernorm"
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    # a metadata key, without the architecture's prefix -> config.json's key
+    keys: Mapping[str, str] = field(default_factory=dict)
+    # config.json's keys that no metadata says, with their values
+    values: Mapping[str, Any] = field(default_factory=dict)
+    # a metadata key, without the prefix -> the other model that a file with this key holds, which is refused
+    refused: Mapping[str, str] = field(default_factory=dict)
+    # whether the rows of q and k lie in the order of interleaved rotary pairs
+    interleaved: bool = False
+
+
+def keep(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    """The `read` of an architecture without flags of its own."""
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One architecture. The checkpoint's names and shapes are not listed here: they are those of its
+    modules."""
+
+    name: str  # `transformers`' model_type, and ModelConfig.architecture
+    hf_class: str  # what "architectures" of config.json says: "Qwen3ForCausalLM"
+    # What `transformers`' config class fills in. num_key_value_heads None: as many as there are heads.
+    defaults: Mapping[str, Any]
+    # from what all architectures share, and a config's fields, to the whole ModelConfig
+    read: Callable[[ModelConfig, ConfigFields], ModelConfig] = keep
+    # a key that newer configs use -> the key that is read here
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    gguf: GGUFNames | None = None  # None: no GGUF file of it is read
+    # Returns the class of its decoder layers. It is a function, as the class needs torch. None: DecoderLayer.
+    layer_class: Callable[[], type[nn.Module]] | None = None

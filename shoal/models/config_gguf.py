@@ -1,0 +1,124 @@
+"""From the metadata of a GGUF file to a ModelConfig: llama.cpp's keys become those of a config.json, and what
+a file's tensors show is read off them. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shoal.errors import CheckpointError
+from shoal.model_config import ModelConfig, RopeConfig
+from shoal.models.config_fields import ConfigFields, token_ids
+from shoal.models.config_json import config_from_json, yarn_attention_factor
+from shoal.models.registry import BY_GGUF
+
+# a key that all architectures share, behind the architecture's prefix -> config.json's key
+KEYS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "context_length": "max_position_embeddings",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+    rope_factors: tuple[float, ...] = (),
+) -> ModelConfig:
+    """`shapes` are those of the file's tensors, which tell the vocabulary, a tied head and biases; `where`
+    names the file in errors. Raises CheckpointError for what is missing, impossible or not supported."""
+    name = metadata.get("general.architecture")
+    architecture = BY_GGUF.get(name) if isinstance(name, str) else None
+    if architecture is None or architecture.gguf is None:
+        raise CheckpointError(
+            f"{where}: GGUF architecture {name!r:.80} is not supported; these are: {', '.join(BY_GGUF)}"
+        )
+    names = architecture.gguf
+    prefix = f"{names.architecture}."
+    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    for key, model in names.refused.items():
+        if values.get(key):
+            raise CheckpointError(
+                f"{where}: a {name}-architecture GGUF with {key} {values[key]!r:.80} ({model}) is not "
+                "supported"
+            )
+    keys = {**KEYS, **names.keys}
+    config = {key: values[own] for own, key in keys.items() if own in values}
+    per_layer = sorted(key for key, value in config.items() if isinstance(value, list))
+    if per_layer:
+        raise CheckpointError(f"{where}: {per_layer[0]} differs per layer, which is not supported")
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(
+            f"{where}: the tensor token_embd.weight is missing; the file is incomplete or not a "
+            "language model"
+        )
+    rotated = values.get("rope.dimension_count")
+    head_dim = values.get("attention.key_length", rotated)
+    if rotated not in (None, head_dim):
+        raise CheckpointError(
+            f"{where}: rotates {rotated} of {head_dim} head dimensions; partial rotary embeddings are "
+            "not supported"
+        )
+    config |= {
+        **names.values,
+        "architectures": [architecture.hf_class],
+        "vocab_size": embedding[0],
+        "head_dim": head_dim,
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_parameters": _gguf_rope(values, where),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _gguf_eos(metadata, where),
+    }
+    parsed = config_from_json(config, where)
+    rope = parsed.rope
+    if rope_factors:
+        if len(rope_factors) != parsed.head_dim // 2:
+            raise CheckpointError(
+                f"{where}: {len(rope_factors)} rope factors for head_dim {parsed.head_dim}; it needs "
+                "half as many"
+            )
+        rope = RopeConfig(rope.theta, "factors", factors=rope_factors)
+    window = ConfigFields(values, where).count("attention.sliding_window", 0, least=0) or None
+    return replace(
+        parsed,
+        rope=rope,
+        windows=(window,) * parsed.num_layers,
+        qkv_bias="blk.0.attn_q.bias" in shapes,
+        o_bias="blk.0.attn_output.bias" in shapes,
+        mlp_bias="blk.0.ffn_gate.bias" in shapes,
+    )
+
+
+def _gguf_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """llama.cpp's rope keys as rope_parameters."""
+    rope = {
+        "rope_theta": values.get("rope.freq_base"),
+        "rope_type": values.get("rope.scaling.type", "none"),
+        "factor": values.get("rope.scaling.factor"),
+        "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
+        "beta_fast": values.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": values.get("rope.scaling.yarn_beta_slow"),
+    }
+    if rope["rope_type"] == "none":
+        return {"rope_theta": rope["rope_theta"]}
+    # llama.cpp multiplies its attn_factors with yarn's own factor; attention_factor is the product
+    if rope["rope_type"] == "yarn":
+        given = ConfigFields(values, where)
+        own = yarn_attention_factor(ConfigFields({}, where), given.number("rope.scaling.factor"))
+        factors = (given.number(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor"))
+        rope["attention_factor"] = math.prod(factors, start=own)
+    return rope
+
+
+def _gguf_eos(metadata: Mapping[str, Any], where: str) -> list[int]:
+    """The ids of the end of a text, of a turn and of a message. Each of them ends an answer."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(i for key in keys for i in token_ids(metadata.get(key), f"{where}: {key}")))

@@ -1,0 +1,49 @@
+"""Granite 3: Llama with four multipliers, of the embeddings, of the attention scores, of what is added to the
+residual, and of the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.model_config import ModelConfig
+from shoal.models import llama
+from shoal.models.architecture import Architecture, GGUFNames
+from shoal.models.config_fields import ConfigFields
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    return replace(
+        llama.read(config, fields),
+        embedding_multiplier=fields.number("embedding_multiplier"),
+        attention_multiplier=fields.number("attention_multiplier"),
+        residual_multiplier=fields.number("residual_multiplier"),
+        logits_scaling=fields.number("logits_scaling"),
+    )
+
+
+ARCHITECTURE = Architecture(
+    name="granite",
+    hf_class="GraniteForCausalLM",
+    defaults={
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+    read=read,
+    gguf=GGUFNames(
+        "granite",
+        keys={
+            "embedding_scale": "embedding_multiplier",
+            "attention.scale": "attention_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        refused={"expert_count": "a mixture of experts"},
+        interleaved=True,
+    ),
+)

@@ -1,0 +1,81 @@
+"""DecoderLayer: the decoder layer of the Llama line, and the building of any architecture's layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.kernels.ops import Ops
+from shoal.kernels.step_input import AttentionBackend, StepInput
+from shoal.layers.attention import Attention
+from shoal.layers.mlp import MLP, MoE
+from shoal.layers.norm import RMSNorm
+from shoal.layers.parallel import TensorParallel
+from shoal.model_config import ModelConfig
+from shoal.models.registry import BY_NAME
+
+
+def build_layer(
+    config: ModelConfig,
+    layer: int,
+    tp: TensorParallel,
+    ops: Ops,
+    backend: AttentionBackend,
+    keep_quantized: bool,
+) -> nn.Module:
+    """Layer number `layer`, of the class that its architecture names. Such a class has the constructor and
+    the forward of DecoderLayer, and its Attention and MLP or MoE as `self_attn` and `mlp`."""
+    own_class = BY_NAME[config.architecture].layer_class
+    layer_class = DecoderLayer if own_class is None else own_class()
+    return layer_class(config, layer, tp, ops, backend, keep_quantized)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer block: residual += attention(norm(residual)), then residual +=
+    mlp(norm(residual)).
+
+    The last products of attention and MLP add themselves to the residual. Where they can't
+    (Linear.add_to), what is left to add is passed on beside the residual, so that the sum and the next norm
+    are one kernel.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        tp: TensorParallel,
+        ops: Ops,
+        backend: AttentionBackend,
+        keep_quantized: bool,
+    ) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, tp, ops, backend, keep_quantized)
+        self.mlp: MLP | MoE
+        if config.is_moe_layer(layer):
+            self.mlp = MoE(config, tp, ops)
+        else:
+            self.mlp = MLP(config, tp, ops, keep_quantized)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        step: StepInput,
+        kv_layer: torch.Tensor,
+        cos_sin: torch.Tensor,
+        select_S: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Takes what the layer before left to add to the residual (None: nothing), and the residual, which it
+        may change in place. Returns the same two for the next layer.
+
+        With `select_S` the result is that of these tokens alone. Keys and values of all tokens are written to
+        the cache; the rest of the layer runs for the selected ones.
+        """
+        x, residual = self.self_attn(
+            x_TD, residual_TD, self.input_layernorm, step, kv_layer, cos_sin, select_S
+        )
+        if len(residual) == 0:
+            return None, residual
+        return self.mlp(x, residual, self.post_attention_layernorm)

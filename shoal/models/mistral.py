@@ -1,0 +1,28 @@
+"""Mistral: Llama with a window of positions that each token sees. Its GGUF files say that they are
+Llama's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.model_config import ModelConfig
+from shoal.models.architecture import Architecture
+from shoal.models.config_fields import ConfigFields, sliding_window
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    return replace(config, windows=sliding_window(fields, config.num_layers))
+
+
+ARCHITECTURE = Architecture(
+    name="mistral",
+    hf_class="MistralForCausalLM",
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": 4096,
+    },
+    read=read,
+)

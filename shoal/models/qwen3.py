@@ -1,0 +1,31 @@
+"""Qwen3: a norm of each head of q and k; windows as in Qwen2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.model_config import ModelConfig
+from shoal.models import qwen2
+from shoal.models.architecture import Architecture, GGUFNames
+from shoal.models.config_fields import ConfigFields
+
+
+def read(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    bias = fields.flag("attention_bias")
+    windows = qwen2.windows(fields, config.num_layers)
+    return replace(config, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=windows)
+
+
+ARCHITECTURE = Architecture(
+    name="qwen3",
+    hf_class="Qwen3ForCausalLM",
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
+    read=read,
+    gguf=GGUFNames("qwen3"),
+)

@@ -1,0 +1,21 @@
+"""The supported architectures: one line each. docs/howto/model-architecture.md says how to add one."""
+
+from __future__ import annotations
+
+from shoal.models import granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe
+from shoal.models.architecture import Architecture
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    llama.ARCHITECTURE,
+    mistral.ARCHITECTURE,
+    qwen2.ARCHITECTURE,
+    qwen3.ARCHITECTURE,
+    qwen3_moe.ARCHITECTURE,
+    granite.ARCHITECTURE,
+    olmo2.ARCHITECTURE,
+)
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+BY_HF_CLASS = {architecture.hf_class: architecture for architecture in ARCHITECTURES}
+BY_GGUF = {
+    architecture.gguf.architecture: architecture for architecture in ARCHITECTURES if architecture.gguf
+}
