@@ -2,12 +2,13 @@
 
     python benchmarks/sim_policies.py [--trace conversation_trace.jsonl] [--json FILE] [--images docs/images]
 
-Two loads. "Conversations": the Mooncake project's trace of an hour, which is not part of this repository; it is
-skipped without --trace. "Customers": 150 customers with a context of 6,000 tokens each; a request is one
-customer's context with a fresh question of 1,200 tokens behind it and is answered with 200 tokens. The workers'
-caches are made so large that the contexts, with five open questions for each customer, are 73 % of what they
-hold together, as in llm-d's "KV-cache wins you can see". The request rate rises until a policy's TTFT p90 is
-beyond a limit. Times are simulated, so a busy machine changes none of them but the seconds that a run took.
+Two loads. "Conversations": the Mooncake project's trace of an hour, which is not part of this repository; it
+is skipped without --trace. "Customers": 150 customers with a context of 6,000 tokens each; a request is one
+customer's context with a fresh question of 1,200 tokens behind it and is answered with 200 tokens. The
+workers' caches are made so large that the contexts, with five open questions for each customer, are 73 % of
+what they hold together, as in llm-d's "KV-cache wins you can see". The request rate rises until a policy's
+TTFT p90 is beyond a limit. Times are simulated, so a busy machine changes none of them but the seconds that a
+run took.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SECONDS = 40  # of requests at each rate
 SLO_TTFT_P90_S = 1.0
 BEYOND_S = 5.0  # a TTFT p90 at which a policy's sweep ends
 WEIGHED = "kv, weighed"
-WEIGHTS = RouterWeights(prefill_load_scale=4, overlap_score_credit=4)
+WEIGHTS = RouterWeights(prefill_load_scale=4, overlap_score_credit=4, recent_prefill_weight=0.4)
 SERIES = {name: (name, RouterWeights()) for name in POLICIES} | {WEIGHED: ("kv", WEIGHTS)}
 
 

@@ -1,7 +1,7 @@
 """A simulated worker: continuous batching with chunked prefill over a KV cache that shares prefixes.
 
-It has no clock. Whoever runs it calls `begin` when no run is under way, and `complete` when the run has ended.
-A run is one step, or several decode steps that nothing changes: these cost as much to simulate as one.
+It has no clock. Whoever runs it calls `begin` when no run is under way, and `complete` when the run has
+ended. A run is one step, or several decode steps that nothing changes: these cost as much to simulate as one.
 `shorten` ends a run with the step that is under way, so that a request that came can begin.
 
 Blocks have names, which stand for their tokens and all tokens before them. A block that is full can be found

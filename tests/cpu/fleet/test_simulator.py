@@ -90,7 +90,7 @@ def test_the_order_of_hashes_and_dictionaries_has_no_part_in_the_result(tmp_path
 
 @pytest.mark.parametrize("policy", ["kv", "round_robin", "least_loaded"])
 def test_more_workers_are_not_slower(policy):
-    results = [simulation(policy=policy, count=count).run() for count in (1, 2, 4, 8)]
+    results = [simulation(policy=policy, count=count).run() for count in (2, 4, 8)]
     for fewer, more in itertools.pairwise(results):
         assert more.ttft_p90 <= fewer.ttft_p90 and more.simulated_s <= fewer.simulated_s
 
