@@ -46,6 +46,7 @@ TORCH_FREE = [
     "cli.chat",
     "cli.models",
     "bench.floor",
+    "fleet.simulator",
     "wire",
     "control",
     "weights.summary",
