@@ -12,7 +12,7 @@ from shoal.bench.floor import Ceilings, Floor
 from shoal.errors import ConfigError
 from shoal.fleet.sim_timing import GPUS, SHAPES, Timing, find_timing
 from shoal.fleet.sim_worker import PAGE, SimCache, SimRequest, SimWorker
-from shoal.model_config import ModelConfig
+from shoal.models.config_json import config_from_json
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 WORKLOADS = runpy.run_path(str(BENCHMARKS / "workloads.py"))
@@ -64,7 +64,7 @@ def test_simulated_times_are_those_of_an_h200(model, name, seconds):
 def test_no_step_is_quicker_than_physics_allows(model):
     """The floor counts weights and operations by itself."""
     sizes = WORKLOADS["SHAPES"][model]
-    config = ModelConfig.from_hf(
+    config = config_from_json(
         {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, **sizes}, "test"
     )
     # What the GPU's makers promise, which is more than any program gets.
