@@ -37,9 +37,8 @@ SHOWN_RATE = 60
 SECONDS = 40  # of requests at each rate
 SLO_TTFT_P90_S = 1.0
 BEYOND_S = 5.0  # a TTFT p90 at which a policy's sweep ends
-WEIGHED = "kv, weighed"
-WEIGHTS = RouterWeights(prefill_load_scale=4, overlap_score_credit=4, recent_prefill_weight=0.4)
-SERIES = {name: (name, RouterWeights()) for name in POLICIES} | {WEIGHED: ("kv", WEIGHTS)}
+DYNAMO = RouterWeights(prefill_load_scale=1, overlap_score_credit=1, recent_prefill_weight=0.1)
+SERIES = {name: (name, RouterWeights()) for name in POLICIES} | {"kv, Dynamo's weights": ("kv", DYNAMO)}
 
 
 def simulate(series: str, trace: Trace, cache_tokens: int | None) -> dict[str, Any]:

@@ -14,10 +14,12 @@ A, B, C = (WorkerRank(name) for name in "abc")
 
 
 NOTHING = Overlap()
+# Dynamo's defaults, and nothing of ours
+DYNAMO = {"overlap_score_credit": 1.0, "prefill_load_scale": 1.0, "recent_prefill_weight": 0.0}
 
 
 def cost(load, overlap=NOTHING, num_tokens=64, block_size=16, **weights):
-    weights = RouterWeights(**{"recent_prefill_weight": 0.0} | weights)
+    weights = RouterWeights(**DYNAMO | weights)
     return kv_cost(Ask(num_tokens), Candidate(A, block_size, overlap, load), weights, 16, 0)
 
 
