@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -151,10 +151,13 @@ class Grammars:
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
         self._tokenizer: LLTokenizer | None = None
 
-    def start(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """Compiles a grammar in the background. The future raises RequestError for a grammar that is not
-        usable, and CheckpointError for a tokenizer that is not."""
-        return in_deep_thread(lambda: self._new(params))
+    def start(
+        self, params: StructuredOutputsParams, output_token_ids: Sequence[int] = ()
+    ) -> Future[Grammar]:
+        """Compiles a grammar in the background, for a sequence that has these outputs already. The future
+        raises RequestError for a grammar that is not usable or does not allow the outputs, and
+        CheckpointError for a tokenizer that is not usable."""
+        return in_deep_thread(lambda: self._new(params, output_token_ids))
 
     def masks(self, rows: list[GrammarRow]) -> np.ndarray:
         """The masks of a step, int32 [rows, words], with a bit for each token that may be drawn.
@@ -216,9 +219,12 @@ class Grammars:
 
     # In the background
 
-    def _new(self, params: StructuredOutputsParams) -> Grammar:
+    def _new(self, params: StructuredOutputsParams, output_token_ids: Sequence[int]) -> Grammar:
         matcher, first_seconds = self._compiled(grammar_of(params, self._closes_objects))
         grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead)
+        # Before a mask is begun: the matcher must not move while another thread computes a mask of it.
+        if not all(grammar.accept(token_id) for token_id in output_token_ids):
+            raise RequestError(grammar.error)
         if first_seconds > SLOW_S:
             grammar.note_slow(first_seconds)
             grammar.begin_ahead()
