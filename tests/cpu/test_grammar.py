@@ -14,9 +14,9 @@ from tokenizers import pre_tokenizers
 from shoal import SamplingParams, StructuredOutputsParams
 from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
-from shoal.engine.runner.batch import GrammarRow
 from shoal.engine.scheduling import grammar
 from shoal.engine.scheduling.grammar import Grammars
+from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.errors import ConfigError, RequestError
 from shoal.kernels.reference import keep_bits
 

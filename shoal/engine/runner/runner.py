@@ -203,9 +203,8 @@ class ModelRunner:
         most = MEASURED_TOKENS[self.device.type]
         num_tokens = max(1, min(most, self.max_num_tokens, self.max_model_len // 2))
         seconds = float("inf")
-        for _ in range(
-            3
-        ):  # The first one loads what it needs; another program may disturb one of the others.
+        # The first one loads what it needs; another program may disturb one of the others.
+        for _ in range(3):
             start = time.perf_counter()
             self.steps.rehearse(1, num_tokens, True)
             if self.device.type == "cuda":

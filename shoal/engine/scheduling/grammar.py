@@ -21,7 +21,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from shoal.api import StructuredOutputsParams
-from shoal.engine.runner.batch import GrammarRow
+from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.errors import RequestError
 from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
 from shoal.tokenizer import Tokenizer, end_token_ids
@@ -151,9 +151,7 @@ class Grammars:
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
         self._tokenizer: LLTokenizer | None = None
 
-    def start(
-        self, params: StructuredOutputsParams, output_token_ids: Sequence[int] = ()
-    ) -> Future[Grammar]:
+    def start(self, params: StructuredOutputsParams, output_token_ids: Sequence[int] = ()) -> Future[Grammar]:
         """Compiles a grammar in the background, for a sequence that has these outputs already. The future
         raises RequestError for a grammar that is not usable or does not allow the outputs, and
         CheckpointError for a tokenizer that is not usable."""

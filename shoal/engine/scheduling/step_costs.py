@@ -17,8 +17,8 @@ PAIRS_A_TOKEN = 16384  # so many pairs of attention cost as much as a prompt tok
 # How much of the ratio of measurement to estimate one step corrects, as an exponent.
 CORRECTION = 0.3
 # A step that took this many times the estimate, or more, may have been disturbed. One that took as much less
-# may have run while the host was held up, which then looked at it late. Either is believed in full only if the
-# step before it was as slow or as quick.
+# may have run while the host was held up, so that its end was seen right after that of the step before it.
+# Either is believed in full only if the step before it was as slow, or as quick.
 DISTURBED = 1.25
 
 
