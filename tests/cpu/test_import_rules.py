@@ -51,6 +51,8 @@ TORCH_FREE = [
     "weights.summary",
     "metrics",
     "fake",
+    "fleet.planes",
+    "fleet.plane_nats",
     "server.routes",
     "server.admin",
     "server.run",
