@@ -83,9 +83,8 @@ def attend_torch(
     out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype)
     decodes = step.num_decodes
     if decodes:
-        lens_B = step.kv_lens_S[:decodes].clamp(
-            min=1
-        )  # a padded row looks at one key, and becomes zero below
+        # a padded row looks at one key, and becomes zero below
+        lens_B = step.kv_lens_S[:decodes].clamp(min=1)
         k_BGLN, v_BGLN = gather(
             kv_layer, step.block_tables_RM, step.rows_S[:decodes].clamp(min=0), int(lens_B.max())
         )

@@ -11,9 +11,9 @@ from shoal.engine.offload.costs import (
     Costs,
     Rate,
     Throughput,
-    measure_block_s,
     plausible_copy_s,
 )
+from shoal.engine.runner.rank_kv import measure_block_s
 
 BLOCK_S = 0.0004  # to compute a block of 16 tokens
 

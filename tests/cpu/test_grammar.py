@@ -17,9 +17,9 @@ from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
 from shoal.engine import core as core_module
 from shoal.engine.process.core_main import _build
-from shoal.engine.runner.batch import GrammarRow
 from shoal.engine.scheduling import grammar
 from shoal.engine.scheduling.grammar import Grammars
+from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.errors import ConfigError, RequestError
 from shoal.kernels.reference import keep_bits
 from shoal.tokenizer import load_tokenizer
@@ -270,6 +270,40 @@ def test_a_sequence_whose_grammar_stays_slow_ends_with_an_error_that_says_so(
         [PROMPTS[1], PROMPTS[2]], [structured(1, dict(regex="[a-f]{50,60}")), plain(1)]
     )
     assert slow.outputs[0].finish_reason == "error" and other.outputs[0].finish_reason == "length"
+
+
+def test_a_slow_sequence_that_began_elsewhere_has_one_mask_computed_for_each_token_that_is_left(
+    build, all_are_slow, monkeypatch
+):
+    """The outputs that it brings are no steps of its grammar: while a mask is computed, nothing moves it."""
+    compute, computed = Grammars._compute_beside, []
+
+    def count(self, matcher):
+        computed.append(matcher)
+        return compute(self, matcher)
+
+    monkeypatch.setattr(Grammars, "_compute_beside", count)
+    core, params = build().core, structured(1, dict(regex="[a-f]{20,30}"))
+
+    def tokens(request):
+        core.add(request)
+        ids = []
+        while core.has_work:
+            ids += [token_id for output in core.step() for token_id in output.token_ids]
+        return ids
+
+    whole = tokens(Request("whole", PROMPTS[1], params))
+    computed.clear()
+    assert tokens(Request("moved", PROMPTS[1], params, output_token_ids=whole[:9])) == whole[9:]
+    assert len(computed) == len(whole) - 9
+
+
+def test_outputs_that_a_grammar_does_not_allow_end_a_request_with_an_error(build):
+    core = build().core
+    params = structured(1, dict(regex="[a-f]{20,30}"))
+    core.add(Request("moved", PROMPTS[1], params, output_token_ids=[token("a"), token("z")]))
+    output = run(core)["moved"]
+    assert output.finish_reason is FinishReason.ERROR and "the grammar cannot go on" in output.error
 
 
 def test_others_go_on_while_a_mask_is_computed(build, all_are_slow, monkeypatch):

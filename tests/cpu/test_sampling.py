@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engine.runner.batch import Extras, GrammarRow
+from shoal.engine.runner.batch import Extras
 from shoal.engine.runner.sampling import FEW_ELEMENTS, LogitShaper, few_threads, logprobs
+from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.kernels import reference
 
 CPU = torch.device("cpu")

@@ -605,10 +605,13 @@ def test_damaged_checkpoints_are_refused_before_anything_changes(folder, build, 
     assert llm.weights_version == 0 and tokens(llm) == expected
 
 
-def test_an_update_that_breaks_off_is_not_generated_from(folder, build, expected, monkeypatch, changed):
+@pytest.mark.parametrize("error", [CheckpointError("a bad sector"), KeyboardInterrupt("a bad sector")])
+def test_an_update_that_breaks_off_is_not_generated_from(
+    folder, build, expected, monkeypatch, changed, error
+):
     llm = build(folder)
-    fail_once(monkeypatch, Decoder, "load_weight", CheckpointError("a bad sector"), after=7)
-    with pytest.raises(CheckpointError, match="bad sector"):
+    fail_once(monkeypatch, Decoder, "load_weight", error, after=7)
+    with pytest.raises(type(error), match="bad sector"):
         llm.update_weights(changed)
     assert llm.weights_version == 0
     with pytest.raises(UnavailableError, match=r"weights.*broke off"):

@@ -103,6 +103,18 @@ def test_one_pause_changes_nearly_nothing_and_a_slower_machine_is_believed():
     assert 2 * before < costs.token_s < 4 * before
 
 
+def test_a_step_that_ran_while_the_host_was_held_up_changes_nearly_nothing():
+    """Its end is seen right after that of the step before it."""
+    costs, machine = StepCosts(), MACHINES["a GPU, 8 billion weights"]
+    chunks = [(0, 1000)]
+    for _ in range(30):
+        costs.learn(2, chunks, machine.seconds(1, chunks))
+    before = costs.token_s
+    costs.learn(2, chunks, 1.0)
+    costs.learn(2, chunks, 50e-6)
+    assert 0.9 * before < costs.token_s < 1.1 * before
+
+
 def test_steps_of_decodes_say_nothing_about_prompts():
     costs, machine = StepCosts(), MACHINES["a GPU, 8 billion weights"]
     costs.learn(1, [(0, 1000)], machine.seconds(0, [(0, 1000)]))

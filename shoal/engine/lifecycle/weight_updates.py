@@ -265,13 +265,18 @@ class Weights:
         self._scheduler.reset_prefix_cache()
         if self._tiers is not None:
             self._tiers.weights_changed()
-        _, errors = load()
+        broke_off = f"the update {where} broke off"
+        try:
+            _, errors = load()
+        except BaseException:  # an interrupt, or a rank that died: nobody knows which tensors are new
+            self.lose(broke_off)
+            raise
         if errors:
-            self.lose(f"the update {where} broke off")
+            self.lose(broke_off)
             error = errors[0]
             if isinstance(error, CheckpointError):
                 raise error
-            raise CheckpointError(f"the update {where} broke off: {error}") from error
+            raise CheckpointError(f"{broke_off}: {error}") from error
         self._source = None
         self._awaited = self._awaited - names if names is not None else set()
         if not self._awaited:

@@ -8,7 +8,7 @@ a tier that looks too slow is tried on a few blocks of a real request now and th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 WINDOW = 5  # figures that a rate remembers
@@ -18,7 +18,6 @@ TRIAL_S = 0.05  # how long a trial may take as far as is known; one block is alw
 MAX_TRIAL_INTERVAL = 64  # a tier that stays slow is tried by one of so many requests that pass it over
 LEAST_BYTES_PER_S = {"cuda": 8e9, "cpu": 1e9}  # the slowest copy that is believed at first; PCIe 3 has 12e9
 MOST_OVERHEAD_S = 50e-6  # the most that a block's copy is believed to take beside its bytes
-MEASURE_TRIES = 10  # of a copy at the start
 
 
 class Rate:
@@ -155,26 +154,3 @@ def plausible_copy_s(measured_s: float, block_bytes: int, device: str) -> float:
     """The first figure of a block's copy between host and device, or the bound where the figure is beyond
     it: such a figure says more about the moment than about the machine. `device`: "cuda" or "cpu"."""
     return min(measured_s, MOST_OVERHEAD_S + block_bytes / LEAST_BYTES_PER_S[device])
-
-
-def measure_block_s(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
-    """Seconds that each further block of a copy takes. `copy(n)` copies n blocks and returns when they have
-    arrived.
-
-    What else the machine does makes a try longer, never shorter, so the least time of several tries counts.
-    """
-    copy(num_blocks)  # the first launch loads what it needs
-    one_s = many_s = float("inf")
-    for _ in range(MEASURE_TRIES):
-        one_s = min(one_s, _seconds(copy, 1, clock))
-        many_s = min(many_s, _seconds(copy, num_blocks, clock))
-    whole_s = many_s / num_blocks  # with what any copy takes, however short
-    if num_blocks == 1:
-        return whole_s
-    return max(whole_s / 2, (many_s - one_s) / (num_blocks - 1))
-
-
-def _seconds(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
-    start = clock()
-    copy(num_blocks)
-    return clock() - start

@@ -17,7 +17,7 @@ from enum import IntEnum
 import numpy as np
 
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
-from shoal.engine.scheduling.sequence import Grammar, Sequence
+from shoal.engine.scheduling.sequence import GrammarRow, Sequence
 from shoal.engine.scheduling.shared_prefixes import PrefixTree
 from shoal.kernels.state import FIELDS, MAX_GROUPS, Field, GroupField, StateLayout, seed_words
 
@@ -185,16 +185,6 @@ class PenaltyRow:
 
 
 @dataclass(slots=True)
-class GrammarRow:
-    """A sample whose token must fit a grammar, and must be allowed and not banned by the request too."""
-
-    sample: int
-    grammar: Grammar
-    banned: list[int]
-    allowed: list[int] | None
-
-
-@dataclass(slots=True)
 class Extras:
     """What rank 0's sampler needs beyond the state rows, for the rare sequences that ask for it. A sample is
     an index into the step's samples. What is banned or allowed for a sample under a grammar is in its mask
@@ -210,9 +200,8 @@ class Extras:
     # int32 [grammars, words]: a bit for each token, set if it may be drawn (engine/scheduling/grammar.py)
     masks: np.ndarray | None = None
     embeds: list[int] = field(default_factory=list)  # samples whose hidden state is asked for
-    num_logprobs: int | None = (
-        None  # the most that any sample of the step asks for (-1: the whole vocabulary)
-    )
+    # the most that any sample of the step asks for (-1: the whole vocabulary)
+    num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     # the token that follows each prompt token whose logits are asked for
     prompt_targets: list[int] = field(default_factory=list)

@@ -20,9 +20,8 @@ from shoal.engine.runner.batch import MixedShape
 from shoal.models.decoder import Decoder
 
 FEW_DECODES, FEW_PREFILLS = 16, 8  # the places of a shape for few sequences
-FEW_FROM = (
-    128  # From as many tokens on there are shapes for few sequences; smaller steps lose nothing by more.
-)
+# From as many tokens on there are shapes for few sequences; smaller steps lose nothing by more.
+FEW_FROM = 128
 TOKENS_PER_PREFILL = 16  # A shape for many sequences has a place for a prompt for as many of its tokens.
 # What decides how large a mixed step is worth a graph: seconds in which Python launches a layer, half as much
 # again, and the products a second of a fast GPU.

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
-from shoal.engine.offload.costs import measure_block_s
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockMeta, BlockSpec
@@ -28,6 +27,7 @@ from shoal.layers.parallel import TensorParallel
 from shoal.memory.slab import CHUNK_BYTES, HostSlab
 
 MEASURED_BLOCKS = 32
+MEASURE_TRIES = 10  # of a copy at the start
 ABANDON_S = 30.0
 
 
@@ -257,3 +257,26 @@ class RankKv:
     def _settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def measure_block_s(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
+    """Seconds that each further block of a copy takes. `copy(n)` copies n blocks and returns when they have
+    arrived.
+
+    What else the machine does makes a try longer, never shorter, so the least time of several tries counts.
+    """
+    copy(num_blocks)  # the first launch loads what it needs
+    one_s = many_s = float("inf")
+    for _ in range(MEASURE_TRIES):
+        one_s = min(one_s, _seconds(copy, 1, clock))
+        many_s = min(many_s, _seconds(copy, num_blocks, clock))
+    whole_s = many_s / num_blocks  # with what any copy takes, however short
+    if num_blocks == 1:
+        return whole_s
+    return max(whole_s / 2, (many_s - one_s) / (num_blocks - 1))
+
+
+def _seconds(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    copy(num_blocks)
+    return clock() - start

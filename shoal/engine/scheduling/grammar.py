@@ -17,14 +17,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from shoal.api import StructuredOutputsParams
-from shoal.engine.runner.batch import GrammarRow
+from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.errors import RequestError
 from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
 from shoal.tokenizer import Tokenizer, end_token_ids
@@ -166,10 +166,11 @@ class Grammars:
         if (error := in_deep_thread(self._table).exception()) is not None:
             logger.warning("grammars cannot be used: %s", error)
 
-    def start(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """Compiles a grammar in the background. The future raises RequestError for a grammar that is not
-        usable, and CheckpointError for a tokenizer that is not."""
-        return in_deep_thread(lambda: self._new(params))
+    def start(self, params: StructuredOutputsParams, output_token_ids: Sequence[int] = ()) -> Future[Grammar]:
+        """Compiles a grammar in the background, for a sequence that has these outputs already. The future
+        raises RequestError for a grammar that is not usable or does not allow the outputs, and
+        CheckpointError for a tokenizer that is not usable."""
+        return in_deep_thread(lambda: self._new(params, output_token_ids))
 
     def masks(self, rows: list[GrammarRow]) -> np.ndarray:
         """The masks of a step, int32 [rows, words], with a bit for each token that may be drawn.
@@ -232,9 +233,12 @@ class Grammars:
 
     # In the background
 
-    def _new(self, params: StructuredOutputsParams) -> Grammar:
+    def _new(self, params: StructuredOutputsParams, output_token_ids: Sequence[int]) -> Grammar:
         matcher, first_seconds = self._compiled(grammar_of(params, self._closes_objects))
         grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead)
+        # Before a mask is begun: the matcher must not move while another thread computes a mask of it.
+        if not all(grammar.accept(token_id) for token_id in output_token_ids):
+            raise RequestError(grammar.error)
         if first_seconds > SLOW_S:
             grammar.note_slow(first_seconds)
             grammar.begin_ahead()

@@ -28,7 +28,7 @@ class GrammarAdmission:
     def hold(self, seq: Sequence, params: StructuredOutputsParams) -> None:
         """Begins to compile the grammar. The scheduler does not admit the sequence before `let_go`."""
         seq.held = True
-        self._compiling.append((seq, self._grammars.start(params)))
+        self._compiling.append((seq, self._grammars.start(params, seq.output_token_ids)))
 
     def let_go(self) -> None:
         """Lets the sequences go whose grammar is ready, and ends those whose grammar failed."""
@@ -41,14 +41,7 @@ class GrammarAdmission:
                 message = str(error) or repr(error)
                 self._scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", message)
             else:
-                self._begin(seq, future.result())
-
-    def _begin(self, seq: Sequence, grammar: Grammar) -> None:
-        """From now on the sequence may run. Tokens that it brought with it are on the grammar's way
-        already."""
-        seq.grammar, seq.held = grammar, False
-        if not all(grammar.accept(token_id) for token_id in seq.output_token_ids):
-            self._scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", grammar.error)
+                seq.grammar, seq.held = future.result(), False
 
     @property
     def is_busy(self) -> bool:

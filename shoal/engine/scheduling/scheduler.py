@@ -515,9 +515,8 @@ class Scheduler:
         there. Returns whether the sequence waits for them. `start` is how many blocks it has already."""
         if self.tiers is None or not self._looks_up(seq):
             return False
-        seq.status = (
-            FETCHING  # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
-        )
+        # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
+        seq.status = FETCHING
         num_blocks = self.tiers.lookup(seq.keys[: (seq.num_tokens - 1) // self._block_size], start)
         if seq.num_admissions == 1:
             self._external_queries += seq.num_tokens - seq.num_computed

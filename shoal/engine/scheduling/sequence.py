@@ -54,6 +54,16 @@ class Grammar(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class GrammarRow:
+    """A sample whose token must fit a grammar, and must be allowed and not banned by the request too."""
+
+    sample: int
+    grammar: Grammar
+    banned: list[int]
+    allowed: list[int] | None
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """What the engine knows of one request. Times are seconds of the core's clock."""

@@ -16,8 +16,9 @@ SEQ_TOKENS = 2  # ... and each of its sequences as much as so many
 PAIRS_A_TOKEN = 16384  # so many pairs of attention cost as much as a prompt token
 # How much of the ratio of measurement to estimate one step corrects, as an exponent.
 CORRECTION = 0.3
-# A step that took this many times the estimate, or more, may have been disturbed: it is believed in full only
-# if the step before it was as slow.
+# A step that took this many times the estimate, or more, may have been disturbed. One that took as much less
+# may have run while the host was held up, so that its end was seen right after that of the step before it.
+# Either is believed in full only if the step before it was as slow, or as quick.
 DISTURBED = 1.25
 
 
@@ -59,6 +60,7 @@ class StepCosts:
             self.pair_s *= ratio
             return
         believed = min(ratio, max(self.last_ratio, DISTURBED))
+        believed = max(believed, min(self.last_ratio, 1 / DISTURBED))
         self.last_ratio = ratio
         squares = of_step**2 + of_seqs**2 + of_tokens**2 + of_pairs**2
         # So scaled, the corrected parts together come nearer to the measurement by CORRECTION.
