@@ -32,13 +32,17 @@ Listed = tuple[str, str, Sequence[int]]  # name, dtype, shape
 def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same tensors under the names that checkpoints have. transformers 5 holds the experts of a layer in
     two tensors, gate_up_proj [E, 2F, D] and down_proj [E, D, F]. In a checkpoint each expert has three, which
-    are views here."""
+    are views here. Raises CheckpointError for an odd number of rows in gate_up_proj."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, is_fused, projection = name.rpartition(".experts.")
         if not is_fused or tensor.ndim != 3 or projection not in ("gate_up_proj", "down_proj"):
             found[name] = tensor
             continue
+        if projection == "gate_up_proj" and tensor.shape[1] % 2:
+            raise CheckpointError(
+                f"{name} has {tensor.shape[1]} rows, which are not as many of gate as of up; send an even number"
+            )
         for i, expert in enumerate(tensor.detach()):
             prefix = f"{layer}.experts.{i}"
             if projection == "gate_up_proj":
