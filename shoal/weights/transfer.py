@@ -41,7 +41,7 @@ def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
             continue
         if projection == "gate_up_proj" and tensor.shape[1] % 2:
             raise CheckpointError(
-                f"{name} has {tensor.shape[1]} rows, which are not as many of gate as of up; send an even number"
+                f"{name} has {tensor.shape[1]} rows, so gate and up differ in size; send as many rows of each"
             )
         for i, expert in enumerate(tensor.detach()):
             prefix = f"{layer}.experts.{i}"
