@@ -16,7 +16,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -56,26 +55,8 @@ def build(model: str, **options: Any) -> Any:
 
     start = time.perf_counter()
     llm = LLM(model, load_format="dummy", max_model_len=16384, max_num_seqs=256, **options)
-    print(
-        f"start-up {time.perf_counter() - start:.1f} s, {llm.core.num_blocks} blocks of "
-        f"{llm.core.ranks.runner.block_bytes / 2**20:.2f} MiB"
-    )
+    print(f"start-up {time.perf_counter() - start:.1f} s, {llm.stats().num_blocks} blocks on the device")
     return llm
-
-
-def without_tiers(core: Any) -> Any:
-    """Until `with_tiers` brings back what this returns."""
-    tiers = core.tiers
-    core.tiers = core.loop.tiers = None
-    tiers.detach()
-    core.scheduler.reset_prefix_cache()
-    return tiers
-
-
-def with_tiers(core: Any, tiers: Any) -> None:
-    core.scheduler.reset_prefix_cache()
-    core.tiers = core.loop.tiers = tiers
-    tiers.attach()
 
 
 def wait_until_pinned(core: Any) -> float:
@@ -128,18 +109,17 @@ def conversations(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     longest = args.prefix + args.turns * (QUESTION + ANSWER)
     num_blocks = args.conversations * -(-longest // 16)
     block_bytes = args.block_bytes
+    llm = build(model, num_gpu_blocks_override=num_blocks // 3)
+    rows = talk(llm.core, args, min(args.turns, args.turns_without), "none")
+    llm.exit()
     llm = build(
         model, num_gpu_blocks_override=num_blocks // 3, kv_host_bytes=int(num_blocks * 1.03) * block_bytes
     )
-    core = llm.core
     print(
         f"{num_blocks} blocks in all, {num_blocks * block_bytes / 2**30:.1f} GiB; pinned after "
-        f"{wait_until_pinned(core):.1f} s more"
+        f"{wait_until_pinned(llm.core):.1f} s more"
     )
-    tiers = without_tiers(core)
-    rows = talk(core, args, min(args.turns, args.turns_without), "none")
-    with_tiers(core, tiers)
-    rows += talk(core, args, args.turns, "host")
+    rows += talk(llm.core, args, args.turns, "host")
     later = {
         name: [row["mean_ttft_s"] for row in rows if row["tiers"] == name and row["turn"] > 1]
         for name in ("none", "host")
@@ -233,30 +213,28 @@ def second_turn(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """256 sequences from 256 to 496 tokens. Under "evict" they take the blocks of a cache full of others'
-    prefixes, which are copied out ahead of them; under "register" every block that they fill is copied out at
-    once. Either is 36 MiB a step."""
-    llm = build(model, num_gpu_blocks_override=256 * 34, kv_host_bytes=int(256 * 34 * args.block_bytes))
-    core, r, rows = llm.core, Random(3), []
-    fill = [tokens(r, 4080) for _ in range(core.num_blocks * 16 // 4080)]
-    wait_until_pinned(core)
-    policy = core.tiers.offloader.policy
+    """256 sequences from 256 to 496 tokens, on an engine for each way, twice in turn. Without tiers ("none")
+    nothing is copied. Under "evict" the sequences take the blocks of a cache full of others' prefixes, which
+    are copied out ahead of them; under "register" every block that they fill is copied out at once. Either is
+    36 MiB a step."""
+    num_blocks, r, rows = 256 * 34, Random(3), []
+    fill = [tokens(r, 4080) for _ in range(num_blocks * 16 // 4080)]
+    host = dict(kv_host_bytes=num_blocks * args.block_bytes)
+    ways = {"none": {}, "evict": host, "register": host | dict(kv_offload_policy="register")}
     for repeat in range(2):
-        for name in ("none", "evict", "register"):
-            tiers = core.tiers
-            tiers.offloader.policy = replace(policy, on_registration=name == "register")
-            before = tiers.offloader.stats["host"].stored_blocks
-            if name == "none":
-                without_tiers(core)
-            ask(core, fill, 1, f"fill{name}{repeat}")
-            seconds = time_decode(core, [tokens(r, 256) for _ in range(256)], f"{name}{repeat}")
-            if name == "none":
-                with_tiers(core, tiers)
+        for name, options in ways.items():
+            llm = build(model, num_gpu_blocks_override=num_blocks, **options)
+            core = llm.core
+            if options:
+                wait_until_pinned(core)
+            ask(core, fill, 1, "fill")
+            seconds = time_decode(core, [tokens(r, 256) for _ in range(256)], "decode")
             core.tick()
-            copied = tiers.offloader.stats["host"].stored_blocks - before
+            tiers = llm.stats().kv_tiers
+            copied = tiers["host"].stored_blocks if tiers else 0
+            llm.exit()
             rows.append(dict(tiers=name, repeat=repeat, step_s=seconds, copied_blocks=copied))
             print(f"{name:>8}: {seconds * 1e3:.3f} ms a step of 256, {copied} blocks copied out", flush=True)
-            core.reset_prefix_cache()
     best = {
         name: min(row["step_s"] for row in rows if row["tiers"] == name)
         for name in ("none", "evict", "register")
@@ -267,7 +245,6 @@ def decode(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     print(
         "cost: " + ", ".join(f"{name} {best[name] / best['none'] - 1:+.2%}" for name in ("evict", "register"))
     )
-    llm.exit()
     return rows
 
 

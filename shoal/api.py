@@ -421,7 +421,8 @@ def check_sleep(level: int, tags: Sequence[str] | None, mode: str) -> list[str]:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer. `text` is empty when detokenization is off."""
+    """One answer. `text` is empty when detokenization is off. If finish_reason is "error", `error` says why,
+    and text and tokens are those that came before."""
 
     index: int
     text: str
@@ -430,6 +431,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

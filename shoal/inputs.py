@@ -1,4 +1,4 @@
-"""The prompts that `LLM` takes as dicts, with vLLM's names, for those who check types."""
+"""The types of the dicts that `LLM` takes as prompts, with vLLM's names, for users who check types."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """A text; requests share cached blocks only under one `cache_salt`."""
+    """A prompt as text. Requests share cached blocks only if they have the same `cache_salt`."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """Token ids, and the text they came from where somebody wants to see it in the output."""
+    """A prompt as token ids. `prompt` is the text that they came from, if it should be in the output."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]

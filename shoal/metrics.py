@@ -205,7 +205,11 @@ class ModelMetrics:
             ),
             ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_cache_hits),
             ("prompt_tokens", "Prompt tokens taken in.", self.prompt_tokens),
-            ("prompt_tokens_cached", "Of them, found in the prefix cache.", self.cached_tokens),
+            (
+                "prompt_tokens_cached",
+                "Prompt tokens taken in that the prefix cache held.",
+                self.cached_tokens,
+            ),
             (
                 "external_prefix_cache_queries",
                 "Prompt tokens looked up in the tiers below the device.",
@@ -250,12 +254,12 @@ class ModelMetrics:
         for name, text, values in (
             (
                 "used_bytes",
-                "Of the tier's room, in use.",
+                "Bytes of the tier that are in use.",
                 {tier: one.used_bytes for tier, one in tiers.items()},
             ),
             (
                 "capacity_bytes",
-                "The tier's room; 0: unknown.",
+                "Bytes that the tier has room for; 0: unknown.",
                 {tier: one.capacity_bytes for tier, one in tiers.items()},
             ),
             (
@@ -281,7 +285,7 @@ class ModelMetrics:
             ),
             (
                 "stored_bytes",
-                "Their bytes.",
+                "Bytes of KV blocks that came from above.",
                 {tier: one.stored_blocks * one.block_bytes for tier, one in tiers.items()},
             ),
             (
@@ -291,7 +295,7 @@ class ModelMetrics:
             ),
             (
                 "fetched_bytes",
-                "Their bytes.",
+                "Bytes of KV blocks brought back to the device.",
                 {tier: one.fetched_blocks * one.block_bytes for tier, one in tiers.items()},
             ),
             (

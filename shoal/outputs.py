@@ -1,4 +1,4 @@
-"""What vLLM's scripts import from here; `shoal/api.py` has it."""
+"""The names that vLLM's scripts import from `outputs`. `shoal/api.py` defines them."""
 
 from shoal.api import (
     BeamSearchOutput,

@@ -1,4 +1,4 @@
-"""What vLLM's scripts import from here; `shoal/api.py` has it."""
+"""The names that vLLM's scripts import from `sampling_params`. `shoal/api.py` defines them."""
 
 from shoal.api import BeamSearchParams, SamplingParams, StructuredOutputsParams
 

@@ -53,11 +53,16 @@ def ids_of(text: str) -> list[int]:
     return byte_tokenizer().encode(text, add_special_tokens=False)
 
 
+def engine_saying(text: str, **options) -> FakeEngine:
+    """An engine for FakeServer's vocabulary whose answers repeat `text`."""
+    return FakeEngine(300, reply=ids_of(text), **options)
+
+
 class FakeServer:
     """`engine` may be adjusted between requests. Ends when the block does."""
 
     def __init__(self, engine: FakeEngine | None = None, *, model: dict | None = None, **options) -> None:
-        self.engine = engine or FakeEngine(300, reply=ids_of("hello world, how are you? "))
+        self.engine = engine or engine_saying("hello world, how are you? ")
         self.settings = model or {}
         self.config = ServerConfig(**{"port": 0, "admin_port": 0, "shutdown_timeout": 20.0, **options})
         self.port = self.admin_port = 0

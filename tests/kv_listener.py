@@ -110,6 +110,12 @@ class Follower:
                 self._take(*heard)
         return self
 
+    def newest(self):
+        """The number of the newest batch; -1 if there is none. Whoever asks for a batch that is not there yet
+        gets a snapshot with this number."""
+        batches = self.listener.replay(2**64 - 1)
+        return batches[-1][0] if batches else -1
+
     def catch_up(self):
         """Asks for what may be missing at the end."""
         for number, payload in self.listener.replay(self.next):

@@ -55,8 +55,9 @@ def is_large(num_seqs: int, num_kv_heads: int, num_sms: int) -> bool:
 
 
 def captured_splits(num_seqs: int, num_kv_heads: int, max_kv_len: int, num_sms: int) -> int:
-    """As `decode_splits`, where most places for decodes are empty. There are several waves of programs, and
-    those of empty places leave at once."""
+    """Into how many programs the keys of one (sequence, kv head) are cut in a captured mixed step. Most
+    places for decodes are empty there. Programs of empty places end at once, so there may be several
+    waves."""
     splits = CAPTURED_WAVES * num_sms * PROGRAMS_PER_SM // (num_seqs * num_kv_heads)
     return max(1, min(splits, -(-max_kv_len // FULL_SPLIT)))
 

@@ -1,9 +1,9 @@
 """What physics allows: the least time in which a device of given bandwidth and arithmetic could serve a set
 of requests.
 
-A decode step takes the time of reading every weight once, or of its products where that is more, and then
-that of reading the cached keys and values once; a prefill that of its products. Nothing else costs anything.
-Pure arithmetic, no torch.
+A decode step takes the time of reading every weight once, or the time of its products if that is longer, and
+then the same for attention: the time of reading the cached keys and values once, or of its arithmetic. A
+prefill takes the time of its arithmetic. Nothing else takes any time. This is pure arithmetic, without torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shoal.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of a device: bytes a second (read and written by a plain copy) and floating-point operations a second
-    (of a large product)."""
+    """What a device can do: the bytes that a plain copy reads and writes in a second, and the floating-point
+    operations that a large product does in a second."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -26,7 +26,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What has to be done, and how long that takes at least."""
+    """The work that has to be done, and the least time for it."""
 
     seconds: float = 0.0
     bytes_moved: float = 0.0
@@ -41,9 +41,12 @@ class Cost:
 
 
 class Floor:
-    """Of one model on one device. `weight_bytes`: of all weights that a token passes, the head's included,
-    the embedding's not, unless they are the same; by default two bytes a weight. `kv_bytes`: of a number in
-    the cache."""
+    """The least times of one model on one device.
+
+    `weight_bytes` is the size of all weights that a token passes. The head's are included, and the
+    embedding's are not, unless both are the same matrix. By default each weight has two bytes. `kv_bytes` is
+    the size of a number in the cache.
+    """
 
     def __init__(
         self, model: ModelConfig, ceilings: Ceilings, weight_bytes: int | None = None, kv_bytes: int = 2
@@ -59,15 +62,19 @@ class Floor:
                 dense += 3 * model.hidden_size * model.intermediate_size
         self._head = model.hidden_size * model.vocab_size
         self._num_experts, self._chosen = model.num_experts, model.num_experts_per_tok
-        self._per_token = 2 * (dense + self._chosen * expert)  # floating-point operations, without the head
+        # Floating-point operations for a token, without the head.
+        self._per_token = 2 * (dense + self._chosen * expert)
         all_weights = dense + self._num_experts * expert + self._head
         each = 2.0 if weight_bytes is None else weight_bytes / all_weights
         self._dense_bytes, self._expert_bytes = (dense + self._head) * each, self._num_experts * expert * each
-        self._kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_bytes  # a token
-        self._per_pair = 4 * model.num_layers * model.num_heads * model.head_dim  # query and key it sees
+        # Bytes of a token in the cache.
+        self._kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_bytes
+        # Floating-point operations for a query and one key that it sees.
+        self._per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
 
     def prefill(self, num_tokens: int, cached: int = 0) -> Cost:
-        """Of `num_tokens` after `cached` ones, and the logits of the last."""
+        """Returns the cost of `num_tokens` tokens of a prompt that follow `cached` others, and of the logits
+        of the last one."""
         pairs = num_tokens * cached + num_tokens * (num_tokens + 1) // 2
         operations = num_tokens * self._per_token + pairs * self._per_pair + 2 * self._head
         return Cost(
@@ -75,14 +82,16 @@ class Floor:
         )
 
     def decode(self, num_seqs: int, num_cached: int, num_read: int | None = None) -> Cost:
-        """Of one step of `num_seqs` whose contexts are `num_cached` tokens together, `num_read` of them to be
-        read: a prefix that several share counts once."""
+        """Returns the cost of one step of `num_seqs` sequences, whose contexts have `num_cached` tokens
+        together. `num_read` of these are read, because a prefix that several share is read once. None: all of
+        them are read."""
+        if num_read is None:
+            num_read = num_cached
         share = min(1.0, num_seqs * self._chosen / self._num_experts) if self._num_experts else 0.0
-        weights, keys = (
-            self._dense_bytes + share * self._expert_bytes,
-            (num_cached if num_read is None else num_read) * self._kv_bytes,
-        )
-        products, attention = num_seqs * (self._per_token + 2 * self._head), num_cached * self._per_pair
+        weights = self._dense_bytes + share * self._expert_bytes
+        keys = num_read * self._kv_bytes
+        products = num_seqs * (self._per_token + 2 * self._head)
+        attention = num_cached * self._per_pair
         return self._phase(weights, products) + self._phase(keys, attention)
 
     def _phase(self, bytes_moved: float, operations: float) -> Cost:
@@ -95,10 +104,10 @@ class Floor:
     def run(
         self, inputs: Sequence[int], outputs: Sequence[int], max_num_seqs: int, shared_prefix: int = 0
     ) -> Cost:
-        """Of requests of so many prompt and output tokens that come at once, the first `shared_prefix` of
-        each prompt common."""
+        """Returns the cost of requests that all come at once. `inputs` and `outputs` are the numbers of their
+        prompt and output tokens. The first `shared_prefix` tokens of all prompts are the same."""
         waiting = deque(zip(inputs, outputs))
-        active: list[list[int]] = []  # context, tokens left
+        active: list[list[int]] = []  # for each running request: tokens of its context, and tokens left
         cost, cached = Cost(), 0
         while active or waiting:
             while waiting and len(active) < max_num_seqs:

@@ -1,8 +1,5 @@
-"""`shoal bench`: offline throughput and latency of one engine on made-up prompts of token ids, beside what
-physics allows.
-
-`shoal profile`: a trace of the same work.
-"""
+"""`shoal bench` measures offline throughput and latency of one engine, on made-up prompts of token ids, and
+compares them with what physics allows. `shoal profile` traces the same work."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Makes `count` prompts of `length` random token ids. They are the same for the same seed."""
     random = Random(seed)
     return [[random.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
@@ -60,11 +58,8 @@ def measure(
         idle = idle_share(llm, prompts[-1], params)
         bar.update()
     best = min(seconds)
-    least = (
-        floor_of(llm, ceilings)
-        .run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs)
-        .seconds
-    )
+    floor = floor_of(llm, ceilings)
+    least = floor.run([input_len] * batch, [output_len] * batch, llm.core.config.max_num_seqs).seconds
     figures = {
         "model": llm.config.model,
         "dtype": dtype,
@@ -93,7 +88,8 @@ def measure(
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures in plain words, a line each."""
+    """Returns the figures in plain words, one on each line."""
+    gigabytes, gigaflops = figures["bytes_per_s"] / 1e9, figures["flops_per_s"] / 1e9
     rows = [
         ("Time of the run", f"{figures['seconds']:.3f} s"),
         ("Requests answered", f"{figures['requests_per_s']:.2f} requests/s"),
@@ -106,9 +102,8 @@ def table(figures: dict[str, Any]) -> str:
         ),
         (
             "Beside the floor",
-            f"{figures['fraction_of_floor']:.0%} of the floor's speed: what "
-            f"{figures['bytes_per_s'] / 1e9:.0f} GB/s and {figures['flops_per_s'] / 1e9:.0f} GFLOP/s allow "
-            "here",
+            f"{figures['fraction_of_floor']:.0%} of the floor's speed: what {gigabytes:.0f} GB/s and "
+            f"{gigaflops:.0f} GFLOP/s allow here",
         ),
     ]
     if figures["gpu_idle_share"] is not None:
@@ -117,7 +112,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def describe_machine(llm: LLM) -> str:
-    """What the engine runs on: its GPUs, or the processor and how many threads of it."""
+    """Says what the engine runs on: its GPUs, or the processor and how many threads use it."""
     import torch
 
     if llm.core.ranks.runner.device.type == "cuda":
@@ -134,8 +129,8 @@ def _plural(count: int, noun: str) -> str:
 
 
 def trace(llm: LLM, params: SamplingParams, batch: int, input_len: int, folder: str) -> list[str]:
-    """Traces `batch` requests, after a warm-up with as many others, into `folder`. Prints and returns the
-    files, one a rank."""
+    """Traces `batch` requests into `folder`, after a warm-up with as many others. Prints and returns the
+    files, one for each rank."""
     prompts = [_prompts(llm, batch, input_len, params.max_tokens or 0, seed) for seed in range(2)]
     llm.generate(prompts[0], params, use_tqdm=False)
     llm.start_profile(folder)
@@ -159,7 +154,8 @@ def _prompts(llm: LLM, batch: int, input_len: int, output_len: int, seed: int) -
 def idle_share(
     llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> float | None:
-    """Of one run, the part of the GPU's time that lay between steps. None on a CPU."""
+    """Runs the requests once and returns the share of the GPU's time that lay between steps. None: this is a
+    CPU."""
     llm.collective_rpc("start_clock")
     llm.generate(prompts, params, use_tqdm=False)
     times = llm.collective_rpc("stop_clock")[0]
@@ -167,8 +163,8 @@ def idle_share(
 
 
 def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
-    """What is least on one of the engine's devices, each of which has its share of the weights and of the
-    cache."""
+    """Returns the least times of the engine's devices together. Each of them has its share of the weights and
+    of the cache."""
     import torch
 
     from shoal.bench.floor import Ceilings, Floor
@@ -188,7 +184,8 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
 
 
 def measure_ceilings(llm: LLM) -> Ceilings:
-    """Of the engine's device, in its dtype: a plain copy and a large product, the best of a few."""
+    """Measures what the engine's device can do in its dtype: a plain copy and a large product, each the best
+    of a few runs."""
     import torch
 
     from shoal.bench.floor import Ceilings
@@ -198,17 +195,15 @@ def measure_ceilings(llm: LLM) -> Ceilings:
     size = 8192 if on_gpu else 768
     count = (256 << 20 if on_gpu else 64 << 20) // dtype.itemsize
     with torch.inference_mode():
-        source, target = (
-            torch.ones(count, dtype=dtype, device=device),
-            torch.empty(count, dtype=dtype, device=device),
-        )
+        source = torch.ones(count, dtype=dtype, device=device)
+        target = torch.empty(count, dtype=dtype, device=device)
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         copy, product = _best(lambda: target.copy_(source), on_gpu), _best(lambda: a @ b, on_gpu)
     return Ceilings(2 * count * dtype.itemsize / copy, 2 * size**3 / product)
 
 
 def _best(call: Any, on_gpu: bool) -> float:
-    """Seconds of the fastest of ten calls."""
+    """Returns the seconds of the fastest of ten calls."""
     import torch
 
     seconds = []

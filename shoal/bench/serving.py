@@ -1,9 +1,9 @@
-"""`shoal bench serve`: throughput and latency of any OpenAI-compatible server under Poisson load. Flags,
-table and JSON are vLLM's.
+"""`shoal bench serve` measures throughput and latency of any OpenAI-compatible server under Poisson load. Its
+flags, table and JSON are vLLM's.
 
-A request's tokens are what the server's `usage` says. TTFT is the time until the first text, ITL the gaps
-between chunks of text, TPOT (end - first text) / (tokens - 1). A request that failed is counted and its error
-shown; no figure is made of it.
+The server's `usage` says how many tokens a request has. TTFT is the time until the first text, ITL the gaps
+between chunks of text, and TPOT is (end - first text) / (tokens - 1). A failed request is counted and its
+error is shown, but no other figure includes it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LATENCIES = {
     "e2el": "End-to-end Latency",
 }
 SHOWN_ERRORS = 5
-MAX_LINE_BYTES = 1 << 24  # of a stream
+MAX_LINE_BYTES = 1 << 24  # the longest line of a stream that is read
 
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """What is asked of the server: the flags of the command. Raises ConfigError."""
+    """The flags of the command. Raises ConfigError for a value that makes no sense."""
 
     base_url: str = option("http://127.0.0.1:8000", "where the server is", common=True)
     endpoint: str = option("completions", "the endpoint that is measured", common=True, choices=tuple(PATHS))
@@ -107,7 +107,7 @@ class ServeBench:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: the prompt (ids or text) and how many tokens to answer with."""
+    """One request: the prompt, as token ids or text, and how many tokens the answer may have."""
 
     prompt: str | list[int]
     output_len: int
@@ -115,7 +115,8 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. Times are seconds since it was sent, `sent` since the benchmark began."""
+    """What came of one request. Times are seconds since it was sent. `sent` is in seconds since the benchmark
+    began."""
 
     sent: float = 0.0
     ttft: float = 0.0
@@ -127,24 +128,21 @@ class Answer:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first; of answers of two tokens and more."""
+        """The seconds of each token after the first. The answer must have at least two tokens."""
         return (self.latency - self.ttft) / (self.output_tokens - 1)
 
 
 def make_requests(bench: ServeBench) -> list[Ask]:
-    """The same for the same options. Raises ConfigError for a file that cannot be used."""
+    """Makes the requests. They are the same for the same options. Raises ConfigError for a file that cannot
+    be used."""
     random = Random(bench.seed)
     if bench.dataset_name == "sharegpt":
         return _from_file(bench, random)
 
     def length(mean: int) -> int:
-        return max(
-            1,
-            random.randint(
-                math.floor(mean * (1 - bench.random_range_ratio)),
-                math.ceil(mean * (1 + bench.random_range_ratio)),
-            ),
-        )
+        shortest = math.floor(mean * (1 - bench.random_range_ratio))
+        longest = math.ceil(mean * (1 + bench.random_range_ratio))
+        return max(1, random.randint(shortest, longest))
 
     def ids(count: int) -> list[int]:
         return [random.randrange(bench.vocab_size) for _ in range(count)]
@@ -153,49 +151,20 @@ def make_requests(bench: ServeBench) -> list[Ask]:
     asks = []
     for _ in range(bench.num_prompts):
         tokens = prefix + ids(length(bench.random_input_len))
-        # A chat message is text: words, as a number of random letters each would not be a token.
-        prompt = (
-            tokens if bench.endpoint == "completions" else " ".join(WORDS[t % len(WORDS)] for t in tokens)
-        )
+        prompt: str | list[int] = tokens
+        if bench.endpoint == "chat":  # A chat message is text, so each id stands for a word.
+            prompt = " ".join(WORDS[token % len(WORDS)] for token in tokens)
         asks.append(Ask(prompt, length(bench.random_output_len)))
     return asks
 
 
-# One token each in every common vocabulary, after a space. What is reported is the server's count.
-WORDS = [
-    "time",
-    "year",
-    "way",
-    "day",
-    "man",
-    "life",
-    "world",
-    "school",
-    "state",
-    "group",
-    "hand",
-    "part",
-    "place",
-    "week",
-    "water",
-    "room",
-    "money",
-    "story",
-    "month",
-    "book",
-    "word",
-    "house",
-    "power",
-    "line",
-    "city",
-    "name",
-    "team",
-    "idea",
-    "body",
-    "face",
-    "door",
-    "air",
-]
+# After a space, each of these words is one token in every common vocabulary. The result counts the tokens
+# that the server reports.
+_WORDS = (
+    "time year way day man life world school state group hand part place week water room "
+    "money story month book word house power line city name team idea body face door air"
+)
+WORDS = _WORDS.split()
 
 
 def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
@@ -220,7 +189,7 @@ def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
 
 
 def arrival_times(bench: ServeBench) -> list[float]:
-    """When each request is sent, seconds from the start. Gaps are gamma-distributed with mean 1 /
+    """Returns when each request is sent, in seconds from the start. Gaps are gamma-distributed with mean 1 /
     request_rate."""
     if math.isinf(bench.request_rate):
         return [0.0] * bench.num_prompts
@@ -232,7 +201,7 @@ def arrival_times(bench: ServeBench) -> list[float]:
 
 
 def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -> dict[str, Any]:
-    """Measures, prints the table, writes the files asked for."""
+    """Runs the command: measures, prints the table, and writes the files that were asked for."""
     import asyncio
     import os
 
@@ -241,7 +210,7 @@ def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -
     if bench.api_key is None and (key := os.environ.get("OPENAI_API_KEY")):
         bench = replace(bench, api_key=key)
     if plot_file is not None:
-        import_figure()  # before the measurement, which may take an hour
+        import_figure()  # It fails before the measurement, which may take an hour.
     try:
         with tqdm(total=bench.num_prompts, disable=None) as bar:
             result = asyncio.run(run(bench, lambda answer: bar.update()))
@@ -258,9 +227,10 @@ def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -
 async def run(
     bench: ServeBench, progress: Callable[[Answer], object] = lambda answer: None
 ) -> dict[str, Any]:
-    """Sends everything and returns the figures (see `summarize`). Raises UnavailableError if the server
+    """Sends all requests and returns the figures (see `summarize`). Raises UnavailableError if the server
     cannot be reached at all."""
-    import asyncio  # these two here, as every command builds the flags above
+    # These two are imported here, because every command imports this file for its flags.
+    import asyncio
 
     import aiohttp
 
@@ -276,11 +246,9 @@ async def run(
         timeout=aiohttp.ClientTimeout(total=bench.timeout),
     ) as session:
         model = bench.model or await _first_model(session, bench.base_url)
-        warmups = (
-            make_requests(replace(bench, num_prompts=bench.num_warmups, seed=bench.seed - 1))
-            if bench.num_warmups
-            else []
-        )
+        warmups: list[Ask] = []
+        if bench.num_warmups:
+            warmups = make_requests(replace(bench, num_prompts=bench.num_warmups, seed=bench.seed - 1))
         await asyncio.gather(*(_ask(session, bench, model, ask, 0.0) for ask in warmups))
         start = time.perf_counter()
 
@@ -297,6 +265,7 @@ async def run(
 
 
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
+    """Returns the first model that the server lists. Raises UnavailableError if there is none."""
     import aiohttp
 
     try:
@@ -317,7 +286,8 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
 async def _ask(
     session: aiohttp.ClientSession, bench: ServeBench, model: str, ask: Ask, start: float
 ) -> Answer:
-    """Never raises for what the server or the connection does: that is the answer's `error`."""
+    """Sends one request and reads its answer. An error of the server or of the connection is not raised, but
+    becomes the answer's `error`."""
     import aiohttp
 
     body: dict[str, Any] = {
@@ -326,11 +296,10 @@ async def _ask(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    body |= (
-        {"prompt": ask.prompt}
-        if bench.endpoint == "completions"
-        else {"messages": [{"role": "user", "content": ask.prompt}]}
-    )
+    if bench.endpoint == "chat":
+        body["messages"] = [{"role": "user", "content": ask.prompt}]
+    else:
+        body["prompt"] = ask.prompt
     if bench.temperature is not None:
         body["temperature"] = bench.temperature
     if bench.ignore_eos:
@@ -349,7 +318,8 @@ async def _ask(
 
 
 async def _read(stream: aiohttp.StreamReader, answer: Answer, sent: float) -> None:
-    """Takes in a stream of server-sent events, until [DONE]."""
+    """Reads a stream of server-sent events until [DONE], into the answer. `sent` is when the request was
+    sent."""
     usage: dict[str, Any] | None = None
     last = sent
     async for line in stream:
@@ -395,7 +365,8 @@ def _has_text(choice: dict[str, Any]) -> bool:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Interpolated between the nearest two, as numpy's; 0 of nothing."""
+    """Returns a percentile, interpolated between the two nearest values, as numpy does. Without values it is
+    0."""
     if not values:
         return 0.0
     ordered, at = sorted(values), (len(values) - 1) * percent / 100
@@ -404,8 +375,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(bench: ServeBench, model: str, answers: Sequence[Answer], duration: float) -> dict[str, Any]:
-    """The figures under the names of vLLM's result file. Latencies are milliseconds; the lists at the end are
-    per request, seconds."""
+    """Returns the figures under the names of vLLM's result file. Latencies are in milliseconds. The lists at
+    the end have an entry for each request, in seconds."""
     good = [a for a in answers if a.error is None]
     total_input, total_output = sum(a.prompt_tokens for a in good), sum(a.output_tokens for a in good)
     result: dict[str, Any] = {
@@ -455,7 +426,7 @@ def summarize(bench: ServeBench, model: str, answers: Sequence[Answer], duration
 
 
 def _peak(answers: Iterable[Answer]) -> int:
-    """Most requests under way at one moment."""
+    """Returns the most requests that were under way at one moment."""
     changes = sorted(change for a in answers for change in ((a.sent, 1), (a.sent + a.latency, -1)))
     now = peak = 0
     for _, step in changes:
@@ -465,7 +436,7 @@ def _peak(answers: Iterable[Answer]) -> int:
 
 
 def table(result: dict[str, Any], percentiles: Sequence[float]) -> str:
-    """The figures as vLLM prints them, and the errors with how often each came."""
+    """Returns the figures as vLLM prints them, then the errors, with how often each came."""
     rows = [f"{' Serving Benchmark Result ':=^50}"]
 
     def row(label: str, value: float | int) -> None:
@@ -499,6 +470,7 @@ def table(result: dict[str, Any], percentiles: Sequence[float]) -> str:
 
 
 def import_figure() -> Any:
+    """Returns matplotlib's class Figure. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -507,7 +479,7 @@ def import_figure() -> Any:
 
 
 def plot(result: dict[str, Any], path: str) -> None:
-    """Writes a PNG: the distributions of TTFT, ITL and TPOT, and tokens a second over time. Raises
+    """Writes a PNG with the distributions of TTFT, ITL and TPOT, and with tokens per second over time. Raises
     ConfigError without matplotlib."""
     figure = import_figure()(figsize=(10, 6.5), layout="constrained")
     axes = figure.subplots(2, 2)
@@ -528,13 +500,12 @@ def plot(result: dict[str, Any], path: str) -> None:
             drawstyle="steps-post",
         )
         axis.set(title=title, xlabel="ms", ylabel="% of values at most this", ylim=(0, 101))
-    # A chunk is one token or more: each is given its answer's mean, so that the area is the token count.
+    # A chunk has one token or more. Each chunk counts with its answer's mean, so that the area is the number
+    # of tokens.
     width, tokens = max(result["duration"] / 60, 1e-9), Counter[int]()
     for i in done:
-        at, each = (
-            result["start_times"][i] + result["ttfts"][i],
-            result["output_lens"][i] / (len(result["itls"][i]) + 1),
-        )
+        at = result["start_times"][i] + result["ttfts"][i]
+        each = result["output_lens"][i] / (len(result["itls"][i]) + 1)
         tokens[int(at / width)] += each  # type: ignore[assignment]
         for gap in result["itls"][i]:
             at += gap

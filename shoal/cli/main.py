@@ -30,6 +30,9 @@ PROFILE_DESCRIPTION = "Runs a batch and traces it for ui.perfetto.dev: steps, ke
 COMPLETION_DESCRIPTION = """Prints a script that completes this command. bash: eval "$(shoal completion bash)"
 in ~/.bashrc; zsh: shoal completion zsh > a file _shoal in a folder of $fpath; fish: shoal completion fish >
 ~/.config/fish/completions/shoal.fish"""
+SIM_DESCRIPTION = """Simulates a fleet under a trace: the router's own code over simulated workers, on a
+virtual clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/fleet.md
+explains it."""
 SHELLS = ("bash", "zsh", "fish")
 BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
 
@@ -197,6 +200,19 @@ def build_parser() -> Parser:
         help="the folder of the traces, one a rank (default: shoal-traces)",
     )
     _add_engine_flags(profile, run_profile)
+
+    sim = commands.add_parser("sim", help="simulate a fleet under a trace", description=SIM_DESCRIPTION)
+    sim.add_argument("file", metavar="FILE", help="the fleet, a TOML file")
+    sim.add_argument(
+        "--trace", metavar="JSONL", required=True, help="requests, a line each, in Mooncake's format"
+    )
+    sim.add_argument("--policy", metavar="P", help="which worker gets a request (default: the file's, or kv)")
+    sim.add_argument("--workers", type=integer, metavar="N", help="so many, whatever the file says")
+    sim.add_argument(
+        "--seed", type=integer, metavar="N", help="of random choices (default: the file's, or 0)"
+    )
+    sim.add_argument("--json", action="store_true", help="print JSON")
+    sim.set_defaults(run=run_sim)
 
     completion = commands.add_parser(
         "completion", help="complete this command in a shell", description=COMPLETION_DESCRIPTION
@@ -399,6 +415,19 @@ def run_pull(arguments: argparse.Namespace) -> int:
     from shoal.cli.models import pull
 
     return pull(arguments.name, arguments.revision, getattr(arguments, "download_dir", None))
+
+
+def run_sim(arguments: argparse.Namespace) -> int:
+    from shoal.fleet.sim_config import read_sim_config
+    from shoal.fleet.sim_trace import read_trace
+    from shoal.fleet.simulator import Simulation
+
+    config = read_sim_config(
+        arguments.file, policy=arguments.policy, num_workers=arguments.workers, seed=arguments.seed
+    )
+    result = Simulation(config, read_trace(arguments.trace, config.block_size)).run()
+    print(json.dumps(dataclasses.asdict(result)) if arguments.json else result.table())
+    return 0
 
 
 def run_completion(arguments: argparse.Namespace) -> int:

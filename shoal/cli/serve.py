@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -119,6 +120,8 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
         admin = create_admin_app(catalog, config) if config.admin_port is not None else None
 
         def ready(port: int, admin_port: int | None) -> None:
+            # All that exists now stays. A full collection would look at it while answers wait.
+            gc.freeze()
             operated = f", admin port {admin_port} on {config.admin_host}" if admin_port is not None else ""
             logger.info(
                 "serving %s at %s%s, ready after %.1f s",

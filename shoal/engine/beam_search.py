@@ -1,5 +1,8 @@
-"""Beam search over one prompt: which beams go on, which are finished, and when no better one can come. The
-rules are those of `transformers` (`num_beams`, early_stopping=False), so that its results are ours."""
+"""Beam search over one prompt. It decides which beams go on, which are finished, and when no better one can
+come.
+
+The rules are those of `transformers` (`num_beams`, early_stopping=False), so the results are the same.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from shoal.api import BeamSearchParams, BeamSearchSequence, TokenLogprobs
 
 
 class BeamSearch:
-    """Begins with the prompt as its only beam; `advance` takes what the model says about the next token of
-    each running beam."""
+    """A search begins with the prompt as its only beam. `advance` is called with what the model says about
+    the next token of each running beam, until none runs any more."""
 
     def __init__(
         self,
@@ -21,20 +24,21 @@ class BeamSearch:
         max_tokens: int,
     ) -> None:
         self.params = params
-        self.max_tokens = max_tokens  # at most params.max_tokens: what the model has room for
+        self.max_tokens = max_tokens  # params.max_tokens, or less if the model has less room
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.running = [BeamSearchSequence(prompt_token_ids, [])]
-        self.finished: list[tuple[float, BeamSearchSequence]] = []  # with scores; the best beam_width
+        # The beam_width best finished beams, with their scores.
+        self.finished: list[tuple[float, BeamSearchSequence]] = []
 
     @property
     def num_candidates(self) -> int:
-        """So many of a beam's likeliest tokens can matter: beam_width of them go on even if every end-of-text
-        id is among the best."""
+        """How many of a beam's likeliest tokens can matter. beam_width of them go on even if every
+        end-of-text id is among the best."""
         return self.params.beam_width + len(self.eos_token_ids)
 
     def advance(self, likeliest: Sequence[TokenLogprobs]) -> None:
-        """`likeliest` holds, for each running beam, at least `num_candidates` tokens with their
-        log-probabilities."""
+        """Makes a step of the search. `likeliest` holds at least `num_candidates` tokens with their
+        log-probabilities for each running beam."""
         width = self.params.beam_width
         candidates = [
             (beam.cum_logprob + found.logprob, beam, token_id, tokens)
@@ -59,7 +63,7 @@ class BeamSearch:
                 self.running.append(grown)
                 if len(self.running) == width:
                     break
-            elif place < width:  # an end that is less likely than beam_width continuations is no result
+            elif place < width:  # An end that is less likely than beam_width continuations is no result.
                 self.finished.append((self._score(cum_logprob, length), grown))
             elif length == self.max_tokens:
                 break
@@ -67,10 +71,11 @@ class BeamSearch:
         del self.finished[width:]
         if self.running and len(self.finished) == width:
             best = self._score(self.running[0].cum_logprob, length)
-            if best <= self.finished[-1][0]:  # what runs only becomes less likely
+            if best <= self.finished[-1][0]:  # A running beam only becomes less likely.
                 self.running = []
 
     def results(self) -> list[BeamSearchSequence]:
+        """Returns the finished beams, the best first."""
         return [beam for _, beam in self.finished]
 
     def _score(self, cum_logprob: float, length: int) -> float:

@@ -130,7 +130,7 @@ class EngineCore:
         block_bytes = ranks.runner.block_bytes
         if config.device == "cuda":
             ranks.call(commands.COMPILE_AHEAD)
-        num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.MEASURE))
+        num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.NUM_BLOCKS_THAT_FIT))
         if num_blocks < 1:
             raise ConfigError(
                 f"gpu_memory_utilization {config.gpu_memory_utilization} (or kv_cache_memory_bytes) leaves "
@@ -240,7 +240,7 @@ class EngineCore:
         return self.weights.check()
 
     def memory_usage(self) -> dict[str, dict[str, int]]:
-        """As Control says (control.py)."""
+        """Returns bytes by tag and kind, summed over ranks. control.py says what each figure counts."""
         ranks = self.ranks.call(commands.MEMORY_USAGE)
         return {
             tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]
@@ -276,10 +276,12 @@ class EngineCore:
         return stats if self.tiers is None else self.tiers.fill_in(stats)
 
     def check(self) -> None:
-        """Proves the books of scheduler and tiers by assertions. For tests and idle moments."""
+        """Proves the books of scheduler, tiers and events by assertions. For tests and idle moments."""
         self.scheduler.check()
         if self.tiers is not None:
             self.tiers.check()
+        if self.events is not None and self.error is None:
+            self.events.check(self.scheduler.pool.cached_keys())
 
     def flush_kv(self) -> None:
         """Writes KV blocks to disk or store, as far as kv_flush_timeout allows."""

@@ -527,6 +527,7 @@ class _Answer:
             return None
         goes_on = output.finish_reason is None
         add_to(self.completion, output, self._answer.push(output))
+        self.completion.error = output.error
         return str(output.stop_reason) if goes_on and output.finish_reason is not None else None
 
 
@@ -593,6 +594,7 @@ class _Group:
                 None if c.logprobs is None else list(c.logprobs),
                 c.finish_reason,
                 c.stop_reason,
+                c.error,
             )
             for c in (a.completion for a in self.answers)
         ]  # `replace` takes twice as long

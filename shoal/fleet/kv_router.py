@@ -135,6 +135,21 @@ class KvRouter:
         followed by `books.first_token` and `books.end`; without one nothing changes. `among`: the workers
         that may be chosen, if not all. Raises UnavailableError where there is none."""
         chains = self._chains(token_ids, wire_seed(lora_name, cache_salt))
+        return self.schedule_chains(
+            len(token_ids), chains, request_id=request_id, session=session, among=among
+        )
+
+    def schedule_chains(
+        self,
+        num_tokens: int,
+        chains: dict[int, list[int]],
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        among: Iterable[WorkerRank] | None = None,
+    ) -> Choice:
+        """The same for a prompt of `num_tokens` tokens whose chain hashes are known, for each block size that
+        a worker has."""
         found: dict[WorkerRank, Overlap] = {}
         for chain in chains.values():
             found |= self.indexer.find_chain(chain)
@@ -150,9 +165,9 @@ class KvRouter:
             candidates.append(candidate)
         if not candidates:
             raise UnavailableError("no worker can take the request; start one, or try again later")
-        choice = self._selector(Ask(len(token_ids), session, self._turn), candidates)
+        choice = self._selector(Ask(num_tokens, session, self._turn), candidates)
         if request_id is not None:
-            self._write(request_id, choice, len(token_ids), chains)
+            self._write(request_id, choice, num_tokens, chains)
         return choice
 
     def _write(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
@@ -27,17 +27,19 @@ from shoal.fleet.indexer import Overlap, WorkerRank
 
 @dataclass(frozen=True, slots=True)
 class RouterWeights:
-    """Names and defaults are those of Dynamo's KvRouterConfig, but for the last, which is ours."""
+    """Names are those of Dynamo's KvRouterConfig, but for the last, which is ours. So are the defaults, but
+    `overlap_score_credit` and `prefill_load_scale` are 1 there. A block to compute then weighs no more than
+    one that is held, and busy workers lose their prefixes (docs/fleet.md)."""
 
-    overlap_score_credit: float = 1.0
+    overlap_score_credit: float = 4.0
     overlap_score_credit_decay: float = 0.0
-    prefill_load_scale: float = 1.0
+    prefill_load_scale: float = 4.0
     decode_active_request_weight: float = 0.0
     host_cache_hit_weight: float = 0.75
     disk_cache_hit_weight: float = 0.25
     router_temperature: float = 0.0
     track_prefill_tokens: bool = True
-    recent_prefill_weight: float = 0.1
+    recent_prefill_weight: float = 0.4
 
 
 class Candidate(msgspec.Struct, gc=False):
@@ -46,7 +48,7 @@ class Candidate(msgspec.Struct, gc=False):
     rank: WorkerRank
     block_size: int = 16
     overlap: Overlap = Overlap()
-    load: Load = field(default_factory=Load)
+    load: Load = Load()
     kv_usage: float = 0.0  # as the worker publishes it: the share of its KV cache that is in use
     num_waiting: int = 0  # as the worker publishes it
 

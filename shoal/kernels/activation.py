@@ -1,5 +1,7 @@
-"""Elementwise ops in Triton: SiLU(gate) * up, and the embedding's rows. T tokens · F intermediate · D hidden.
-Oracle: reference.py."""
+"""Elementwise ops in Triton: SiLU(gate) * up, and the embedding's rows.
+
+T tokens · F intermediate · D hidden · V vocabulary. The oracle is reference.py.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Returns silu(gate) * up, [T, F]. The first half of the columns is gate, the second is up."""
     assert gate_up_T2F.is_contiguous()
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = empty_product_input(gate_up_T2F, num_tokens, size)
@@ -47,8 +50,8 @@ def _embed_kernel(ids_ptr, weight_ptr, out_ptr, D, BLOCK: tl.constexpr):
 
 
 def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """The rows of `weight_VD` with these ids. The launch stays ordinary: it is the first of a step's layers,
-    and the kernels after it count on that what was prepared before it is there (pdl.py)."""
+    """Returns the rows of `weight_VD` with these ids, [T, D]. The launch stays ordinary: it is the first of a
+    step's layers, and the kernels after it rely on what was prepared before it (pdl.py)."""
     assert weight_VD.is_contiguous()
     num_tokens, size = ids_T.shape[0], weight_VD.shape[1]
     # a product reads it in models whose norms stand behind attention

@@ -1,9 +1,10 @@
 """Triton attention over the paged KV cache: one kernel for decode steps, one for (chunked) prefills.
 
-Both group the query heads of one kv head in a tile, so that K and V are read once a group. The oracle is
-attention_reference.py; who launches which, and the workspace, is attention/triton.py; what decodes share,
-prefix_attention.py. Offsets into the cache are 64-bit.
-Shapes: T tokens, S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size;
+Both put the query heads of one kv head into one tile, so that K and V are read once for all of them. Offsets
+into the cache have 64 bits. The oracle is attention_reference.py. attention/triton.py launches these kernels
+and owns their workspace. prefix_attention.py works on keys that several decodes share.
+
+Shapes: T tokens, S sequences, R state rows, M blocks of a sequence, H query heads, G kv heads, N head size;
 GROUP = H / G.
 """
 
@@ -18,23 +19,24 @@ import triton.language as tl
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 
 LOG2_E = 1.4426950408889634
-# start of a running maximum: finite, so that a wholly masked tile adds 0, not NaN
+# A running maximum starts here. It is finite, so that a tile without any visible key adds 0 and not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is cut: rows of queries, columns of keys, warps a program, pipeline depth."""
+    """How a kernel is cut: rows of queries, columns of keys, warps of a program, and stages of its
+    pipeline."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # a thread: fewer let more programs share an SM
+    max_registers: int | None = None  # of a thread; with fewer registers more programs share an SM
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    # products without tensor cores: small tiles keep the unrolled code and its registers in bounds
+    # These products have no tensor cores. Small tiles limit the unrolled code and its registers.
     if dtype == torch.float32:
         return Tiles(16, 32 if head_dim <= 64 else 16, 4, 2)
     return Tiles(16, 32, 2 if head_dim <= 128 else 4, 3)
@@ -52,11 +54,11 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @triton.jit
 def _load_blocks(table_ptr, keys, end, BLOCK_SIZE: tl.constexpr):
-    """The cache block of each key of a tile.
+    """Returns the cache block of each key of a tile.
 
-    Loops load the blocks of the next tile while they work on this one: were K and V addressed by a load of
-    the same iteration, Triton would pipeline the two in turn, and K and V would be in flight for one
-    iteration instead of num_stages - 1.
+    Loops load the blocks of the next tile while they work on this one. If an iteration loaded the addresses
+    of its own K and V, Triton would pipeline the two loads one after the other, and K and V would be in
+    flight for one iteration instead of num_stages - 1.
     """
     return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
 
@@ -68,7 +70,8 @@ def _cache_offsets(blocks, keys, stride_block, BLOCK_SIZE: tl.constexpr, N: tl.c
 
 @triton.jit
 def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.constexpr):
-    """One tile of online softmax: `acc` and `total` are sums of exp2(score - highest)."""
+    """Works on one tile of online softmax. `total` is the sum of exp2(score - highest), and `acc` is the sum
+    of values with these weights."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -98,8 +101,9 @@ def _combine_splits(
     N_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Weighs the partial results of one (sequence, kv head): `active` of its splits, then `parts` of a shared
-    prefix, which lie behind the room for all `splits`. Always in this order: who came last changes no bit."""
+    """Combines the partial results of one (sequence, kv head): those of its `active` splits, then `parts` of
+    a shared prefix, which lie behind the room for all `splits`. The order is fixed, so no bit depends on
+    which program came last."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, N_PAD)
     acc = tl.zeros((ROWS, N_PAD), tl.float32)
@@ -111,7 +115,7 @@ def _combine_splits(
         if SHARED:
             results = tl.where(results < active, results, results - active + splits)
         slots = results[:, None] * GROUP + rows[None, :]
-        # .cg: other SMs wrote these, this one's L1 must not answer
+        # Other SMs wrote these, so they are read past this SM's L1 cache (.cg).
         lse = tl.load(lse_ptr + slots, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
             partial_ptr + slots[:, :, None] * N + dims[None, None, :],
@@ -172,25 +176,27 @@ def decode_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One query token a sequence; grid (G, splits, S). A sequence's keys are shared out evenly over at most
-    `splits` programs.
+    """Attends from the one query token of each sequence. The grid is (G, splits, S): at most `splits`
+    programs share a sequence's keys evenly.
 
-    The grid is fixed when a graph is captured, lengths are read here: programs beyond a length leave at once,
-    and a sequence that needs one program writes its output directly. Otherwise each leaves a normalised
-    result and its log-sum-exp in the workspace, and the last to arrive (a counter tells) weighs them together
-    and puts the counter back to 0: no second launch.
+    The grid is fixed when a graph is captured, and lengths are read here. Programs beyond a length leave at
+    once. A sequence that needs one program writes its output directly. Otherwise each program leaves a
+    normalised result and its log-sum-exp in the workspace. The last program to arrive, which a counter tells,
+    combines them and sets the counter back to 0, so there is no second launch.
 
-    Lengths and block tables are older than the layer (pdl.py): they are read before the wait for the kernel
-    before.
+    Lengths and block tables are constants of the step (pdl.py). They are read before the wait for the
+    previous kernel.
 
-    CUT > 0: a large batch, which fills the GPU uncut, in order of length; grid (G, 1, S + CUT * (splits -
-    1)). Only the first CUT sequences are cut, and only if they have more than 1.5 times the mean's keys, in
-    splits of as many or of a quarter of theirs; the programs at the grid's end, which usually have nothing to
-    do, take what is behind their first split. LENGTHS: a power of two, S at least, for all sizes the same.
+    CUT > 0 is for a large batch, which fills the GPU without splits and comes in order of length. The grid is
+    (G, 1, S + CUT * (splits - 1)). Only the first CUT sequences may be split, and only if they have more than
+    1.5 times the mean's keys. A split has at least as many keys, and at least 1 / splits of the sequence's.
+    The programs at the grid's end take all splits but the first; usually they have nothing to do. LENGTHS is
+    a power of two of at least S, the same for all sizes of a batch.
 
-    SHARED: the kernel before must be prefix_kernel. It leaves the results for the first prefix_lens_ptr[seq]
-    keys in `parts_ptr[seq]` parts, while this one works on the other keys; they are weighed together with the
-    splits. So queries are read before the wait: prefix_kernel let this one start when they were there.
+    SHARED: the previous kernel must be prefix_kernel. It works on the first prefix_lens_ptr[seq] keys, and
+    leaves their results in `parts_ptr[seq]` parts, while this kernel works on the other keys. The parts are
+    combined with the splits. Queries are read before the wait, because prefix_kernel lets this kernel start
+    when they are there.
     """
     start_next(PDL)
     kv_head = tl.program_id(0)
@@ -225,11 +231,11 @@ def decode_kernel(
         min_split = tl.maximum(min_split, least)
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len - start, splits), min_split), BLOCK_N) * BLOCK_N
     active = tl.cdiv(kv_len - start, split_len)
-    # without waiting, as the first split does: its registers are the next kernel's at once
+    # It leaves without waiting, because the first split waits. The next kernel gets its registers at once.
     if split >= tl.maximum(active, 1):
         return
 
-    heads = tl.arange(0, BLOCK_M)  # of this group; padded, as a matrix product wants 16 rows
+    heads = tl.arange(0, BLOCK_M)  # the group's heads, padded because a matrix product needs 16 rows
     dims = tl.arange(0, N_PAD)
     dim_mask = (dims < N)[None, :]
     head_mask = (heads < GROUP)[:, None] & dim_mask
@@ -277,7 +283,7 @@ def decode_kernel(
         wait_for_previous(PDL)
         parts = tl.load(parts_ptr + seq, mask=start > 0, other=0, cache_modifier=".cg")
     if active == 1:
-        if SHARED:  # who is alone weighs the parts of the prefix itself
+        if SHARED:  # The only program of a sequence combines the parts of the prefix itself.
             for part in tl.range(splits, splits + parts, loop_unroll_factor=4):
                 lse = tl.load(
                     lse_ptr + part * GROUP + heads,
@@ -303,8 +309,8 @@ def decode_kernel(
     result = acc / total[:, None]
     tl.store(partial_ptr + split * GROUP * N + head_offsets, result, mask=head_mask)
     tl.store(lse_ptr + split * GROUP + heads, highest + tl.log2(total), mask=heads < GROUP)
-    # all threads have stored before one of them says so (release), and it has heard before any reads
-    # (acquire)
+    # All threads have stored before one of them says so (release), and that one has heard of the other
+    # programs before any thread reads (acquire).
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + task, 1, sem="acq_rel", scope="gpu")
     if arrived == active - 1:
@@ -333,13 +339,15 @@ def decode_attention(
     max_parts: int = 0,
     num_cut: int | None = None,
 ) -> None:
-    """Sequence s < num_seqs has the one query q_THN[s]; writes out_THN[s]. `min_split`: fewest keys worth a
-    program of their own.
-    `num_cut`: only so many sequences may be split, the first, which ought to be the longest, and only if they
-    have more than 1.5 times the mean's keys.
+    """Writes out_THN[s] for each sequence s < num_seqs, whose one query is q_THN[s].
 
-    With `prefix_lens_S`, `prefix_attention` of the same `splits` and `max_parts` was launched just before: it
-    has those keys."""
+    `min_split` is the fewest keys that are worth a program of their own. With `num_cut`, only the first
+    `num_cut` sequences may be split, which should be the longest, and only if they have more than 1.5 times
+    the mean's keys.
+
+    With `prefix_lens_S`, `prefix_attention` must have been launched just before, with the same `splits` and
+    `max_parts`. It works on the first prefix_lens_S[s] keys.
+    """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert (
@@ -393,7 +401,7 @@ def decode_attention(
         BLOCK_N=tiles.block_n,
         N_PAD=head_dim_pad,
         ROWS=rows,
-        # with a prefix most programs weigh, and few results: a large tile would be mostly masked
+        # With a prefix most programs combine few results, so a large tile would be mostly masked.
         CHUNK=max(2, (2048 if shared else 8192) // (rows * head_dim_pad)),
         num_warps=max(tiles.num_warps, min(rows // 8, 4)),
         num_stages=tiles.num_stages,
@@ -404,20 +412,20 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Partial results of split sequences, allocated once. Steps that share it must run one after the
-    other."""
+    """Memory for the partial results of split sequences, allocated once. Steps that share it must run one
+    after the other."""
 
-    partial: torch.Tensor  # fp32: normalised results
-    lse: torch.Tensor  # fp32: their log2-sum-exps
-    arrived: torch.Tensor  # int32: programs done, of each (sequence, kv head); 0 between launches
-    parts: torch.Tensor  # int32: partial results there are for a shared prefix, of each sequence that has one
+    partial: torch.Tensor  # fp32: normalised partial results
+    lse: torch.Tensor  # fp32: the log2-sum-exp of each partial result
+    arrived: torch.Tensor  # int32: how many programs of each (sequence, kv head) are done; 0 between launches
+    parts: torch.Tensor  # int32: how many partial results of a shared prefix each sequence has
 
     @classmethod
     def allocate(
         cls, num_partials: int, num_tasks: int, head_dim: int, device: torch.device
     ) -> DecodeWorkspace:
-        """`num_partials`: rows of results, over all sequences, query heads, splits and parts; `num_tasks`:
-        sequences times kv heads."""
+        """`num_partials` is the number of partial results, over all sequences, query heads, splits and parts.
+        `num_tasks` is the number of sequences times that of kv heads."""
         return cls(
             torch.empty(num_partials * head_dim, dtype=torch.float32, device=device),
             torch.empty(num_partials, dtype=torch.float32, device=device),
@@ -451,8 +459,8 @@ def _attend_range(
     PAGED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax over the keys [begin, end). Not MASKED: every query of the tile sees all of them, and
-    whole tiles."""
+    """Does online softmax over the keys [begin, end). Without MASKED, these must be whole tiles of keys, and
+    every query must see all of them."""
     dims = tl.arange(0, N_PAD)
     columns = tl.arange(0, BLOCK_N)
     if PAGED:
@@ -484,9 +492,12 @@ def _attend_range(
 
 @triton.jit
 def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """(sequence, its first query in this tile). Sequence i owns at least ceil(length / BLOCK_Q) tiles from
-    start_i // BLOCK_Q + i on, starts counted from the first prefill's: every program finds its own by
-    counting the sequences that begin at or before its tile."""
+    """Returns a tile's sequence, and the first of its queries that is in this tile.
+
+    The tiles of sequence i begin at start_i // BLOCK_Q + i, where start_i is counted from the first prefill's
+    start. So each sequence has room for at least ceil(length / BLOCK_Q) tiles, and a program finds its
+    sequence by counting those that begin at or before its tile.
+    """
     base = tl.load(starts_ptr + first_seq)
     before = 0
     for chunk in range(0, num_seqs, 128):
@@ -532,11 +543,11 @@ def prefill_kernel(
     BLOCK_Q: tl.constexpr,
     N_PAD: tl.constexpr,
 ):
-    """A tile of BLOCK_Q queries times the GROUP heads of one kv head; grid (G * num_tiles), the longest tiles
-    of a sequence first.
+    """Attends from a tile of BLOCK_Q queries, with the GROUP query heads of one kv head. The grid is (G *
+    num_tiles), and a sequence's tiles with most keys come first.
 
-    PAGED: keys from the cache through the block table, chunks may follow a cached prefix. Otherwise every
-    chunk is a whole sequence and k, v are rows of the step's own projection.
+    PAGED: keys and values come from the cache through the block table, and a chunk may follow a cached
+    prefix. Otherwise every chunk is a whole sequence, and k and v are rows of the step's own projection.
     """
     kv_head = tl.program_id(0) % G
     tile = num_tiles - 1 - tl.program_id(0) // G
@@ -665,11 +676,10 @@ def prefill_attention(
     paged: bool,
     tiles: Tiles | None = None,
 ) -> None:
-    """Writes out_THN for the sequences from `first_seq` on, which have `num_tokens` queries together (an
-    upper bound will do).
+    """Writes out_THN for the sequences from `first_seq` on. They have at most `num_tokens` queries together.
 
-    `paged`: read keys and values from the cache; else from k_TGN and v_TGN, which must then be all that a
-    query may see.
+    With `paged`, keys and values are read from the cache. Otherwise they are read from k_TGN and v_TGN, which
+    must then hold everything that a query may see.
     """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads

@@ -1,7 +1,7 @@
-"""Paged causal attention in plain PyTorch: what kernels/attention.py must equal.
+"""Paged causal attention in plain PyTorch, which kernels/attention.py must equal.
 
-One sequence at a time, computed in fp32 whatever the dtype. Shapes: T tokens, S sequences, R state rows, M
-blocks a sequence, H query heads, G kv heads, N head size.
+It computes one sequence at a time, in fp32 whatever the dtype. Shapes: T tokens, S sequences, R state rows, M
+blocks of a sequence, H query heads, G kv heads, N head size.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 
 def gather_kv(kv_layer: torch.Tensor, block_table_M: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """The first `kv_len` keys and values of one sequence, [2, G, kv_len, N], from kv_layer [blocks, 2, G,
-    block_size, N]."""
+    """Returns the first `kv_len` keys and values of one sequence, [2, G, kv_len, N]. `kv_layer` is [blocks,
+    2, G, block_size, N]."""
     block_size = kv_layer.shape[3]
     num_blocks = -(-kv_len // block_size)
     blocks = kv_layer[block_table_M[:num_blocks].long()]
@@ -28,8 +28,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """[T, H, N]. A sequence's queries are the last of its kv_len positions; one with row -1 or kv_len 0 is
-    padding and gives zeros."""
+    """Returns [T, H, N]. A sequence's queries are the last of its kv_len positions. A sequence with row -1 or
+    kv_len 0 is padding, and its results are zeros."""
     out_THN = torch.zeros_like(q_THN, memory_format=torch.contiguous_format)
     group = q_THN.shape[1] // kv_layer.shape[2]
     starts = query_starts_S.tolist()

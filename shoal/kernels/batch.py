@@ -41,8 +41,8 @@ def _copy_ints_kernel(dst_ptr, src_ptr, size, BLOCK: tl.constexpr):
 
 
 def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """dst = src, both int32; either may be pinned host memory. It does not use the copy engines, which may be
-    busy with KV blocks for 0.1 s."""
+    """dst = src, both int32. Either may be pinned host memory. It does not use the copy engines, because they
+    may be busy with KV blocks for as long as many steps."""
     size = src.shape[0]
     assert (
         dst.shape == src.shape

@@ -1,9 +1,9 @@
-"""Copies of KV blocks between two caches, whatever their layouts: what lies where, as addresses, and two of
-three ways to carry it out.
+"""Copies of KV blocks between two caches, whatever their layouts.
 
-`copy_on_host` is plain PyTorch and the oracle. `copy_by_dma` hands contiguous runs to the copy engines, which
-take nothing from kernels that run beside. The third, a kernel, lies in block_copy_triton.py: nothing here
-needs Triton, which a machine without a GPU may lack.
+`Pieces` says as addresses what lies where. There are three ways to copy. `copy_on_host` is plain PyTorch and
+the oracle. `copy_by_dma` hands contiguous runs to the copy engines, which take nothing from kernels that run
+beside them. The third way is a kernel in block_copy_triton.py, so that this file does not need Triton, which
+a machine without a GPU may lack.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-Dim = tuple[int, int, int]  # size, bytes from one to the next in the source, and in the destination
+Dim = tuple[int, int, int]  # size, stride in the source and stride in the destination, both in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Block s of the source and block d of the destination: for each piece p and each index (i, j, k) below
-    `sizes`, `run` bytes go from src[p] + s * src_block + (i, j, k) . src_strides to dst[p] + d * dst_block +
-    (i, j, k) . dst_strides. Everything in bytes."""
+    """How block s of the source is copied to block d of the destination.
+
+    For each piece p and each index (i, j, k) below `sizes`, `run` bytes go from src[p] + s * src_block + (i,
+    j, k) . src_strides to dst[p] + d * dst_block + (i, j, k) . dst_strides. All numbers are bytes.
+    """
 
     src: np.ndarray  # int64 [pieces]: addresses in block 0
     dst: np.ndarray
@@ -37,7 +39,7 @@ class Pieces:
 
     @property
     def word(self) -> int:
-        """The largest power of two, up to 16 bytes, that every address is a multiple of."""
+        """The largest power of two, at most 16 bytes, that divides every address."""
         bits = int(np.bitwise_or.reduce(self.src) | np.bitwise_or.reduce(self.dst))
         return math.gcd(
             16, bits, self.run, self.src_block, self.dst_block, *self.src_strides, *self.dst_strides
@@ -47,10 +49,11 @@ class Pieces:
 def join(
     src: np.ndarray, dst: np.ndarray, src_block: int, dst_block: int, dims: Sequence[Dim], item_bytes: int
 ) -> Pieces:
-    """`Pieces` with the longest runs: dimensions, and then pieces, that follow each other without a gap on
-    both sides become one. At most three dimensions may remain."""
+    """Makes `Pieces` with the longest runs. Dimensions that follow each other without a gap on both sides
+    become one, and so do pieces. At most three dimensions may remain."""
     run = item_bytes
-    rest: list[Dim] = []  # the innermost of the destination first, as its writes should be near each other
+    # The destination's innermost dimension comes first, because writes should be near each other.
+    rest: list[Dim] = []
     for size, from_stride, to_stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[2]):
         if not rest and from_stride == to_stride == run:
             run *= size
@@ -68,8 +71,9 @@ def join(
 
 
 def copy_on_host(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
-    """Between addresses of host memory; ids are int64."""
-    if math.prod(pieces.sizes) == 1:  # a tenth of a tensor's overhead, and no threads for what memory bounds
+    """Copies between addresses of host memory. The ids of blocks are int64."""
+    # memmove has a tenth of a tensor's overhead, and starts no threads for work that memory bounds.
+    if math.prod(pieces.sizes) == 1:
         for src, dst in zip(*(addresses.tolist() for addresses in runs(pieces, src_ids, dst_ids))):
             ctypes.memmove(dst, src, pieces.run)
         return
@@ -96,12 +100,13 @@ def _span(sizes: Sequence[int], strides: Sequence[int], run: int) -> int:
 
 
 def bytes_at(address: int, num_bytes: int) -> torch.Tensor:
-    """Host memory, for as long as its owner keeps it."""
+    """Returns host memory as a uint8 tensor, which is valid as long as the memory's owner keeps it."""
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
 
 def runs(pieces: Pieces, src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The addresses of every run, source and destination: int64 [ids * pieces * sizes]."""
+    """Returns the addresses of every run, in the source and in the destination: int64 [ids * pieces *
+    sizes]."""
     return (
         _run_addresses(pieces.src, pieces.src_block, src_ids, pieces.sizes, pieces.src_strides),
         _run_addresses(pieces.dst, pieces.dst_block, dst_ids, pieces.sizes, pieces.dst_strides),
@@ -122,7 +127,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes of the CUDA driver."""
+    """The struct CUmemcpyAttributes of the CUDA driver."""
 
     _fields_ = (
         ("source_order", ctypes.c_uint32),
@@ -143,7 +148,7 @@ def _driver() -> ctypes.CDLL:
     driver.cuStreamGetCtx.argtypes = (pointer, ctypes.POINTER(pointer))
     driver.cuCtxPushCurrent_v2.argtypes = (pointer,)
     driver.cuCtxPopCurrent_v2.argtypes = (ctypes.POINTER(pointer),)
-    if hasattr(driver, "cuMemcpyBatchAsync"):  # from driver 570 (CUDA 12.8) on
+    if hasattr(driver, "cuMemcpyBatchAsync"):  # Drivers have it from 570 (CUDA 12.8) on.
         driver.cuMemcpyBatchAsync.argtypes = (
             pointer,
             pointer,
@@ -159,13 +164,13 @@ def _driver() -> ctypes.CDLL:
 
 
 def copy_by_dma(src: np.ndarray, dst: np.ndarray, run: int, stream: torch.cuda.Stream) -> None:
-    """`run` bytes from each address to its counterpart (int64, device or pinned memory), in one call; it
-    returns when they are queued. `stream` is not the default stream: the driver's batches don't take it.
-    Raises RuntimeError with the driver's code."""
+    """Queues copies of `run` bytes from each address in `src` to its counterpart in `dst`. Addresses are
+    int64, of device memory or pinned memory. `stream` must not be the default stream, because the driver's
+    batches do not accept it. Raises RuntimeError with the driver's code."""
     assert stream.cuda_stream
     driver = _driver()
     handle = ctypes.c_void_p(stream.cuda_stream)
-    context = ctypes.c_void_p()  # a thread that never called the runtime has none
+    context = ctypes.c_void_p()  # A thread that never called the CUDA runtime has no context of its own.
     _check(driver.cuStreamGetCtx(handle, context), "cuStreamGetCtx")
     _check(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
     try:

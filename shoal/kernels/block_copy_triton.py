@@ -13,7 +13,7 @@ import triton.language as tl
 
 from shoal.kernels.block_copy import Pieces
 
-TILE_BYTES = 16 << 10  # a program of the kernel
+TILE_BYTES = 16 << 10  # A program of the kernel copies as many bytes.
 
 
 @triton.jit(do_not_specialize=["num_pieces", "num_pairs", "src_block", "dst_block"])
@@ -47,7 +47,8 @@ def _copy_kernel(
     piece, pair = item % num_pieces, item // num_pieces
     source = tl.load(addresses_ptr + piece) + tl.load(ids_ptr + pair) * src_block
     target = tl.load(addresses_ptr + num_pieces + piece) + tl.load(ids_ptr + num_pairs + pair) * dst_block
-    # Said of the pointers, as casts lose what is known of integers; without it there are no 16-byte loads.
+    # The alignment is stated of the pointers, because casts lose what is known of integers. Without it there
+    # are no 16-byte loads.
     source_ptr = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGNED)
     target_ptr = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGNED)
 
@@ -69,9 +70,11 @@ WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 def copy_by_kernel(pieces: Pieces, addresses: torch.Tensor, ids: torch.Tensor) -> None:
-    """`addresses` [2 * pieces]: `pieces.src`, then `pieces.dst`; `ids` [2 * pairs]: the sources', then the
-    destinations'; int64, on the device. Host memory among the addresses must be pinned. On the current
-    stream."""
+    """Copies blocks on the current stream.
+
+    `addresses` [2 * pieces] holds `pieces.src`, then `pieces.dst`. `ids` [2 * pairs] holds the blocks of the
+    source, then those of the destination. Both are int64 on the device. Host memory must be pinned.
+    """
     word = min(8, pieces.word)
     run, rows = pieces.run // word, math.prod(pieces.sizes)
     columns = min(triton.next_power_of_2(run), TILE_BYTES // word)

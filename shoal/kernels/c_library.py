@@ -1,4 +1,4 @@
-"""Our C sources as libraries: compiled on first use, kept in the user's cache folder."""
+"""Builds our C sources as libraries. They are compiled on first use and kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def build(
     flags: Sequence[str],
     libraries: Sequence[str] = (),
 ) -> Path:
-    """The compiled library; compiles unless the cache folder has it. Processes may race: each renames its
-    own, and all are alike. Raises BuildError, and OSError of the file system."""
+    """Returns the path of the library, and compiles it unless the cache folder has it. Processes may do so at
+    the same time: each renames its own file, and all files are alike. Raises BuildError, or an OSError of the
+    file system."""
     compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
     if compiler is None:
         raise BuildError("neither gcc nor cc is on the PATH")
@@ -43,7 +44,7 @@ def build(
 
 
 def cache_folder() -> Path:
-    """$SHOAL_CACHE, else shoal's folder in the user's cache."""
+    """Returns $SHOAL_CACHE, or else shoal's folder in the user's cache."""
     if folder := os.environ.get("SHOAL_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
@@ -57,7 +58,7 @@ def _compile(
     libraries: Sequence[str],
     work: Path,
 ) -> Path:
-    """One object a source, at once, then the library."""
+    """Compiles all sources at the same time, then links their objects."""
     objects = [str(work / f"{name}.o") for name in sources]
     jobs = [
         subprocess.Popen(
@@ -78,7 +79,8 @@ def _compile(
 
 
 def _processor() -> str:
-    """What -march=native means here: a cache folder may be shared by unlike machines."""
+    """Describes the processor, because -march=native depends on it and different machines may share a cache
+    folder."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor()

@@ -1,4 +1,5 @@
-"""A checksum of a tensor's bytes on a GPU, in one pass at memory bandwidth and without memory of its own."""
+"""A checksum of a tensor's bytes on a GPU. It takes one pass at memory bandwidth, and no memory of its
+own."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-BLOCK = 2048  # 8-byte words: with 4 warps 16 a thread, in 16-byte accesses
-PROGRAMS = 4096  # that share a large tensor
-# Odd 64-bit multipliers: the golden ratio's, and the first of splitmix64's two (Steele, Lea and Flood 2014).
+BLOCK = 2048  # words of 8 bytes: with 4 warps each thread has 16, in accesses of 16 bytes
+PROGRAMS = 4096  # the most programs that share a tensor
+# Odd 64-bit multipliers: that of the golden ratio, and the first of splitmix64's two (Steele, Lea and Flood
+# 2014).
 PLACE = tl.constexpr(-7046029254386353131)
 MIX = tl.constexpr(-4658895280553007687)
 
@@ -28,8 +30,8 @@ def _checksum_kernel(words_ptr, num_words, sum_ptr, BLOCK: tl.constexpr):
 
 
 def checksum(tensor: torch.Tensor, sum_1: torch.Tensor) -> None:
-    """Adds to `sum_1` (int64 [1]) the sum, modulo 2^64, of a hash of every 8 bytes and their place. Unlike a
-    weighted sum of the words themselves, changes of several places don't cancel each other."""
+    """Adds the sum, modulo 2^64, of a hash of every 8 bytes and their place to `sum_1`, int64 [1]. Changes in
+    several places do not cancel each other, as they would in a weighted sum of the words themselves."""
     assert sum_1.dtype == torch.int64 and sum_1.numel() == 1
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = (

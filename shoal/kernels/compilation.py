@@ -1,7 +1,8 @@
-"""Kernels compiled side by side before any is launched: one takes Triton half a second to two, and a
-rehearsal meets some 50 in turn.
+"""Compiles Triton kernels side by side before any of them is launched.
 
-Triton holds Python's lock for a tenth of that; the rest are passes of LLVM, and ptxas, which is a process.
+A kernel takes up to two seconds, and a first start meets dozens of them one after the other. Threads help,
+because Triton holds Python's lock for only a small part of that time: the rest are passes of LLVM, and ptxas,
+which is a process.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-MAX_THREADS = 8  # what holds the lock leaves little to more
-_patching = threading.Lock()  # of Triton's launch, which all engines of a process share
+MAX_THREADS = 8  # More would wait for Python's lock.
+_patching = threading.Lock()  # All engines of a process share Triton's launch, which is patched here.
 
 
 @contextmanager
 def compiling_ahead() -> Iterator[list[str]]:
-    """Meanwhile this thread's Triton launches run nothing, so that results mean nothing: each only gets its
-    kernel ready. The list names those that were not on disk. The first of them is compiled there and then,
-    later ones in threads until the end; what fails there is tried again, and says so, when it is truly
-    launched."""
-    import triton  # only now: a CPU run must not pay for it
+    """While this context lasts, Triton launches of this thread run nothing and only get their kernels ready,
+    so the results of kernels mean nothing.
+
+    The list names the kernels that were not on disk. The first of them is compiled at its launch, the others
+    in threads, which are done when the context ends. A kernel that fails to compile there is compiled again,
+    and raises its error, when it is really launched.
+    """
+    import triton  # It is imported only now, because a CPU run must not pay for it.
 
     compiled: list[str] = []
     mode = getattr(triton, "AsyncCompileMode", None)
-    # before 3.6: launches run, and compile, as ever
+    # Triton before 3.6 has no such mode: launches run, and compile, as usual.
     if mode is None or "ignore_errors" not in inspect.signature(mode).parameters:
         yield compiled
         return
@@ -44,7 +48,7 @@ def compiling_ahead() -> Iterator[list[str]]:
                 in_threads = True
                 pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
                 threads.enter_context(mode(pool, ignore_errors=True))
-                # left first: an interrupt while it waits must not keep the mode from its end
+                # The pool is left first: an interrupt while it waits must not keep the mode from ending.
                 threads.enter_context(pool)
             met.add(self)
             return run(self, *args, grid=grid, warmup=True, **options)

@@ -1,29 +1,31 @@
-// What the C kernels share with each other, and (structs) with ctypes.
+// Declarations that the C kernels share. cpu_build.py repeats the structs for ctypes.
 
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-// Keeps a SIMD value in a register at this point. Left to itself, gcc reorders the inner loops until sums spill and loads repeat: half the speed.
+// Keeps a SIMD value in a register at this point. Without it gcc reorders the inner loops until sums are
+// spilled to memory and loads are repeated.
 #ifdef __AVX2__
 #define KEEP(x) asm("" : "+x"(x))
 #else
 #define KEEP(x)
 #endif
 
-// Does every unit once, on the caller and on the threads that come to help; `thread` is below max_threads() and names one of them.
+// `parallel` does every unit once, on the caller's thread and on the threads that come to help. `thread`
+// names the thread, and is below max_threads().
 typedef void (*Work)(void *shared, int unit, int thread);
 void parallel(Work work, void *shared, int units);
 int max_threads(void);
 
-// [outs, cols] weights in the layout of cpu_linear.c.
+// A matrix of weights, [outs, cols], in the layout of cpu_linear.c.
 typedef struct {
     uint8_t *data;
     int32_t outs, cols, bits;
 } Packed;
 
-// One layer's paged cache. Strides in elements.
+// One layer's paged cache. Strides are in elements.
 typedef struct {
     float *data;
     const int32_t *tables;
@@ -31,7 +33,8 @@ typedef struct {
     int32_t block_size, num_heads, num_kv_heads, head_dim;
 } Cache;
 
-// A step's sequences: state row (-1: padding), first query token (one entry more than sequences), keys, this step's included.
+// A step's sequences: for each its state row (-1: padding), its first query token (there is one entry more
+// than sequences), and the number of its keys, this step's included.
 typedef struct {
     const int32_t *rows, *query_starts, *kv_lens;
     int32_t num_seqs, max_kv_len;
@@ -44,7 +47,8 @@ void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int3
                               const float *q_weight, const float *k_weight, float eps);
 int shoal_attention(const Cache *c, const Sequences *s, const float *q, int64_t q_stride, int window, float scale, float *out);
 
-// e^x to 2e-7 relative for x <= 88: 2^n times a polynomial on [-ln2 / 2, ln2 / 2] (Cephes' coefficients); below -87 it stays at e^-87.
+// e^x for x <= 88, with a relative error of 2e-7. It is 2^n times a polynomial on [-ln2 / 2, ln2 / 2], whose
+// coefficients are those of Cephes. Below -87 it stays at e^-87.
 static inline float fast_exp(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;

@@ -1,21 +1,25 @@
-// Causal attention over the paged float32 cache, decodes and prefill chunks alike, by online softmax. A work item is a tile of query
-// tokens of one sequence with all query heads of one kv head, so that keys and values are read once for all of them. A tile of few rows
-// (decode) takes the cache's rows as they lie; one of many copies keys, transposed, and values, for a register-blocked product.
-// Where items are too few for the threads (long decodes), the keys are split as well and the parts are combined after.
+// Causal attention over the paged float32 cache, by online softmax, for decodes and for chunks of prompts.
+//
+// A work item is a tile of query tokens of one sequence, with all query heads of one kv head, so that keys
+// and values are read once for all of them. A tile of few rows (a decode) reads the cache's rows where they
+// lie. A tile of many rows copies values, and keys transposed, for a product that keeps its sums in
+// registers. If there are fewer items than threads need (long decodes), the keys are split as well, and the
+// parts are combined afterwards.
 
 #include <stdlib.h>
 
 #include "cpu.h"
 
-enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256, COMBINED_ROWS = 256 };    // a row: a query token's head
+// A row is one head of one query token.
+enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256, COMBINED_ROWS = 256 };
 
-static const float LOWEST = -1e30f;    // below every score, and finite: its differences stay numbers
+static const float LOWEST = -1e30f;    // It is below every score, and finite, so that differences stay numbers.
 
 typedef struct {
     const Cache *cache;
     const Sequences *seqs;
     const float *q;
-    int64_t q_stride;    // between tokens; heads lie head_dim apart
+    int64_t q_stride;    // floats from one token to the next; heads lie head_dim apart
     int window, heads, ratio, n;
     float scale;
 } Attention;
@@ -29,7 +33,8 @@ static const float *key_at(const Attention *a, const int32_t *table, int g, int6
     return c->data + table[position / c->block_size] * c->block_stride + g * c->head_stride + position % c->block_size * c->head_dim;
 }
 
-// One query row over consecutive keys: folds them into acc [n], the largest score so far and the sum of exponentials.
+// Attends from one query row to consecutive keys. Updates acc [n], the largest score so far, and the sum of
+// exponentials.
 static void attend_keys(const float *restrict q, const float *restrict k, const float *restrict v, int keys, int n, float scale,
                         float *restrict acc, float *most, float *total) {
     float p[MAX_BLOCK];
@@ -67,7 +72,7 @@ static void attend_keys(const float *restrict q, const float *restrict k, const 
 
 typedef float Vector __attribute__((vector_size(32), may_alias));
 
-// c[4, 16] = a[4, depth] b[depth, 16], added to c if `add`.
+// c[4, 16] = a[4, depth] b[depth, 16]. With `add` the product is added to c.
 static void product_4x16(const float *a, int a_stride, const float *b, int b_stride, int depth, float *c, int c_stride, int add) {
     Vector sum[4][2];
     for (int r = 0; r < 4; r++)
@@ -87,7 +92,8 @@ static void product_4x16(const float *a, int a_stride, const float *b, int b_str
         for (int k = 0; k < 2; k++) *(Vector *)(c + r * c_stride + 8 * k) = sum[r][k];
 }
 
-// One thread's room for a tile of many rows: rows in fours, columns in sixteens, the surplus zero.
+// One thread's memory for a tile of many rows. Rows are padded to multiples of 4 and columns to multiples of
+// 16, with zeros.
 typedef struct {
     int n_padded, rows;
     float *v;         // [CHUNK, n_padded]
@@ -101,13 +107,14 @@ static int64_t room_floats(int rows, int n) { return (int64_t)(rows + CHUNK) * (
 
 static Room make_room(float *base, int rows, int n) {
     Room room = {.n_padded = (n + 15) / 16 * 16, .rows = rows};
-    room.v = (float *)(((uintptr_t)base + 63) & ~(uintptr_t)63);    // on a cache line: loads across two cost double
+    room.v = (float *)(((uintptr_t)base + 63) & ~(uintptr_t)63);    // A load across two cache lines is slow.
     room.acc = room.v + CHUNK * room.n_padded, room.k = room.acc + rows * room.n_padded;
     room.p = room.k + n * CHUNK, room.q = room.p + rows * CHUNK;
     return room;
 }
 
-// Softmax of a row's scores for keys [from, to) of the chunk, in place, zero elsewhere; shrinks what was summed under a smaller maximum.
+// Does softmax of a row's scores for the keys [from, to) of the chunk, in place, and writes zeros elsewhere.
+// Earlier sums under a smaller maximum are scaled down.
 static void softmax_row(float *restrict p, int from, int to, float *restrict acc, int n, float *most, float *total) {
     float top = *most, sum = 0;
 #pragma omp simd reduction(max : top)
@@ -125,7 +132,8 @@ static void softmax_row(float *restrict p, int from, int to, float *restrict acc
     *total += sum;
 }
 
-// The tile's rows, heads within tokens: row r is token first + r / ratio, head g * ratio + r % ratio. Keys [low, high) of its sequence.
+// Attends from a tile of many rows to the keys [low, high) of its sequence. Row r is token first + r / ratio,
+// head g * ratio + r % ratio.
 static void attend_many(const Attention *a, Tile tile, int g, const int32_t *table, int offset, int64_t low, int64_t high, const Room *room,
                         float *acc, float *most, float *total) {
     const int n = a->n, ratio = a->ratio, rows = (tile.last - tile.first) * ratio, wide = room->n_padded;
@@ -158,7 +166,7 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
         memcpy(acc + ((int64_t)(tile.first + r / ratio) * a->heads + g * ratio + r % ratio) * n, room->acc + r * wide, sizeof(float) * n);
 }
 
-// The same for few rows, block by block where they lie.
+// Does the same for few rows, block by block, where the keys lie.
 static void attend_few(const Attention *a, Tile tile, int g, const int32_t *table, int offset, int64_t low, int64_t high,
                        float *acc, float *most, float *total) {
     const int n = a->n, ratio = a->ratio, size = a->cache->block_size;
@@ -178,11 +186,13 @@ static void attend_few(const Attention *a, Tile tile, int g, const int32_t *tabl
     }
 }
 
-// All rows of a tile for kv head g over split `split` of its keys. acc [tokens, H, N], most and total [tokens, H] are this split's.
+// Attends from all rows of a tile, for kv head g, to the keys of split `split`. acc [tokens, H, N], most and
+// total [tokens, H] are this split's.
 static void attend_tile(const Attention *a, Tile tile, int g, int split, int num_splits, const Room *room,
                         float *acc, float *most, float *total) {
     const int n = a->n, ratio = a->ratio;
-    const int offset = a->seqs->kv_lens[tile.seq] - a->seqs->query_starts[tile.seq + 1];    // a token's position is its index plus this
+    // A token's position is its index plus this offset.
+    const int offset = a->seqs->kv_lens[tile.seq] - a->seqs->query_starts[tile.seq + 1];
     for (int t = tile.first; t < tile.last; t++)
         for (int h = g * ratio; h < (g + 1) * ratio; h++) {
             int64_t row = (int64_t)t * a->heads + h;
@@ -198,7 +208,8 @@ static void attend_tile(const Attention *a, Tile tile, int g, int split, int num
     else attend_many(a, tile, g, table, offset, low, high, room, acc, most, total);
 }
 
-// out[row] = sum over splits of acc * e^(most - largest most), over the like sum of totals; zero where there were no keys.
+// out[row] = (sum over splits of acc * e^(most - m)) / (sum over splits of total * e^(most - m)), where m is
+// the largest `most`. It is zero where there were no keys.
 static void combine(const float *acc, const float *most, const float *total, int num_splits, int64_t rows, int64_t row, int n, float *out) {
     float top = LOWEST, sum = 0;
     for (int s = 0; s < num_splits; s++) top = most[s * rows + row] > top ? most[s * rows + row] : top;
@@ -238,7 +249,8 @@ static void combine_unit(void *shared, int unit, int thread) {
         combine(job->acc, job->most, job->total, job->num_splits, job->rows, row, job->a.n, job->out);
 }
 
-// Every token of the step: out [tokens, H, N]. q: heads N apart, tokens q_stride apart. window 0: none. Returns -1 when there is no memory.
+// Attends from every token of the step. out is [tokens, H, N]. In q heads lie N floats apart, tokens
+// q_stride. A window of 0 means none. Returns -1 if there is no memory.
 int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64_t q_stride, int window, float scale, float *out) {
     const int *starts = seqs->query_starts, tokens = starts[seqs->num_seqs], ratio = c->num_heads / c->num_kv_heads;
     const int tile_len = ratio < TILE_ROWS ? TILE_ROWS / ratio : 1, max_tiles = seqs->num_seqs + tokens / tile_len;
@@ -248,13 +260,14 @@ int shoal_attention(const Cache *c, const Sequences *seqs, const float *q, int64
     if (!tiles) return -1;
     int num_tiles = 0;
     for (int s = seqs->num_seqs - 1; s >= 0; s--)
-        for (int t = starts[s + 1]; t > starts[s]; t -= tile_len)    // from the end: the tiles with most keys are begun first
+        for (int t = starts[s + 1]; t > starts[s]; t -= tile_len)    // The tiles with most keys come first.
             tiles[num_tiles++] = (Tile){s, t - tile_len > starts[s] ? t - tile_len : starts[s], t};
     const int items = num_tiles * c->num_kv_heads;
     const int wanted = 2 * max_threads() / (items ? items : 1) + 1, possible = seqs->max_kv_len / SPLIT_KEYS + 1;
     job.num_splits = wanted < possible ? wanted : possible;
     job.room_each = tokens > seqs->num_seqs || ratio > FEW_ROWS ? room_floats(job.tile_rows, c->head_dim) : 0;
-    const int64_t acc_floats = job.num_splits > 1 ? job.rows * job.num_splits * c->head_dim : 0;    // one split accumulates in out
+    // A single split accumulates in `out`.
+    const int64_t acc_floats = job.num_splits > 1 ? job.rows * job.num_splits * c->head_dim : 0;
     float *scratch = malloc(sizeof(float) * (size_t)(acc_floats + 2 * job.rows * job.num_splits + job.room_each * max_threads()));
     if (!scratch) return free(tiles), -1;
     job.tiles = tiles, job.acc = job.num_splits > 1 ? scratch : out, job.most = scratch + acc_floats;

@@ -1,8 +1,8 @@
-"""The C kernels (cpu_*.c) as a library, with its structs: compiled for this very processor on first use, kept
-in the user's cache folder.
+"""The C library of the CPU's kernels (cpu_*.c): how it is built and loaded, and its structs.
 
-A prebuilt library would need dispatch over instruction sets at run time; the compiler at hand does better in
-two seconds. Without one, `load` returns None after a warning, and its callers take their PyTorch paths.
+It is compiled for this very processor on first use, which takes a few seconds. A prebuilt library would have
+to choose among instruction sets at run time. Without a compiler `load` warns and returns None, and its
+callers take their PyTorch paths.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _fields(kinds: dict[type, str]) -> tuple[tuple[str, type], ...]:
 
 
 class Packed(ctypes.Structure):
-    """Of cpu.h, as the next two."""
+    """The struct of this name in cpu.h, as are the next two."""
 
     _fields_ = _fields({c_void_p: "data", c_int32: "outs cols bits"})
 
@@ -77,7 +77,7 @@ class Sequences(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Of cpu_layers.c, as the next one."""
+    """The struct of this name in cpu_layers.c, as is the next one."""
 
     _fields_ = _fields(
         {
@@ -104,12 +104,14 @@ def cache_struct(
     num_kv_heads: int,
     head_dim: int,
 ) -> Cache:
-    """Filling the struct costs as much as a call does, and a layer's is the same every step."""
+    """Makes the struct. It is cached because filling it costs as much as a call does, and a layer has the
+    same struct in every step."""
     return Cache(data, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim)
 
 
 def describe_cache(kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, num_heads: int) -> Cache:
-    """The struct of a view [blocks, 2, G, block_size, N] and the tables."""
+    """Makes the struct that describes a layer's cache, [blocks, 2, G, block_size, N], and its block
+    tables."""
     strides, (_, _, num_kv_heads, block_size, head_dim) = kv_layer.stride(), kv_layer.shape
     assert strides[3:] == (head_dim, 1) and kv_layer.dtype == torch.float32
     assert block_tables_RM.dtype == torch.int32 and block_tables_RM.stride(1) == 1
@@ -126,7 +128,8 @@ def describe_cache(kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, num_he
 
 
 def describe_sequences(step: StepInput) -> Sequences:
-    """Holds addresses only: the step must outlive it."""
+    """Makes the struct that describes a step's sequences. It holds addresses only, so the step must outlive
+    it."""
     for tensor in (step.rows_S, step.query_starts_S, step.kv_lens_S):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
     return Sequences(
@@ -140,8 +143,8 @@ def describe_sequences(step: StepInput) -> Sequences:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library for this processor, built if need be; None, and one warning that says what to install, if
-    it can't be had."""
+    """Returns the library for this processor, and builds it if need be. Where that fails it returns None,
+    after one warning that says what to install."""
     try:
         return open_library(build((*FLAGS, NATIVE)))
     except (c_library.BuildError, OSError) as error:
@@ -154,6 +157,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
+    """Loads the library, and gives it as many threads as PyTorch has."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
@@ -163,5 +167,5 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def build(flags: tuple[str, ...]) -> Path:
-    """The compiled library. Raises c_library.BuildError."""
+    """Compiles the library, if need be, and returns its path. Raises c_library.BuildError."""
     return c_library.build(FOLDER, SOURCES, HEADERS, flags, ("-lm",))

@@ -1,9 +1,11 @@
-// Products of float activations with 4- and 8-bit weights, groups of 32 along a row. Activations become int16 per group once a call, so the
-// inner loop is integer; scales come in once a group. int8, as llama.cpp has it, would halve the arithmetic of many rows, but it moves
-// SmolLM2's log-probabilities by 0.064 in the mean, twice as far as bf16 does; int16 by less than 0.001.
+// Products of float activations with weights of 4 or 8 bits, in groups of 32 along a row. Each call rounds
+// its activations to int16, group by group, so the inner loop is integer arithmetic, and scales are applied
+// once for each group. int8, which llama.cpp uses, would halve the arithmetic of many rows, but is much less
+// accurate (docs/decisions/cpu.md).
 //
-// Packed layout: LANES output rows lie interleaved, so that SIMD registers hold the sums of LANES outputs. Per block of LANES rows and group:
-// LANES fp16 scales, for 4 bits LANES fp16 minima, then a 4-byte word a lane, and the next ones:
+// Packed layout: LANES output rows lie interleaved, so that SIMD registers hold the sums of LANES outputs.
+// Each block of LANES rows has for each group LANES fp16 scales, then, with 4 bits, LANES fp16 minima, then
+// the words of 4 bytes: the first of every lane, then the second of every lane, and so on.
 //   4 bits: 4 words; in word j the low nibbles are columns 4j..4j+3, the high ones 16+4j..16+4j+3    w = scale * q + minimum
 //   8 bits: 8 words; word j holds columns 4j..4j+3                                                   w = scale * q
 // The last block is padded with zero rows.
@@ -13,7 +15,8 @@
 #include "cpu.h"
 
 #define INLINE static inline __attribute__((always_inline))
-enum { GROUP = 32, PANEL_BYTES = 192 << 10, UNITS_PER_THREAD = 4 };    // a panel: activations that stay in a core's L2 beside the weights
+// A panel is as many activations as stay in a core's L2 cache beside the weights.
+enum { GROUP = 32, PANEL_BYTES = 192 << 10, UNITS_PER_THREAD = 4 };
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -30,7 +33,8 @@ INLINE void store(float *p, vf x) { _mm512_storeu_ps(p, x); }
 INLINE vi zero(void) { return _mm512_setzero_si512(); }
 INLINE vi splat_pair(const int16_t *q) { int32_t pair; memcpy(&pair, q, 4); return _mm512_set1_epi32(pair); }
 INLINE vi load(const uint8_t *p) { return _mm512_loadu_si512(p); }
-INLINE vi nibbles(vi x, int half) {    // even bytes' low ones, odd bytes' low ones, then the high ones
+// half 0 and 1: the low nibbles of the even and of the odd bytes; 2 and 3: the high ones.
+INLINE vi nibbles(vi x, int half) {
     vi shifted = half == 0 ? x : half == 1 ? _mm512_srli_epi16(x, 8) : half == 2 ? _mm512_srli_epi16(x, 4) : _mm512_srli_epi16(x, 12);
     return half == 3 ? shifted : _mm512_and_si512(shifted, _mm512_set1_epi16(15));
 }
@@ -68,16 +72,17 @@ INLINE vi add_product(vi sum, vi w, vi q) { return _mm256_add_epi32(sum, _mm256_
 #define TILE 1
 #endif
 
-enum { LANES = 16, HALVES = 2 * LANES, WORDS = 4 * LANES };    // HALVES, WORDS: bytes of one fp16 and of one word of every lane
+// HALVES and WORDS are the bytes of one fp16, and of one word, of every lane.
+enum { LANES = 16, HALVES = 2 * LANES, WORDS = 4 * LANES };
 
 INLINE int64_t group_bytes(int bits) { return bits == 4 ? 2 * HALVES + 4 * WORDS : HALVES + 8 * WORDS; }
 INLINE int num_blocks(int outs) { return (outs + LANES - 1) / LANES; }
 
 typedef struct {
     int cols, groups;
-    int16_t *q;         // [rows, cols]; of each four columns 0, 2, 1, 3: the pairs that a packed word yields
+    int16_t *q;         // [rows, cols]; each four columns come as 0, 2, 1, 3, the pairs that a packed word gives
     float *scale;       // [rows, groups]
-    float *sum;         // [rows, groups]: scale * the group's sum of q
+    float *sum;         // [rows, groups]: scale times the sum of the group's q
 } Activations;
 
 static float half_to_float(const uint8_t *p) {
@@ -94,7 +99,8 @@ static float half_to_float(const uint8_t *p) {
     return x;
 }
 
-// -8 times a half, exact short of infinity: the exponent grows by 3 (a subnormal is normalised on the way).
+// Returns -8 times a half, exactly unless it overflows: the exponent grows by 3, and a subnormal is
+// normalised.
 static uint16_t minus_eight_times(const uint8_t *p) {
     float x = -8 * half_to_float(p);
     uint32_t bits;
@@ -119,10 +125,11 @@ static void quantize_row(const float *restrict x, int16_t *restrict q, float *sc
     }
 }
 
-// y[r, lane] for `rows` (at most TILE) activation rows from `row` on and the LANES outputs of one block of weights.
+// Computes y[r, lane] for the LANES outputs of one block of weights and `rows` activation rows from `row` on,
+// at most TILE.
 #ifdef PLAIN_C
 INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activations *a, int row, float y[][LANES]) {
-    memset(y, 0, sizeof(float) * LANES * (size_t)rows);    // TILE is 1
+    memset(y, 0, sizeof(float) * LANES * (size_t)rows);    // TILE is 1 here.
     for (int g = 0; g < a->groups; g++, w += group_bytes(bits)) {
         const int16_t *q = a->q + (int64_t)row * a->cols + g * GROUP;
         int64_t at = (int64_t)row * a->groups + g;
@@ -153,12 +160,13 @@ INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activat
         for (int r = 0; r < rows; r++)
             for (int k = 0; k < REGISTERS; k++) product[r][k] = zero();
         int num_words = bits == 4 ? 4 : 8;
-        asm("" : "+r"(num_words));    // hides the constant: with this loop unrolled, gcc spills the sums
+        asm("" : "+r"(num_words));    // This hides the constant, because gcc spills the sums if it unrolls the loop.
         const int16_t *q_word = q;
         for (int j = 0; j < num_words; j++, q_word += 4) {
             vi word[REGISTERS];
             for (int k = 0; k < REGISTERS; k++) word[k] = load(words + j * WORDS + k * 4 * WIDTH);
-            for (int half = 0; half < (bits == 4 ? 4 : 2); half++) {    // even and odd columns of the low nibbles, then of the high ones
+            // Even and odd columns of the low nibbles come first, then those of the high ones.
+            for (int half = 0; half < (bits == 4 ? 4 : 2); half++) {
                 vi pair[REGISTERS];
                 for (int k = 0; k < REGISTERS; k++)
                     pair[k] = bits == 4 ? nibbles(word[k], half) : half ? odd_bytes(word[k]) : even_bytes(word[k]);
@@ -188,7 +196,7 @@ INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activat
 #endif
 
 INLINE void tile_rows(const int bits, int rows, const uint8_t *w, const Activations *a, int row, float y[][LANES]) {
-    switch (rows) {    // the count is a constant in each case, so that the sums live in registers
+    switch (rows) {    // The count is a constant in each case, so that the sums stay in registers.
     case 1: tile(bits, 1, w, a, row, y); break;
 #if TILE > 1
     case 2: tile(bits, 2, w, a, row, y); break;
@@ -204,7 +212,7 @@ INLINE void tile_rows(const int bits, int rows, const uint8_t *w, const Activati
     }
 }
 
-// The outputs of blocks [first, last) for activation rows [row, end).
+// Computes the outputs of blocks [first, last) for the activation rows [row, end).
 static void product(const Packed *w, int first, int last, const Activations *a, int row, int end, const float *bias, float *y) {
     const int64_t block_bytes = a->groups * group_bytes(w->bits);
     for (int b = first; b < last; b++) {
@@ -224,8 +232,9 @@ static void product(const Packed *w, int first, int last, const Activations *a, 
 
 int64_t shoal_packed_bytes(int outs, int cols, int bits) { return num_blocks(outs) * (int64_t)(cols / GROUP) * group_bytes(bits); }
 
-// Packs GGUF rows (Q8_0 for 8 bits, Q4_1 or else Q4_0 for 4), row_bytes apart, as rows first_row.. of `to`, whose data the caller zeroed.
-// Q4_0 becomes Q4_1 with minimum -8 * scale.
+// Packs GGUF rows, which lie row_bytes apart, into `to` from row first_row on. They are Q8_0 for 8 bits, and
+// Q4_1 or Q4_0 for 4 bits. Q4_0 becomes Q4_1 with a minimum of -8 * scale. The caller has filled the data
+// with zeros.
 void shoal_pack(const Packed *to, const uint8_t *source, int64_t row_bytes, int rows, int first_row, int has_minimum) {
     const int bits = to->bits, groups = to->cols / GROUP, words = bits == 4 ? 4 : 8;
     for (int row = 0; row < rows; row++) {
@@ -247,7 +256,8 @@ void shoal_pack(const Packed *to, const uint8_t *source, int64_t row_bytes, int 
     }
 }
 
-// One product. A unit of it: `rows_each` activation rows to quantize, or `blocks_each` blocks of outputs for a panel of rows.
+// One product. A unit of its work is `rows_each` activation rows to quantize, or `blocks_each` blocks of
+// outputs for a panel of rows.
 typedef struct {
     const Packed *w;
     const float *x, *bias;
@@ -271,7 +281,7 @@ static void product_unit(void *shared, int unit, int thread) {
     product(l->w, first, last < l->blocks ? last : l->blocks, &l->a, row, row + l->panel < l->rows ? row + l->panel : l->rows, l->bias, l->y);
 }
 
-// y[rows, outs] = x[rows, cols] W^T + bias, contiguous. Returns -1 when there is no memory for the scratch.
+// y[rows, outs] = x[rows, cols] W^T + bias, all contiguous. Returns -1 if there is no memory for the scratch.
 int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, float *y) {
     const int cols = w->cols, groups = cols / GROUP;
     const int64_t scale_bytes = (int64_t)rows * groups * (int64_t)sizeof(float);
@@ -288,7 +298,7 @@ int shoal_linear(const Packed *w, const float *x, int rows, const float *bias, f
     return 0;
 }
 
-// The rows `ids` of a packed matrix, dequantized: y[count, cols].
+// Writes the rows `ids` of a packed matrix, dequantized, to y[count, cols].
 void shoal_embed(const Packed *w, const int32_t *ids, int count, float *y) {
     const int bits = w->bits, groups = w->cols / GROUP;
     for (int n = 0; n < count; n++) {

@@ -1,9 +1,9 @@
-"""Linear layers on GGUF weights that stay quantized: packed once at load for the C kernel, 4 or 8 bits in
-groups of 32 columns.
+"""Linear layers on GGUF weights that stay quantized.
 
-Q4_0, Q4_1 and Q8_0 are kept to the bit; Q4_K keeps its quants, its scales rounded to fp16; other kinds become
-8 bits. Activations are rounded to 16 bits a group inside the kernel. Without the C library: torch's int4
-product, or a plain matrix.
+They are packed once, at load, for the C kernel, with 4 or 8 bits in groups of 32 columns. Q4_0, Q4_1 and Q8_0
+keep every bit. Q4_K keeps its quants, and its scales are rounded to fp16. Other kinds become 8 bits. The
+kernel rounds activations to 16 bits, group by group. Without the C library there is torch's int4 product, or
+a plain matrix.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from shoal.kernels.quantized_tensor import QuantizedTensor
 
 GROUP = 32
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
-CHUNK = 1 << 22  # weights converted at a time: 16 MiB of float32
+CHUNK = 1 << 22  # As many weights are converted at a time: 16 MiB of float32.
 LIBRARY = cpu_build.load()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """[outs, cols] weights in the C kernel's layout."""
+    """A matrix of weights, [outs, cols], in the C kernel's layout."""
 
     header: Packed
-    address: int  # of the header
+    address: int  # the header's address
     data: torch.Tensor  # what the header points to
     library: ctypes.CDLL
 
@@ -62,7 +62,8 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class TorchWeight:
-    """The same for PyTorch alone: packed for its int4 product if there are scales, else a plain matrix."""
+    """A matrix of weights for PyTorch alone. It is packed for PyTorch's int4 product if there are scales, and
+    is a plain matrix otherwise."""
 
     source: QuantizedTensor
     data: torch.Tensor
@@ -71,7 +72,7 @@ class TorchWeight:
     def linear(self, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         if self.scales_and_zeros is None:
             out_TO = F.linear(x_TD.to(self.data.dtype), self.data)
-        else:  # with float32 activations it is 40 times slower
+        else:  # With float32 activations this product would be many times slower.
             out_TO = torch.ops.aten._weight_int4pack_mm_for_cpu(
                 x_TD.bfloat16(), self.data, GROUP, self.scales_and_zeros
             )
@@ -85,21 +86,21 @@ class TorchWeight:
 def packed_linear(
     x_TD: torch.Tensor, weight: PackedWeight | TorchWeight, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
-    """x W^T + bias, [T, outs] in x's dtype; computed in float32 where the C kernel is there."""
+    """Returns x W^T + bias, [T, outs], in x's dtype. The C kernel computes it in float32."""
     return weight.linear(x_TD, bias_O)
 
 
 def packed_embed(ids_T: torch.Tensor, weight: PackedWeight | TorchWeight) -> torch.Tensor:
-    """The rows `ids_T`, dequantized, float32 [T, cols]. The weight is of one tensor."""
+    """Returns the rows `ids_T`, dequantized: float32 [T, cols]. The weight must be made of one tensor."""
     return weight.embed(ids_T)
 
 
 def pack(
     tensors: Sequence[QuantizedTensor], replaced: PackedWeight | TorchWeight | None = None
 ) -> PackedWeight | TorchWeight:
-    """One weight of all the tensors' rows, in order. Where one of them needs 8 bits, all get them. The memory
-    of the weight that it replaces is used again if it fits, so that a new checkpoint lies at the old one's
-    addresses."""
+    """Makes one weight of all the tensors' rows, in order. If one tensor needs 8 bits, all get them. The
+    memory of the weight `replaced` is used again if it fits, so that a new checkpoint lies at the addresses
+    of the old one."""
     bits = 4 if all(t.kind in FOUR_BITS for t in tensors) else 8
     outs, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
     assert all(t.shape[1] == cols for t in tensors) and cols % GROUP == 0
@@ -126,18 +127,18 @@ def pack(
 
 
 def _zeros(num_bytes: int) -> torch.Tensor:
-    """Zeroed bytes, on huge pages where the kernel has them: reading a large matrix from memory is a fifth
-    faster."""
+    """Returns zeroed bytes. They lie on huge pages where the system has them, because a large matrix is read
+    faster so."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # The system's kernel may be built without them.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _ggml_blocks(tensor: QuantizedTensor, bits: int) -> Iterator[tuple[np.ndarray, bool]]:
-    """The rows as Q4_0, Q4_1 or Q8_0 blocks [rows, bytes a row], in pieces; and whether their groups carry a
-    minimum."""
+    """Yields the rows, some at a time, as blocks of Q4_0, Q4_1 or Q8_0, [rows, bytes of a row], and whether
+    their groups have a minimum."""
     native = tensor.kind == "Q8_0" if bits == 8 else tensor.kind in ("Q4_0", "Q4_1")
     if native:
         yield tensor.data, tensor.kind == "Q4_1"
@@ -149,7 +150,7 @@ def _ggml_blocks(tensor: QuantizedTensor, bits: int) -> Iterator[tuple[np.ndarra
 
 
 def _q8_0_of(weights: torch.Tensor) -> np.ndarray:
-    """Rounds float32 rows to Q8_0: groups of 32 with an fp16 scale of the largest magnitude / 127."""
+    """Rounds float32 rows to Q8_0. Each group of 32 has an fp16 scale, its largest magnitude / 127."""
     groups = weights.view(len(weights), -1, GROUP)
     scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).half()
     inverse = torch.where(scales > 0, 1 / scales.float(), 0.0)
@@ -158,8 +159,8 @@ def _q8_0_of(weights: torch.Tensor) -> np.ndarray:
 
 
 def _q4_1_of_q4_k(data: np.ndarray) -> np.ndarray:
-    """Q4_K is Q4_1 in groups of eight whose scales and minima are 6-bit multiples of two fp16 numbers:
-    multiplied out, rounded to fp16."""
+    """Converts Q4_K rows to Q4_1. Eight groups of Q4_K share two fp16 numbers, and their scales and minima
+    are 6-bit multiples of these. The products are rounded to fp16."""
     blocks = np.ascontiguousarray(data).reshape(-1, 144)
     factors = blocks[:, :4].view(np.float16).astype(np.float32)
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
@@ -173,7 +174,8 @@ def _q4_1_of_q4_k(data: np.ndarray) -> np.ndarray:
 
 
 def _pack_for_torch(tensors: Sequence[QuantizedTensor], bits: int, outs: int, cols: int) -> TorchWeight:
-    if bits == 8 or outs % 16:  # torch's int8 product has no groups; its int4 one wants sixteen rows
+    # torch's int8 product has no groups, and its int4 product needs multiples of sixteen rows.
+    if bits == 8 or outs % 16:
         dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
         return TorchWeight(tensors[0], torch.cat([t.dequantize().to(dtype) for t in tensors]))
     quants, scales, zeros = zip(
@@ -194,8 +196,8 @@ def _pack_for_torch(tensors: Sequence[QuantizedTensor], bits: int, outs: int, co
 def _int4_groups(
     blocks: np.ndarray, has_minimum: bool, cols: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quants int32 [rows, cols], scales and zeros [rows, groups] of Q4_0 or Q4_1 rows: weight = (quant - 8) *
-    scale + zero."""
+    """Returns the quants, int32 [rows, cols], and the scales and zeros, [rows, groups], of Q4_0 or Q4_1 rows.
+    A weight is (quant - 8) * scale + zero."""
     groups = torch.from_numpy(blocks.reshape(len(blocks), cols // GROUP, -1).copy())
     scales = groups[..., 0:2].contiguous().view(torch.float16).squeeze(-1).float()
     zeros = (

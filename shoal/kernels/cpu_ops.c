@@ -1,9 +1,9 @@
-// The small float32 ops between two products, each one pass. Written as plain loops: the compiler vectorises them for the machine it
-// runs on. Threads join where there is more than a unit of work.
+// The small float32 ops between two products. Each is one pass, written as plain loops, which the compiler
+// vectorises for this machine. Threads help if there is more than one unit of work.
 
 #include "cpu.h"
 
-enum { UNIT_ELEMENTS = 1 << 14 };    // some 5 us of one core
+enum { UNIT_ELEMENTS = 1 << 14 };    // elements of a unit: smaller ones are not worth a thread's help
 
 static float rms_scale(const float *x, int n, float eps) {
     float squares = 0;
@@ -12,7 +12,7 @@ static float rms_scale(const float *x, int n, float eps) {
     return 1 / sqrtf(squares / (float)n + eps);
 }
 
-// Rows of one op, and how they come in units.
+// The rows of one op, and how they are cut into units.
 typedef struct {
     const float *x, *weight, *cos_sin, *q_weight, *k_weight;
     const int32_t *positions, *state_rows;
@@ -42,7 +42,8 @@ static void rms_norm_row(const void *shared, int64_t r) {
     for (int i = 0; i < n; i++) y[i] = sum[i] * scale * op->weight[i];
 }
 
-// residual += x (unless x is null), out = residual / rms(residual) * weight; [rows, n] each, contiguous. out may be x.
+// residual += x, unless x is null; then out = residual / rms(residual) * weight. All are [rows, n] and
+// contiguous. out may be x.
 void shoal_rms_norm(const float *x, float *residual, const float *weight, float eps, int rows, int n, float *out) {
     each_row((Rows){.x = x, .residual = residual, .weight = weight, .eps = eps, .rows = rows, .n = n, .out = out, .row = rms_norm_row});
 }
@@ -92,7 +93,8 @@ static void rope_row(const void *shared, int64_t t) {
     }
 }
 
-// qkv [tokens, (H + 2G) * N], in place; k and v also into the cache. Padding (a row or position below 0) is left alone.
+// Works on qkv [tokens, (H + 2G) * N] in place, and writes k and v into the cache as well. Padding (a row or
+// position below 0) is left alone.
 void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int32_t *positions, const int32_t *rows, const float *cos_sin,
                               const float *q_weight, const float *k_weight, float eps) {
     each_row((Rows){.cache = c, .out = qkv, .rows = tokens, .n = (c->num_heads + 2 * c->num_kv_heads) * c->head_dim, .positions = positions,

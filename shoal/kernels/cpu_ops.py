@@ -1,5 +1,5 @@
-"""The ops of kernels/ops.py for the CPU: float32 goes to the C kernels; other dtypes, and machines without a
-compiler, to the reference."""
+"""The ops of kernels/ops.py for the CPU. The C kernels compute float32. reference.py computes other dtypes,
+and everything on a machine without a compiler."""
 
 from __future__ import annotations
 

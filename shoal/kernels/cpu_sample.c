@@ -1,14 +1,17 @@
-// Masks of logits; sampling and the start of a decode step, on the rows of the batch state. What is drawn is
-// said in reference.py; here it is a few passes over a row's logits: the best, and the tiles' masses or,
-// where top_k or top_p cut, a histogram and the noise, whose logarithms only tokens that may win pay for.
+// Masks of logits, and, on the rows of the batch state, sampling and the start of a decode step.
+//
+// reference.py describes what is drawn. Here it takes a few passes over a row's logits. The first finds the
+// largest. Without top_k and top_p the next finds the masses of tiles. With them it makes a histogram, and
+// then the noise, whose logarithms are computed only for tokens that may win.
 
 #include <stdlib.h>
 
 #include "cpu.h"
 
-enum { TOKEN, POSITION, SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P };    // Field of state.py
+enum { TOKEN, POSITION, SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P };    // the same as Field in state.py
 enum { NUM_BINS = 4096, BINS_PER_LOGIT = 64, SPAN = 64, TILE = 1024 };
-static const float MIN_TEMPERATURE = 1e-5f, MAX_GUMBEL = 22.2f;    // -log of the smallest exponential draw, 2**-32
+// MAX_GUMBEL is -log of the smallest exponential draw, 2**-32.
+static const float MIN_TEMPERATURE = 1e-5f, MAX_GUMBEL = 22.2f;
 
 static uint32_t mix(uint32_t x) {
     x = (x ^ x >> 16) * 0x21F0AAADu;
@@ -16,7 +19,7 @@ static uint32_t mix(uint32_t x) {
     return x ^ x >> 15;
 }
 
-// A token's uniform number, and from it its noise.
+// A token's uniform random number, from which its noise is made.
 static inline float uniform(uint32_t key_0, uint32_t key_1, uint32_t token) {
     uint32_t h = (token ^ key_0) * 0x21F0AAADu;
     h = (h ^ h >> 15 ^ key_1) * 0xD35A2D97u;
@@ -39,8 +42,9 @@ static int descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-// How top_k and top_p cut: from the most probable token down, that at which the summed weights reach the target is the last one kept. Bins
-// by distance from the largest logit find where; only the tokens of that bin are sorted.
+// How top_k and top_p cut: going down from the most probable token, the token at which the summed weights
+// reach the target is the last one kept. Bins by distance from the largest logit tell in which bin it is, and
+// only the tokens of that bin are sorted.
 typedef struct {
     int count[NUM_BINS];
     double weight[NUM_BINS];
@@ -51,7 +55,8 @@ static inline int bin_of(float below_top) {
     return below_top < NUM_BINS / BINS_PER_LOGIT - 1 ? (int)(below_top * BINS_PER_LOGIT) : NUM_BINS - 1;
 }
 
-// The logit of that last token, of those >= floor. The target is a number of tokens, or for temperature > 0 a share of all weights.
+// Returns the logit of the last token kept, among those >= floor. The target is a number of tokens, or, with
+// temperature > 0, a share of all weights.
 static float cut(const float *logits, int n, float top, float floor, float temperature, double target, Histogram *h) {
     memset(h->count, 0, sizeof h->count);
     memset(h->weight, 0, sizeof h->weight);
@@ -82,7 +87,8 @@ static float cut(const float *logits, int n, float top, float floor, float tempe
     return found ? h->sorted[last] : floor;
 }
 
-// Where nothing is filtered: a tile by its mass, then the token of it with the largest logit / temperature + noise.
+// Draws without filters: a tile by its mass, then the token of it with the largest logit / temperature +
+// noise.
 static int draw_unfiltered(const float *logits, int n, float top, float inverse, uint32_t key_0, uint32_t key_1) {
     int tile = 0, best = 0;
     float most = -INFINITY;
@@ -103,12 +109,12 @@ static int draw_unfiltered(const float *logits, int n, float top, float inverse,
     return best;
 }
 
-// The token >= floor with the largest logit / temperature + noise, the first of equals.
+// Returns the token >= floor with the largest logit / temperature + noise, and the first of equals.
 static int draw(const float *logits, int n, int best, float floor, float inverse, uint32_t key_0, uint32_t key_1) {
     float most = gumbel(uniform(key_0, key_1, (uint32_t)best)) + logits[best] * inverse, u[SPAN];
     for (int start = 0; start < n; start += SPAN) {
         int span = n - start < SPAN ? n - start : SPAN, any = 0;
-        // Noise above x needs u < e^-x; a little more, for fast_exp's error.
+        // Noise above x needs u < e^-x. The bound is a little larger, because of fast_exp's error.
         for (int i = 0; i < span; i++) u[i] = uniform(key_0, key_1, (uint32_t)(start + i));
         for (int i = 0; i < span; i++) {
             float x = logits[start + i];
@@ -159,8 +165,8 @@ static void sample_unit(void *shared, int s, int thread) {
     fields[POSITION] = job->positions[s] + 1;
 }
 
-// For each of the rows that is not padding (-1): a token into `tokens` and the state row, and the position after positions[s] into the row.
-// Returns -1 when there is no memory.
+// For each row that is not padding (-1), writes a token into `tokens` and into the state row, and the
+// position after positions[s] into the state row. Returns -1 if there is no memory.
 int shoal_sample(const float *logits, int64_t logits_stride, int n, const int32_t *rows, const int32_t *positions, int count, int32_t *table,
                  int64_t table_stride, int32_t *tokens) {
     const int64_t room = (int64_t)sizeof(Histogram) + (int64_t)sizeof(float) * ((n + 15) / 16 * 16);
@@ -187,14 +193,14 @@ static void keep_unit(void *shared, int g, int thread) {
     for (int start = 0; start < job->n; start += 32) {
         const uint32_t word = mask[start / 32];
         float *restrict x = logits + start;
-        if (job->n - start >= 32)    // apart, so that the compiler knows the count
+        if (job->n - start >= 32)    // This is a case of its own, so that the compiler knows the count.
             for (int i = 0; i < 32; i++) x[i] = word >> i & 1 ? x[i] : -INFINITY;
         else
             for (int i = 0; i < job->n - start; i++) x[i] = word >> i & 1 ? x[i] : -INFINITY;
     }
 }
 
-// In row rows[g] of the logits only tokens whose bit in mask g is set stay possible.
+// In row rows[g] of the logits only those tokens stay possible whose bits in mask g are set.
 void shoal_keep_bits(float *logits, int64_t logits_stride, int n, const int64_t *rows, int count,
                      const uint32_t *masks, int64_t masks_stride) {
     parallel(keep_unit, &(Masking){logits, rows, masks, logits_stride, masks_stride, n}, count);

@@ -1,12 +1,14 @@
-// Threads that help if they are there. OpenMP's regions end when every thread has come, so that one core taken by another process for a
-// time slice stalls each of a step's 150 regions; here the caller does what is left itself and waits only for work that has begun.
+// Threads that help if they are there. A region of OpenMP ends when every thread has arrived, so a core that
+// another process takes for a time slice stalls all regions of a step. Here the caller does the remaining
+// work itself, and waits only for work that has begun.
 
 #include <pthread.h>
 #include <stdatomic.h>
 
 #include "cpu.h"
 
-enum { MAX_THREADS = 256, SPINS = 2000 };    // some 50 us: the gap between two ops, or two steps, without going to sleep
+// SPINS bridges the gap between two ops, or two steps, without going to sleep.
+enum { MAX_THREADS = 256, SPINS = 2000 };
 
 static struct {
     pthread_mutex_t caller, sleep;
@@ -35,13 +37,16 @@ static void *help(void *id) {
         for (int i = 0; i < SPINS && atomic_load(&pool.job) == seen; i++) pause_briefly();
         if (atomic_load(&pool.job) == seen) {
             pthread_mutex_lock(&pool.sleep);
-            atomic_fetch_add(&pool.sleepers, 1);    // before the look at `job`: whoever changes it after that sees a sleeper
+            // This comes before the look at `job`, so that whoever changes `job` later sees a sleeper.
+            atomic_fetch_add(&pool.sleepers, 1);
             while (atomic_load(&pool.job) == seen) pthread_cond_wait(&pool.wake, &pool.sleep);
             atomic_fetch_sub(&pool.sleepers, 1);
             pthread_mutex_unlock(&pool.sleep);
         }
         seen = atomic_load(&pool.job);
-        atomic_fetch_add(&pool.active, 1);    // before the look at `open`: the caller closes first, then waits for the active
+        // This comes before the look at `open`, because the caller closes first and then waits for active
+        // threads.
+        atomic_fetch_add(&pool.active, 1);
         if (atomic_load(&pool.open) && thread <= atomic_load(&pool.helpers)) take_units(thread);
         atomic_fetch_sub(&pool.active, 1);
     }
@@ -51,7 +56,8 @@ static void *help(void *id) {
 static void start_threads(int helpers) {
     for (int id = atomic_load(&pool.started) + 1; id <= helpers; id++) {
         pthread_t thread;
-        if (pthread_create(&thread, 0, help, (void *)(intptr_t)id)) return;    // the caller works alone, or with those there are
+        // If this fails, the caller works alone, or with the threads that there are.
+        if (pthread_create(&thread, 0, help, (void *)(intptr_t)id)) return;
         pthread_detach(thread);
         atomic_store(&pool.started, id);
     }
@@ -63,7 +69,8 @@ int max_threads(void) { return atomic_load(&pool.wanted); }
 
 void parallel(Work work, void *shared, int units) {
     const int wanted = max_threads(), helpers = (wanted < units ? wanted : units) - 1;
-    if (helpers < 1 || pthread_mutex_trylock(&pool.caller)) {    // too little, or another engine has the threads
+    // There is too little work, or another engine has the threads.
+    if (helpers < 1 || pthread_mutex_trylock(&pool.caller)) {
         for (int unit = 0; unit < units; unit++) work(shared, unit, 0);
         return;
     }

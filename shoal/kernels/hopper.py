@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 
-MAX_ROWS = 256  # the most rows of a product of hopper_linear.py
+MAX_ROWS = 256  # Products of hopper_linear.py have no more rows.
 # Gluon is experimental. These are the versions that are known to make these kernels.
 HAS_GLUON = triton.__version__.startswith(("3.6", "3.7"))
 

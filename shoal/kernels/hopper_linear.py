@@ -82,7 +82,13 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
 @functools.cache  # For so few rows there are not many different products.
 def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
     block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
-    smallest, largest = 64 if block_rows < 64 else 32 if gated or rows > 64 else 16, 128
+    if block_rows < 64:
+        smallest = 64
+    elif gated or rows > 64:
+        smallest = 32
+    else:
+        smallest = 16
+    largest = 128
     large = rows > 64 and outs * inputs > 1 << 24
     if large:  # Two tiles of rows would read such a weight twice.
         if gated or rows > 128:

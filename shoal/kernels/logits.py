@@ -1,9 +1,9 @@
-"""Logits of the rare rows that ask for more than `sample` knows: penalties, bias, bans, log-probabilities.
+"""Changes of logits for the rare rows that ask for more than `sample` can do: penalties, bias, bans and
+log-probabilities.
 
-Plain PyTorch, on any device; masks of grammars are an op of each kind of device (`keep_bits`).
-
-Meanings and order are vLLM's. P: rows with penalties · S: sampled sequences · V: vocabulary. Functions ending
-in a verb's object (`ban`, `add_bias`, `keep_only`) change the logits in place.
+This is plain PyTorch, for any device. The masks of grammars are an op of each kind of device (`keep_bits`).
+Meanings and order are vLLM's. `keep_only`, `add_bias` and `ban` change the logits in place; the others do
+not. P rows with penalties · S sampled sequences · V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def keep_only(logits_SV: torch.Tensor, allowed: Iterable[tuple[int, torch.Tensor]]) -> None:
-    """For each (row, int64 token ids): every other token of that row becomes impossible."""
+    """For each pair (row, int64 token ids), every other token of that row becomes impossible."""
     for row, ids in allowed:
         kept = logits_SV[row, ids]
         logits_SV[row] = -math.inf
@@ -23,7 +23,7 @@ def keep_only(logits_SV: torch.Tensor, allowed: Iterable[tuple[int, torch.Tensor
 
 
 def add_bias(logits_SV: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
-    """logits[rows[i], ids[i]] += values[i]; a pair that comes twice adds twice."""
+    """logits[rows[i], ids[i]] += values[i]. A pair (row, id) that comes twice adds twice."""
     logits_SV.index_put_((rows, ids), values.to(logits_SV.dtype), accumulate=True)
 
 
@@ -40,11 +40,9 @@ def penalize(
     presence_P: torch.Tensor,
     frequency_P: torch.Tensor,
 ) -> torch.Tensor:
-    """New logits. repetition: logits of tokens seen (prompt or output) are divided by it if positive, else
-    multiplied.
-
-    presence is subtracted once and frequency per occurrence, both for output tokens only.
-    """
+    """Returns new logits. For tokens of the prompt or the output, positive logits are divided by the
+    repetition penalty, and others multiplied by it. For tokens of the output alone, presence is subtracted
+    once, and frequency once for each time that the token occurs."""
     in_output_PV = output_counts_PV > 0
     factor_PV = torch.where(prompt_mask_PV | in_output_PV, repetition_P.unsqueeze(1), 1.0)
     logits_PV = torch.where(logits_PV > 0, logits_PV / factor_PV, logits_PV * factor_PV)
@@ -54,9 +52,10 @@ def penalize(
 def logprobs(
     logits_SV: torch.Tensor, token_ids_S: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of log_softmax(logits): the given tokens' values and ranks [S], the k best ids and their values [S, k].
+    """Returns four results of log_softmax(logits): the given tokens' values [S], their ranks [S], the ids of
+    the k best tokens [S, k] and their values [S, k].
 
-    A rank counts the tokens at least as probable, the token itself included: 1 is the best.
+    A rank is the number of tokens that are at least as probable, the token itself included. The best is 1.
     """
     logprobs_SV = logits_SV.float().log_softmax(dim=-1)
     chosen_S1 = logprobs_SV.gather(1, token_ids_S.long().unsqueeze(1))

@@ -1,12 +1,15 @@
-"""Mixture of experts in Triton, for a captured graph: no count reaches the host, the grids come from upper
-bounds.
+"""Mixture of experts in Triton, for a captured graph: no count reaches the host, and grids are upper bounds.
 
-A *slot* is one (token, choice) pair. 1. `_route` picks each token's experts and numbers the slots of an
-expert. 2. `_arrange` lists the slots expert by expert and cuts each expert's part into tiles of BLOCK_M. 3.
-`_gate_up` and 4. `_down` are products over those tiles, rows gathered on the way in and scattered on the way
-out. 5. `_combine` sums each token's slots by weight, in float32, and adds them, rounded, to what the output
-holds if that is the residual (ADD). T tokens · E experts · k choices a token · D hidden · F intermediate.
-Oracle: reference.py.
+A slot is one pair of a token and one of its k choices. There are five kernels:
+
+1. `_route` chooses each token's experts, and numbers the slots of each expert. 2. `_arrange` lists the slots
+expert by expert, and cuts each expert's part of the list into tiles of BLOCK_M. 3. `_gate_up` is the first
+product over those tiles. It gathers the rows of tokens. 4. `_down` is the second product. It scatters its
+results to the slots. 5. `_combine` sums each token's slots by weight in float32. ADD: the sum, rounded, is
+added to the output, which
+   holds the residual.
+
+T tokens · E experts · k choices of a token · D hidden · F intermediate. The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import triton.language as tl
 from shoal.kernels.activation import silu
 from shoal.kernels.linear import fitting_stages
 
-ARRANGED = tl.constexpr(128)  # slots, or tiles, a program of `_arrange`
+ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
 
 
 @triton.jit
@@ -36,8 +39,8 @@ def _route(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Softmax and top-k of one token. A slot's rank is its number within its expert: order is free, rows
-    don't see each other."""
+    """Does softmax and top-k of one token. A slot's rank is its number within its expert. Ranks may come in
+    any order, because rows of a product do not depend on each other."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     choice = tl.arange(0, BLOCK_K)
@@ -51,7 +54,7 @@ def _route(
     experts = tl.zeros((BLOCK_K,), tl.int32)
     for j in range(K):
         weight, best = tl.max(left, axis=0, return_indices=True)
-        best = tl.minimum(best, E - 1)  # logits of NaN must not become a wild address
+        best = tl.minimum(best, E - 1)  # With logits of NaN it would be a wild address.
         weights = tl.where(choice == j, weight, weights)
         experts = tl.where(choice == j, best, experts)
         left = tl.where(expert == best, -1.0, left)
@@ -77,8 +80,8 @@ def _arrange(
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """slots: all slots, expert by expert. tiles: for each, its expert (-1: not used) and where its slots
-    start and end in that list."""
+    """Writes the list of all slots, expert by expert, and for each tile its expert (-1: the tile is not used)
+    and where its slots start and end in that list."""
     expert = tl.arange(0, BLOCK_E)[None, :]
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
     i = tl.program_id(0) * ARRANGED + tl.arange(0, ARRANGED)
@@ -117,7 +120,7 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """hidden[i] = silu(x @ gate) * (x @ up) for the token of the i-th listed slot."""
+    """hidden[i] = silu(x @ gate) * (x @ up), where x is the token of the i-th slot in the list."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     expert = tl.load(tile_ptr).to(tl.int64)
     if expert < 0:
@@ -144,7 +147,7 @@ def _gate_up(
         up_ptrs += BLOCK_K
     hidden_ptrs = hidden_ptr + row[:, None].to(tl.int64) * F + column[None, :]
     dtype = hidden_ptr.dtype.element_ty
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)  # as a product of its own rounds
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)  # Separate products round so.
     tl.store(hidden_ptrs, (silu(gate) * up).to(dtype), mask=in_tile[:, None] & in_columns[None, :])
 
 
@@ -162,7 +165,7 @@ def _down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[slot] = hidden[i] @ down for the i-th listed slot."""
+    """out[slot] = hidden[i] @ down, where slot is the i-th in the list."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     expert = tl.load(tile_ptr).to(tl.int64)
     if expert < 0:
@@ -221,8 +224,8 @@ class Blocks:
 
 
 def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype) -> Blocks:
-    """By slots an expert: few rows are a question of bandwidth (deep tiles, little padding), many one of
-    products."""
+    """Chooses tiles by the mean number of slots of an expert. Few rows are bound by bandwidth, so tiles are
+    deep and have little padding. Many rows are bound by arithmetic."""
     rows = num_slots / num_experts
     if dtype == torch.float32:
         return Blocks(16 if rows <= 16 else 32, 32, 32, 4, 2)
@@ -242,8 +245,8 @@ def moe(
     norm_topk_prob: bool,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight; with a
-    residual: adds that to it in place, and returns it."""
+    """Sums the results of the `top_k` best SwiGLU experts of each token, by router weight, [T, D]. w13 is
+    gate over up. With a residual, the sum is added to it in place, and it is returned."""
     return moe_with(
         choose_blocks(x_TD.shape[0] * top_k, w2_EDF.shape[0], x_TD.dtype),
         x_TD,
@@ -275,11 +278,11 @@ def moe_with(
     num_tokens, hidden = x_TD.shape
     num_experts, _, size = w2_EDF.shape
     num_slots = num_tokens * top_k
-    # an expert fills all its tiles but one
+    # An expert fills all its tiles but one.
     num_tiles = min(num_slots, triton.cdiv(num_slots, blocks.m) + num_experts)
     block_e = triton.next_power_of_2(num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
-    # each aligned
+    # They are separate tensors so that each is aligned.
     experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))
     tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=x_TD.device)
     weights = torch.empty(num_slots, dtype=torch.float32, device=x_TD.device)

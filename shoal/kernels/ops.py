@@ -1,9 +1,8 @@
-"""The functions a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu_ops.py has
-them all; an engine picks one.
+"""The functions that a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu_ops.py
+has them all, and an engine chooses one of these modules. reference.py describes what each function does.
 
 T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F
-intermediate · V vocabulary · I inputs · O outputs · E experts · R state rows · M blocks a sequence. What each
-does is said in reference.py.
+intermediate · V vocabulary · I inputs · O outputs · E experts · R state rows · M blocks of a sequence.
 """
 
 from __future__ import annotations
@@ -112,7 +111,8 @@ MODULES = {"cuda": "shoal.kernels.triton_ops", "cpu": "shoal.kernels.cpu_ops"}
 
 
 def select_ops(device_type: str) -> Ops:
-    """The module for a kind of device, imported only now: a CPU run must not pay for Triton."""
+    """Returns the module for a kind of device. It is imported only now, because a CPU run must not pay for
+    Triton. Raises ConfigError for a device that has none."""
     if device_type not in MODULES:
         raise ConfigError(f"no kernels for device {device_type!r}; choose one of {', '.join(MODULES)}")
     return cast(Ops, importlib.import_module(MODULES[device_type]))

@@ -1,11 +1,11 @@
-"""Cascade attention: the keys that decodes share are read once a group, by tiles of many sequences' queries.
-Its other half is decode_kernel (attention.py), which works on each sequence's own keys at the same time and
-weighs the results together.
+"""Cascade attention: keys that a group of decodes share are read once, by tiles of many sequences' queries.
 
-The grid is fixed when a graph is captured; groups are read on the device (kernels/state.py), where they may
-change with every step.
-Shapes: S sequences, R state rows, M blocks a sequence, H query heads, G kv heads, N head size; GROUP = H / G,
-query heads a kv head.
+Its other half is decode_kernel (attention.py), which works on each sequence's own keys at the same time and
+combines the results. The grid is fixed when a graph is captured. Groups are read on the device
+(kernels/state.py), where they may change with every step.
+
+Shapes: S sequences, R state rows, M blocks of a sequence, H query heads, G kv heads, N head size; GROUP = H /
+G is the number of query heads of a kv head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.kernels.state import MAX_GROUPS, GroupField
 START, COUNT = tl.constexpr(GroupField.START.value), tl.constexpr(GroupField.COUNT.value)
 LENGTH, ROW = tl.constexpr(GroupField.LENGTH.value), tl.constexpr(GroupField.ROW.value)
 GROUP_FIELDS = tl.constexpr(len(GroupField))
-MIN_PART = 256  # fewest keys that are worth a part of their own
+MIN_PART = 256  # the fewest keys that are worth a part of their own
 
 
 def prefix_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
@@ -62,11 +62,11 @@ def prefix_kernel(
     N_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """An item is BLOCK_Q members of a group, the query heads of one kv head, and one part of the shared keys;
-    grid: any number of programs.
+    """Works on items. An item is BLOCK_Q members of a group, the query heads of one kv head, and one part of
+    the shared keys. The grid may have any number of programs.
 
-    Keys are cut into so many parts that all groups together make at most one item a program, all of about one
-    length.
+    The keys are cut into so many parts that all groups together have at most one item for each program, and
+    all items have about the same length.
     """
     wait_then_start_next(PDL)
     groups = tl.arange(0, MAX_GROUPS)
@@ -183,9 +183,9 @@ def prefix_attention(
     scale: float,
     tiles: Tiles | None = None,
 ) -> None:
-    """Leaves in the workspace what the groups' queries, all among the first `num_seqs`, make of the keys they
-    share, in at most `max_parts` parts. `decode_attention` of as many `splits` and `max_parts` has to follow
-    at once."""
+    """Attends from the queries of all groups to the keys that each group shares, and leaves the results in
+    the workspace, in at most `max_parts` parts. The members of groups are among the first `num_seqs`
+    sequences. `decode_attention` must be launched next, with the same `splits` and `max_parts`."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert (

@@ -1,9 +1,9 @@
-"""Every op in plain PyTorch: what the other modules must compute, and the CPU's path where it has nothing
-faster.
+"""Every op in plain PyTorch. The other modules must compute the same, and the CPU uses it where it has
+nothing faster.
 
+Norms accumulate in float32 and round as transformers does: they normalise, cast, then multiply by the weight.
 T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F
-intermediate · V vocabulary · E experts · R state rows · M blocks a sequence. Norms accumulate in float32 and
-round as transformers does: normalise, cast, weigh.
+intermediate · V vocabulary · I inputs · O outputs · E experts · R state rows · M blocks of a sequence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch.nn.functional as F
 
 from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field, signed
 
-# Shifts and multipliers of a 32-bit finalizer with very little bias, from Wellons' hash prospector; the salts
-# only tell words apart.
+# The multipliers of a 32-bit finalizer with very little bias, from Wellons' hash prospector. The salts only
+# make the two words of a key different.
 MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 SALT_0, SALT_1 = 0x9E3779B9, 0x3C6EF372
 WORD = 0xFFFFFFFF
 MAX_UNIFORM = 1.0 - 2.0**-24
-TILE = 1024  # tokens that a row without filters draws among, after it has drawn the tile
+TILE = 1024  # A row without filters draws a tile of as many tokens first, then a token of that tile.
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -49,8 +49,8 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
 def linear_add(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
 ) -> torch.Tensor | None:
-    """residual += the product, in place, for None; or leaves the residual alone, and returns the product for
-    another to add."""
+    """Adds the product to the residual in place and returns None. Other modules may leave the residual alone
+    instead and return the product, for the next norm to add."""
     residual_TO += F.linear(x_TI, weight_OI, bias_O)
     return None
 
@@ -58,7 +58,7 @@ def linear_add(
 def linear_silu_mul(
     x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
 ) -> torch.Tensor:
-    """The gate (first half of the outputs) and up products, and silu(gate) * up."""
+    """Returns silu(gate) * up, [T, F]. Gate is the first half of the product's outputs, up the second."""
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
 
 
@@ -71,8 +71,9 @@ def add_norm_linear(
     bias: torch.Tensor | None,
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear`, or `linear_silu_mul` if gated, of the norm of residual + x (None: of the residual alone); and
-    that sum, which may take the residual's place."""
+    """Returns two tensors. The first is `linear`, or `linear_silu_mul` if gated, of the norm of residual + x.
+    The second is that sum, which takes the residual's place, and may or may not be the same tensor. x None:
+    there is nothing to add."""
     normed_TD = (
         rms_norm(residual_TD, norm_weight_D, eps)
         if x_TD is None
@@ -95,11 +96,12 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     keep_k: bool = True,
 ) -> None:
-    """Normalises (if there are weights) and rotates the q and k heads of qkv [T, (H + 2G) * N] in place, and
-    stores k and v.
+    """Normalises the q and k heads of qkv, [T, (H + 2G) * N], in place if there are weights, rotates them in
+    place, and stores k and v in the cache.
 
-    cos_sin: [max_position, N], cosines then sines. Nothing is stored for padding (row or position -1), whose
-    qkv is left undefined; so may k be, in qkv, if nobody reads it there (not `keep_k`).
+    cos_sin is [max_position, N]: cosines, then sines. Nothing is stored for padding (row or position -1), and
+    its qkv is undefined afterwards. Without `keep_k` nobody reads k in qkv, and it may be undefined there,
+    too.
     """
     head_dim = cos_sin.shape[1]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -122,12 +124,12 @@ def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
 
 
 def apply_updates(state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None:
-    """state[addresses] = values; addresses are unique."""
+    """state[addresses] = values. No address may come twice."""
     state[addresses.long()] = values
 
 
 def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """dst = src, int32, on the device or in pinned memory."""
+    """dst = src, both int32, on the device or in pinned memory."""
     dst.copy_(src)
 
 
@@ -138,8 +140,8 @@ def begin_decode(
     positions_B: torch.Tensor,
     kv_lens_B: torch.Tensor,
 ) -> None:
-    """The inputs of a decode step from the state rows; padding (row -1) gets token 0, position -1, length
-    0."""
+    """Fills in the inputs of a decode step from the state rows. Padding (row -1) gets token 0, position -1
+    and length 0."""
     padding = rows_B < 0
     rows = rows_B.clamp(min=0).long()
     tokens_B.copy_(table[rows, Field.TOKEN].masked_fill(padding, 0))
@@ -148,12 +150,13 @@ def begin_decode(
 
 
 def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None:
-    """In row rows_G[g] only tokens stay possible whose bit in masks_GW[g] is set.
+    """In row rows_G[g] only those tokens stay possible whose bits in masks_GW[g] are set.
 
-    G rows under grammars, each once, of the S; W int32 words, lowest bit first, which hold V bits or more.
+    G counts the rows under grammars, each of which comes once. W counts the int32 words of a mask, which hold
+    at least V bits, the lowest bit of a word first.
     """
     bit = 1 << torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
-    masks = masks_GW.contiguous().view(torch.uint8)  # by bytes: a quarter of the memory that words take
+    masks = masks_GW.contiguous().view(torch.uint8)  # Bytes take a quarter of the memory that words do.
     forbidden_GV = ((masks.unsqueeze(-1) & bit) == 0).flatten(1)[:, : logits_SV.shape[1]]
     logits_SV[rows_G] = logits_SV[rows_G].masked_fill_(forbidden_GV, -math.inf)
 
@@ -165,15 +168,16 @@ def sample(
     table: torch.Tensor,
     out_tokens_S: torch.Tensor,
 ) -> None:
-    """Draws a token for each s with rows_S[s] >= 0 from logits_BV[s], by the sampling fields of its row, into
-    out_tokens_S and the row.
+    """Draws a token for each s with rows_S[s] >= 0 from logits_BV[s], by the sampling fields of its state
+    row. Writes it into out_tokens_S and into the row, whose position goes on by one. positions_S are the
+    positions of the tokens that these logits follow.
 
-    positions_S: of the tokens whose logits these are. A draw depends on logits, fields and position alone,
-    not on the batch: it is the argmax of logits / temperature + Gumbel noise (a draw from the softmax, see
-    Maddison et al. 2014) over the tokens that min_p, top_k and top_p leave, the noise a hash of (seed,
-    position of the drawn token, token). Where they are not used, a TILE of the vocabulary is drawn first, by
-    the log of its mass and noise of its own, then a token of it in that way: the same distribution for the
-    noise of few tokens. Greedy: the first of the largest.
+    A draw depends on logits, fields and position alone, and not on the batch. It is the argmax of logits /
+    temperature + Gumbel noise, over the tokens that min_p, top_k and top_p leave, which is a draw from the
+    softmax (Maddison et al. 2014). The noise is a hash of the seed, the position of the drawn token, and the
+    token. Without these filters a TILE of the vocabulary is drawn first, by the log of its mass and noise of
+    its own, then a token of it in the same way. This has the same distribution and needs the noise of few
+    tokens. A greedy row takes the first of the largest logits.
     """
     active = [s for s, row in enumerate(rows_S.tolist()) if row >= 0]
     if len(active) < len(rows_S):
@@ -196,7 +200,7 @@ def sample(
 def _draw(
     logits_V: torch.Tensor, temperature: float, filters: tuple[int, float, float], keys: tuple[int, int]
 ) -> torch.Tensor:
-    """One token of one row."""
+    """Draws a token of one row."""
     if filters == (0, 1.0, 0.0):
         tiles = logits_V.split(TILE)
         masses = torch.stack([(tile / temperature).logsumexp(0) for tile in tiles])
@@ -211,10 +215,12 @@ def _draw(
 def survivors(
     logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> torch.Tensor:
-    """The ids that min_p, then top_k, then top_p keep. What ties with the last one kept is kept too.
+    """Returns the ids that min_p, then top_k, then top_p keep. A token that ties with the last one kept is
+    kept too.
 
-    min_p: at least min_p times as probable as the best. top_k: at least as probable as the k-th. top_p: the
-    mass of what is strictly more probable, of all that the first two left, is below top_p.
+    min_p keeps tokens at least min_p times as probable as the best. top_k keeps those at least as probable as
+    the k-th. top_p keeps a token if the tokens that the first two filters left and that are strictly more
+    probable have less mass than top_p.
     """
     largest = logits_V.max()
     floor = largest + temperature * math.log(min_p) if min_p > 0.0 else torch.full_like(largest, -math.inf)
@@ -225,7 +231,7 @@ def survivors(
         return ids
     kept = logits_V.index_select(0, ids)
     target = ((kept - largest) / temperature).exp_().sum(dtype=torch.float64) * top_p
-    # few tokens hold most of the mass, and a sort of all takes milliseconds
+    # Few tokens hold most of the mass, and a sort of all tokens is slow.
     for size in (64, 1024, 8192, len(kept)):
         best = kept.topk(min(size, len(kept))).values
         mass = ((best - largest) / temperature).exp_().double().cumsum(0)
@@ -235,8 +241,8 @@ def survivors(
 
 
 def noise_keys(seed_low: int, seed_high: int, position: int) -> tuple[int, int]:
-    """Two int32 words that name a draw: they mix the same three words in two orders, so that together they
-    keep 64 bits."""
+    """Returns two int32 words that name a draw. They mix the same three words in two orders, so that together
+    they keep 64 bits."""
     key_0 = _mix(position ^ _mix(seed_high ^ _mix(seed_low ^ SALT_0)))
     key_1 = _mix(seed_low + _mix(seed_high + _mix(position + SALT_1)))
     return signed(key_0), signed(key_1)
@@ -250,9 +256,9 @@ def _mix(x: int) -> int:
 
 
 def gumbel(key_0: int, key_1: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise of int32 tokens: -log(E), E = -log(1 - u) exponential; u in (0, 1) has 31 random bits,
-    finest near 0: large noise."""
-    # as `_mix`, but tokens have no high bits to mix down first, and key_1 comes in halfway
+    """Returns the Gumbel noise of int32 tokens: -log(E), where E = -log(1 - u) is exponential. u in (0, 1)
+    has 31 random bits, and is finest near 0, where noise is large."""
+    # This is `_mix`, but tokens have no high bits to mix down first, and key_1 comes in halfway.
     h = (tokens ^ key_0).mul_(signed(MIX_1))
     h = _xor_shift(h, 15).bitwise_xor_(key_1).mul_(signed(MIX_2))
     h = _shift(_xor_shift(h, 15), 1)
@@ -265,14 +271,14 @@ def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift of an unsigned word: int32's own `>>` would draw the sign in."""
+    """Shifts an unsigned word to the right. The `>>` of int32 would repeat the sign."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def route(
     router_logits_TE: torch.Tensor, top_k: int, norm_topk_prob: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and ids of each token's best experts."""
+    """Returns the weights (float32) and ids of each token's best experts, [T, top_k]."""
     weights_Tk, experts_Tk = router_logits_TE.float().softmax(dim=-1).topk(top_k, dim=-1)
     if norm_topk_prob:
         weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
@@ -288,8 +294,8 @@ def moe(
     norm_topk_prob: bool,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SwiGLU experts: w13 is gate over up. Sums the best `top_k` of each token by router weight, in float32.
-    With a residual: adds that to it in place, and returns it."""
+    """Sums the results of the `top_k` best SwiGLU experts of each token, by router weight, in float32: [T,
+    D]. w13 is gate over up. With a residual, the sum is added to it in place, and it is returned."""
     weights_Tk, experts_Tk = route(router_logits_TE, top_k, norm_topk_prob)
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for expert in experts_Tk.unique().tolist():

@@ -1,10 +1,12 @@
-"""One Triton kernel between the q/k/v product and attention: q/k norm, rotary embedding, and k and v into the
-paged cache.
+"""One Triton kernel between the q/k/v product and attention. It does q/k norm and rotary embedding, and
+writes k and v into the paged cache.
 
-Fused, a head's numbers make one trip through the registers instead of four through memory. A program takes a
-few heads of one token, as two halves [heads, N/2]: rotation pairs element i with i + N/2. What does not come
-from the product (where the token stands, its slot, its angles) is read while the product still runs (pdl.py).
-T tokens · H query heads · G kv heads · N head size · R state rows · M blocks a sequence. Oracle:
+Because this is one kernel, a head's numbers pass once through the registers instead of four times through
+memory. A program works on a few heads of one token, as two halves [heads, N/2], because rotation pairs
+element i with i + N/2. Inputs that do not come from the product (the token's position, its slot, its angles)
+are read while the product still runs (pdl.py).
+
+T tokens · H query heads · G kv heads · N head size · R state rows · M blocks of a sequence. The oracle is
 reference.py.
 """
 
@@ -16,7 +18,7 @@ import triton.language as tl
 
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
 
-ONE_WAVE = 1024  # tokens, whose programs are about as many as run at once
+ONE_WAVE = 1024  # The programs of as many tokens are about as many as run at once.
 
 
 @triton.jit
@@ -64,7 +66,7 @@ def _qk_norm_rope_store_kernel(
     in_half = i < N // 2
     mask = (head < H + 2 * G) & in_half
     first_ptr = qkv_ptr + token * (H + 2 * G) * N + head * N + i
-    if not ONE_WAVE:  # most programs have nothing to wait for: all that they need is asked for at once
+    if not ONE_WAVE:  # Most programs have nothing to wait for, so they load everything at once.
         wait_for_previous(PDL)
         first, second = _halves(first_ptr, mask, N)
     position = tl.load(positions_ptr + token, cache_modifier=".cg")
@@ -125,9 +127,9 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     keep_k: bool = True,
 ) -> None:
-    """In place on qkv [T, (H + 2G) * N] and into the cache; padding tokens (row or position -1) are left
-    alone. k that nobody reads in qkv (not `keep_k`) is not written back for many tokens: 16,384 of 32 heads
-    took 155 us, then 125, and 111 with 32 bytes a thread."""
+    """Works in place on qkv, [T, (H + 2G) * N], and writes into the cache. Padding tokens (row or position
+    -1) are left alone. Without `keep_k` nobody reads k in qkv. For many tokens it is then not written back,
+    which saves time (benchmarks/results/kernels.md)."""
     head_dim, num_tokens = cos_sin.shape[1], qkv.shape[0]
     assert qkv.is_contiguous() and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
     assert (
@@ -157,20 +159,19 @@ def qk_norm_rope_store(
         N=head_dim,
         HAS_NORM=q_weight is not None,
         BLOCK_SIZE=kv_layer.shape[3],
-        # a variant less
         HEADS=heads,
         HALF=half,
         ONE_WAVE=num_tokens <= ONE_WAVE,
-        KEEP_K=keep_k or num_tokens <= ONE_WAVE,
+        KEEP_K=keep_k or num_tokens <= ONE_WAVE,  # Few tokens have no variant of their own.
         num_warps=max(1, min(heads * half // (256 if num_tokens <= ONE_WAVE else 512), 8)),
         **pdl_options(),
     )
 
 
 def heads_per_program(num_tokens: int, all_heads: int) -> int:
-    """Few for a handful of tokens, to spread them over the GPU; many for the rest, to share the loads of cos
-    and sin: 16,384 tokens of 32 heads 95 us with 16, 88 with 32; of 48 heads 135, and 146 as a third of a
-    program's would be masked."""
+    """Few tokens get programs of few heads, so that they spread over the GPU. Others get programs of many
+    heads, which share the loads of cos and sin, unless too many of a program's heads would be masked
+    (benchmarks/results/kernels.md)."""
     if num_tokens <= 64:
         return min(triton.next_power_of_2(all_heads), 4)
     return 32 if all_heads % 32 == 0 else min(triton.next_power_of_2(all_heads), 16)

@@ -1,15 +1,16 @@
-"""Sampling in Triton, for a captured graph: fixed launches, every row by its own fields, no sort of the
-vocabulary. Meaning: reference.py.
+"""Sampling in Triton, for a captured graph: launches are fixed, every row has its own fields, and nothing
+sorts the vocabulary. reference.py describes what is drawn.
 
-1. `_measure_tiles`, a program a (few tiles of the vocabulary, row): each tile's largest logit and mass; for a
-row with filters (top_k,
-   top_p, min_p) the largest logit of each GROUP of tokens, too.
-2. `_pick`, a program a row: draws a tile by its mass, then a token of that tile, so noise is made for one
-tile's tokens only. For a row
-   with filters it first finds the threshold logit by bisection over the bits of logits. Everything above the
-   128 best groups' runner-up lies in those groups, so if the threshold does too (top_k 20, or top_p 0.95 of a
-   language model: nearly always), it is found among 4096 logits; if not, in passes over the row, ten times
-   slower.
+1. `_measure_tiles` has a program for each row and each few tiles of the vocabulary. It finds each tile's
+largest
+   logit and its mass. For a row with filters (top_k, top_p, min_p) it also finds the largest logit of each
+   GROUP of tokens.
+2. `_pick` has a program for each row. It draws a tile by its mass, then a token of that tile, so that noise
+is
+   made for one tile's tokens only. For a row with filters it first finds the smallest logit that they keep,
+   by bisection over the bits of logits. All logits above the best of the other groups lie in the BEST_GROUPS
+   best groups. If the filters keep no others, which is so for nearly every draw with top_k 20 or top_p 0.95,
+   it looks at those groups only. Otherwise it makes passes over the row, which is much slower.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shoal.kernels.state import MIN_TEMPERATURE, Field
 
 GROUP = tl.constexpr(32)  # tokens that share one maximum
 BEST_GROUPS = tl.constexpr(128)
-WIDE = tl.constexpr(8192)  # tokens a piece of a pass over the row
+WIDE = tl.constexpr(8192)  # tokens of a piece, in a pass over the row
 
 SEED_LOW, SEED_HIGH = tl.constexpr(Field.SEED_LOW.value), tl.constexpr(Field.SEED_HIGH.value)
 TEMPERATURE, TOP_K = tl.constexpr(Field.TEMPERATURE.value), tl.constexpr(Field.TOP_K.value)
@@ -34,7 +35,7 @@ COLDEST = tl.constexpr(MIN_TEMPERATURE)
 MIX_1, MIX_2 = tl.constexpr(reference.MIX_1), tl.constexpr(reference.MIX_2)
 SALT_0, SALT_1 = tl.constexpr(reference.SALT_0), tl.constexpr(reference.SALT_1)
 LOWEST = tl.constexpr(-3.4e38)  # below every finite logit, above -inf
-KEY_OF_NOTHING = tl.constexpr(-0x7F800001)  # of -inf
+KEY_OF_NOTHING = tl.constexpr(-0x7F800001)  # the order key of -inf
 LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAX_UNIFORM = tl.constexpr(reference.MAX_UNIFORM)
@@ -58,8 +59,8 @@ def _noise_keys(fields_ptr, position):
 
 @triton.jit
 def _log(x):
-    """By the hardware's log2, right to 2**-22: the exact one would be half of all instructions, and noise
-    needs no last bit."""
+    """Returns the logarithm by the hardware's log2, which is right to 2**-22. An exact one would be half of
+    all instructions, and noise does not need the last bits."""
     if INTERPRETED:
         return tl.log(x)
     else:  # noqa: RET505 -- decided while compiling
@@ -77,7 +78,7 @@ def _gumbel(key_0, key_1, token):
     h = (h ^ (h >> 15) ^ key_1) * MIX_2
     h = (h ^ (h >> 15)) >> 1
     u = tl.minimum(h.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-31 + 2.0**-32, MAX_UNIFORM)
-    # -log(1 - u), by its series where 1 - u would round u away
+    # -log(1 - u) is computed by its series where 1 - u would round u away.
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2))))
     exponential = tl.where(u < 0.0625, series, -_log(1.0 - u))
     return -_log(exponential)
@@ -96,8 +97,8 @@ def _has_filters(fields_ptr):
 
 @triton.jit
 def _workspace(work_ptr, s, V: tl.constexpr):
-    """A row's scratch: the largest logit of each tile, its mass relative to that; the largest logit of each
-    group; a list of groups."""
+    """Returns the four parts of a row's scratch memory: the largest logit of each tile, the mass of each tile
+    relative to that, the largest logit of each group, and a list of groups."""
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     groups: tl.constexpr = (V + GROUP - 1) // GROUP
     best_ptr = work_ptr + s * (2 * tiles + groups + BEST_GROUPS)
@@ -121,11 +122,11 @@ def _measure_tiles(
     s = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    if TILES > 1:  # most programs have nothing to wait for: all that they need is asked for at once
+    if TILES > 1:  # Most programs have nothing to wait for, so they load everything at once.
         wait_for_previous(PDL)
         loaded = tl.load(logits_ptr + s * logits_stride + token, mask=token < V, other=float("-inf"))
     row = tl.load(rows_ptr + s, cache_modifier=".cg").to(tl.int64)
-    # a step's constants: of few rows they are read before the wait
+    # These are constants of the step. With few rows they are read before the wait.
     fields_ptr = table_ptr + tl.maximum(row, 0) * table_stride
     has_filters = _has_filters(fields_ptr)
     scale = 1.0 / tl.maximum(_load_float(fields_ptr + TEMPERATURE), COLDEST)
@@ -151,8 +152,9 @@ def _measure_tiles(
 
 @triton.jit
 def _order_key(logits, SHIFT: tl.constexpr):
-    """int32s in the order of the floats; the bits that a 16-bit float leaves constant are shifted out."""
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    """Returns int32s that have the order of the floats. SHIFT removes the bits that are constant in a 16-bit
+    float."""
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0.
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
@@ -163,8 +165,8 @@ def _middle(low, high):
 
 @triton.jit
 def _best_groups(group_ptr, list_ptr, largest, V: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
-    """Lists the groups with the largest maxima, BEST_GROUPS at most; returns their number and the largest
-    logit of all others."""
+    """Lists the groups with the largest maxima, at most BEST_GROUPS of them. Returns their number, and the
+    largest logit of all other groups."""
     group = tl.arange(0, BLOCK)
     group_best = tl.load(group_ptr + group, mask=group * GROUP < V, other=float("-inf"))
     keys = _order_key(group_best, SHIFT)
@@ -175,13 +177,13 @@ def _best_groups(group_ptr, list_ptr, largest, V: tl.constexpr, BLOCK: tl.conste
         low, high = tl.where(few, low, middle), tl.where(few, middle, high)
     listed = keys >= high
     tl.store(list_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, group, mask=listed)
-    tl.debug_barrier()  # the list is read by other threads
+    tl.debug_barrier()  # Other threads read the list.
     return tl.sum(listed.to(tl.int32), axis=0), tl.max(tl.where(listed, float("-inf"), group_best), axis=0)
 
 
 @triton.jit
 def _load_groups(row_ptr, list_ptr, num_listed, V: tl.constexpr):
-    """The logits of the listed groups and their tokens: [BEST_GROUPS * GROUP]."""
+    """Returns the logits of the listed groups and their tokens, [BEST_GROUPS * GROUP]."""
     i = tl.arange(0, BEST_GROUPS * GROUP)
     listed = i // GROUP < num_listed
     token = tl.load(list_ptr + i // GROUP, mask=listed, other=0) * GROUP + i % GROUP
@@ -190,7 +192,8 @@ def _load_groups(row_ptr, list_ptr, num_listed, V: tl.constexpr):
 
 @triton.jit
 def _weigh(logits, key, floor, largest, scale, BY_MASS: tl.constexpr, SHIFT: tl.constexpr):
-    """Of logits of at least `key` and `floor`, their mass or 1; of others, and of -inf, 0."""
+    """Returns the mass, or 1, of each logit of at least `key` and `floor`, and 0 for the others and for
+    -inf."""
     kept = (_order_key(logits, SHIFT) >= key) & (logits >= floor)
     return tl.where(kept, tl.exp((logits - largest) * scale) if BY_MASS else 1.0, 0.0)
 
@@ -209,8 +212,8 @@ def _measure(
     BY_MASS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The mass, or the number, of logits of at least `key` and `floor`, among the listed groups or (wide) the
-    whole row."""
+    """Returns the mass, or the number, of the logits of at least `key` and `floor`, in the listed groups, or
+    with `wide` in the whole row."""
     if wide:
         sums = tl.zeros((WIDE,), tl.float32)
         for start in range(0, V, WIDE):
@@ -239,7 +242,8 @@ def _largest_key(
     BY_MASS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The largest key that leaves a mass (or number) of at least `target`; `low` if none above it does."""
+    """Returns the largest key that leaves a mass, or a number, of at least `target`, and `low` if no key
+    above it does."""
     high = _order_key(largest, SHIFT) + 1
     while low + 1 < high:
         middle = _middle(low, high)
@@ -266,7 +270,7 @@ def _draw_filtered(
     GROUPS_BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """A token of a row with filters. total: the mass of all its logits, relative to the largest."""
+    """Draws a token of a row with filters. `total` is the mass of all its logits, relative to the largest."""
     top_k = tl.load(fields_ptr + TOP_K, cache_modifier=".cg")
     top_p, min_p = _load_float(fields_ptr + TOP_P), _load_float(fields_ptr + MIN_P)
     scale = 1.0 / temperature
@@ -317,7 +321,8 @@ def _draw_filtered(
 
 @triton.jit
 def _draw(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V: tl.constexpr):
-    """A token of a row without filters: the largest logit, or a tile by its mass and a token of it."""
+    """Draws a token of a row without filters: a tile by its mass, then a token of it. A greedy row gets its
+    largest logit."""
     is_drawn = temperature >= COLDEST
     scale = tl.where(is_drawn, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
     tile_score = (best - largest) * scale
@@ -384,14 +389,14 @@ def _pick(
         )
     else:
         drawn = _draw(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V)
-    drawn = tl.minimum(tl.maximum(drawn, 0), V - 1)  # logits of NaN must not become a wild address
+    drawn = tl.minimum(tl.maximum(drawn, 0), V - 1)  # With logits of NaN it would be a wild address.
     tl.store(out_ptr + s, drawn)
     tl.store(fields_ptr + TOKEN, drawn)
     tl.store(fields_ptr + POSITION, position)
 
 
 PICK_WARPS = 16
-# bits of a float32 that the type does not have
+# how many bits of a float32 each type does not have
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
@@ -402,7 +407,8 @@ def sample(
     table: torch.Tensor,
     out_tokens_S: torch.Tensor,
 ) -> None:
-    """Draws a token for each row of rows_S that is not -1, into out_tokens_S and into the row."""
+    """Draws a token for each s with rows_S[s] >= 0, and writes it into out_tokens_S and into its state
+    row."""
     assert logits_BV.stride(1) == 1
     num_seqs, vocab_size = rows_S.shape[0], logits_BV.shape[1]
     num_tiles, num_groups = triton.cdiv(vocab_size, TILE.value), triton.cdiv(vocab_size, GROUP.value)
@@ -421,7 +427,7 @@ def sample(
         table.stride(0),
         V=vocab_size,
         TILES=tiles,
-        # a tile's sums need no barrier then, and are the same for few rows and many
+        # With one warp a tile's sums need no barrier, and are the same for few rows and for many.
         num_warps=1,
         **pdl_options(),
     )
@@ -444,6 +450,6 @@ def sample(
 
 
 def tiles_per_program(num_seqs: int) -> int:
-    """Few rows: many small programs occupy the GPU. Many: more loads in flight a program. 256 rows 57 us to
-    32; four tiles by a warp 36."""
+    """Few rows are cut into many small programs, to occupy the GPU. With many rows each program has more
+    loads in flight (benchmarks/results/kernels.md)."""
     return 1 if num_seqs <= 16 else 2

@@ -35,7 +35,7 @@ class BlockMeta:
     extra: tuple[str | None, str | None] = (None, None)  # adapter, cache salt
 
     def to_plain(self) -> PlainMeta:
-        """As plain data, which crosses between ranks."""
+        """The same as plain data, which can be sent to another rank."""
         return self.key, self.parent, array("I", self.token_ids).tobytes(), *self.extra
 
     @classmethod

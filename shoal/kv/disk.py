@@ -143,7 +143,7 @@ class DiskTier:
             self._forget(list(keys))
 
     def reset(self) -> None:
-        """As `forget`, of every block."""
+        """No block can be found any more. The files are deleted in the background."""
         with self._lock:
             self._forget([*self._bytes, *self._writing])
 

@@ -154,7 +154,7 @@ class Book:
 
 
 def _text(value: str | None) -> str | None:
-    """As UTF-8 can say it: what users send may hold halves of surrogate pairs."""
+    """Replaces what UTF-8 cannot encode: a text that users send may hold halves of surrogate pairs."""
     return value and value.encode("utf-8", "replace").decode()
 
 
@@ -244,6 +244,12 @@ class KvEvents:
             time.sleep(0.001)
         if self._thread.is_alive():  # else nobody would take them away
             self._queue.put((time.time(), changes))
+
+    def check(self, keys: Sequence[bytes]) -> None:
+        """Proves that listeners are told of these blocks, and of no others, as being on the device."""
+        self.flush()
+        told = self._ask(lambda: {block.key for block in self._book.tiers.get(GPU, {}).values()})
+        assert told == set(keys), f"{len(told)} blocks are told of, {len(keys)} are cached"
 
     def close(self) -> None:
         """Publishes what is left. Safe to call twice."""

@@ -88,7 +88,8 @@ class BlockManager:
         return self.prepare_prefill(keys, len(self.pool.match(keys)))
 
     def prepare_prefill(self, keys: Sequence[bytes], num_blocks: int) -> HeldBlocks:
-        """As BlockPool.prepare_prefill."""
+        """Holds `num_blocks` blocks for a prompt with these keys, found ones and new ones. Raises what
+        BlockPool.prepare_prefill does."""
         self.fence()
         prefill = self.pool.prepare_prefill(keys, num_blocks)
         return HeldBlocks(self, prefill.blocks, len(prefill.in_flight), len(prefill.matched))

@@ -222,8 +222,9 @@ def host_memory(num_bytes: int) -> Memory:
 
 
 def pinned_memory(num_bytes: int) -> Memory:
-    """As `host_memory`, registered with CUDA to the byte: torch's own pinned memory is rounded up to a power
-    of two."""
+    """Zeros in host memory that is registered with CUDA. It takes exactly `num_bytes`, while torch rounds the
+    size of its own pinned memory up to a power of two. Raises StorageError without a GPU, and
+    NotEnoughMemoryError."""
     if not torch.cuda.is_available():
         raise StorageError("pinned memory needs a GPU: use host_memory")
     pages = _pages(num_bytes)

@@ -75,7 +75,7 @@ class Experts(LoadingLayer):
             yield CheckpointTensor(f"{own}.down_proj.weight", tall, partial(self._load_down, e))
 
     def _load_half(self, expert: int, half: int, tensor: Loaded, name: str) -> None:
-        """Of w13: 0 is the gate's half, 1 that of up."""
+        """Loads this rank's part of an expert's gate (`half` 0) or up (`half` 1) into w13."""
         check_shape(name, tuple(tensor.shape), (self.full, self.hidden))
         target = self.w13[expert].narrow(0, half * self.shard, self.shard)
         copy_into(target, narrow(tensor, 0, self.tp.rank * self.shard, self.shard), name)

@@ -1,5 +1,5 @@
-"""Device memory that can be given back and taken again: `from shoal.memory import region, pause, resume`. See
-regions.py."""
+"""Device memory that can be given back and taken again: `from shoal.memory import region, pause, resume`.
+regions.py describes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["Regions", "pause", "region", "resume", "usage"]
 
 
 def __getattr__(name: str) -> Any:
-    """They need torch; what else lies in this package does not."""
+    """Imports the names of `__all__` when they are first used, because they need torch and other files of
+    this package do not."""
     if name in __all__:
         from shoal.memory import regions
 

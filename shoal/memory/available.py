@@ -1,4 +1,4 @@
-"""How much host memory can be had. Torch-free: the server asks as well."""
+"""How much host memory can be had. This file needs no torch, because the server asks as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ FILES = (
 
 
 def available_bytes() -> int:
-    """Host memory that can be had without swapping to disk, within this process's control group."""
+    """Returns the bytes of host memory that can be had without swapping to disk, within the limits of this
+    process's control group."""
     found = [_field(Path("/proc/meminfo"), "MemAvailable:") * 1024]
     for limit, used, stat in _limits():
         found.append(limit - int((CGROUP / used).read_text()) + _field(CGROUP / stat, "inactive_file"))
@@ -21,18 +22,20 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Host memory that this process's control group could have if nobody else had any."""
+    """Returns the bytes of host memory that this process could have if no other process had any."""
     return min([_field(Path("/proc/meminfo"), "MemTotal:") * 1024, *(limit for limit, _, _ in _limits())])
 
 
 def _limits() -> Iterator[tuple[int, str, str]]:
-    """Each limit of this process's control group, and the files of what is used of it."""
+    """Yields each limit of this process's control group, in bytes, with the two files that tell what is used
+    of it: how much is in use, and how much of that is page cache."""
     for limit, used, stat in FILES:
         if (CGROUP / limit).exists() and (text := (CGROUP / limit).read_text().strip()).isdigit():
             yield int(text), used, stat
 
 
 def _field(path: Path, name: str) -> int:
+    """Returns the number behind `name` in a file of such lines, and 0 if there is none."""
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1])

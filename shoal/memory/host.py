@@ -1,4 +1,4 @@
-"""Host memory for what paused regions keep."""
+"""The host buffers that hold the content of paused regions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shoal.memory.library import HostUsage, Status, error_of, load
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20
-THREADS = 8  # that touch and pin: 5.6 GiB/s, where one reaches 2.2
+THREADS = 8  # They touch and pin memory, which one thread does at less than half the rate.
 
 
 class HostBuffers:
-    """Chunks that threads in C touch and pin in the background once they are asked for, and that serve one
-    pause after the other."""
+    """Chunks of host memory. Threads of the C library touch and pin them in the background, and one pause
+    after the other uses them."""
 
     def __init__(
         self, driver: int, device: int, chunk_bytes: int = CHUNK_BYTES, threads: int = THREADS
@@ -25,35 +25,38 @@ class HostBuffers:
         self._warned = False
 
     def prepare(self, num_bytes: int) -> None:
-        """Returns at once; `settle` waits. Raises MemoryError."""
+        """Has chunks for `num_bytes` made ready, and returns at once. `settle` waits for them. Raises
+        MemoryError if the system has no memory or no threads for that."""
         status = Status()
         if self._library.shoal_host_prepare(self.handle, num_bytes, status):
             raise error_of(status)
 
     def settle(self) -> None:
+        """Waits until every chunk is ready or has failed."""
         self._library.shoal_host_settle(self.handle)
         self.warn_of_plain()
 
     def usage(self) -> dict[str, int]:
-        """Bytes by state: all, ready, pinned, used, failed."""
+        """Returns bytes by state. "bytes" counts all chunks; "ready", "pinned", "used" and "failed" count
+        those in that state."""
         usage = HostUsage()
         self._library.shoal_host_usage(self.handle, usage)
         return {name: getattr(usage, name) for name in ("bytes", "ready", "pinned", "used", "failed")}
 
     def missing(self, num_bytes: int) -> int:
-        """What a pause that keeps `num_bytes` would still have to take from the system."""
+        """Returns how many bytes a pause that keeps `num_bytes` would still have to take from the system."""
         usage = self.usage()
         chunks = -(-num_bytes // self.chunk_bytes)
         return max(0, chunks * self.chunk_bytes - (usage["ready"] - usage["used"]))
 
     def warn_of_plain(self) -> None:
+        """Warns, once, if some of the memory could not be pinned."""
         usage = self.usage()
         if usage["pinned"] < usage["ready"] and not self._warned:
             self._warned = True
             logger.warning(
                 "%.2f GiB of host buffers could not be pinned (a limit on locked memory? see ulimit -l), so "
-                "they are plain "
-                "memory: going to sleep and waking up are slower",
+                "they are plain memory: going to sleep and waking up are slower",
                 (usage["ready"] - usage["pinned"]) / 2**30,
             )
 

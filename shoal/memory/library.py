@@ -1,4 +1,4 @@
-"""vmm*.c as a library, with its structs and errors."""
+"""The C library of vmm*.c: how it is built and loaded, its structs and its errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FOLDER = Path(__file__).parent
 SOURCES = ("vmm.c", "vmm_sleep.c", "vmm_host.c", "vmm_cuda.c", "vmm_acl.c")
 HEADERS = ("vmm.h",)
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-pthread")
-DEVICE_MEMORY, HOST_MEMORY = 1, 2  # Status.kind
+DEVICE_MEMORY, HOST_MEMORY = 1, 2  # values of Status.kind
 
 
 class Status(ctypes.Structure):
-    """Of vmm.h and its sources, as the next ones."""
+    """The struct of this name in vmm.h. The classes below are structs of vmm.h and of the sources."""
 
     _fields_ = (("kind", c_int32), ("code", c_int32), ("bytes", c_int64), ("text", c_char * 240))
 
@@ -75,8 +75,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library: compiled on first use, or the one that the package's installation built. Raises
-    ConfigError if there is neither."""
+    """Returns the library. It is compiled on first use. Where that fails, the one that the package's
+    installation built is taken. Raises ConfigError if there is none."""
     try:
         path = c_library.build(FOLDER, SOURCES, HEADERS, FLAGS, ("-ldl",))
     except (c_library.BuildError, OSError) as error:
@@ -84,8 +84,8 @@ def load() -> ctypes.CDLL:
         if not built:
             raise ConfigError(
                 "memory that can be given back needs a small C library, which can't be built here: "
-                f"{error}. Install a C "
-                "compiler (apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)"
+                f"{error}. Install a C compiler (apt install gcc libc6-dev, dnf install gcc, "
+                "apk add gcc musl-dev)"
             ) from error
         path = built[0]
     library = ctypes.CDLL(str(path))
@@ -96,7 +96,8 @@ def load() -> ctypes.CDLL:
 
 
 def error_of(status: Status) -> Exception:
-    """torch.OutOfMemoryError, MemoryError or RuntimeError."""
+    """Returns what a failed call raises: torch.OutOfMemoryError if the device's memory is short, MemoryError
+    if the host's is, and RuntimeError for everything else."""
     text = status.text.decode(errors="replace")
     if status.kind == DEVICE_MEMORY:
         return torch.OutOfMemoryError(text)
@@ -105,7 +106,8 @@ def error_of(status: Status) -> Exception:
 
 @functools.cache
 def open_driver(ascend: bool, path: str | None = None) -> int:
-    """The driver, opened once a process. Raises ConfigError if it isn't there."""
+    """Returns a handle of the driver, which a process opens once: Ascend's, or CUDA's. `path` is another
+    library than the driver's usual one. Raises ConfigError if there is no such driver."""
     status = Status()
     driver = load().shoal_driver_open(ascend, path.encode() if path else None, status)
     if not driver:

@@ -1,5 +1,7 @@
-"""PyTorch's side of a region: a memory pool whose segments the region provides. For CUDA, and for Ascend
-through torch_npu."""
+"""PyTorch's side of a region: a memory pool whose segments the region provides.
+
+It works for CUDA, and for Ascend through torch_npu.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ import torch
 
 from shoal.errors import ConfigError
 
-MERGE_BYTES = 64 << 10  # a gap of dead bytes below this is copied along: cheaper than another copy
+MERGE_BYTES = 64 << 10  # A smaller gap of dead bytes is copied along, which is cheaper than another copy.
 
 
 class TorchPools:
-    """`kind`: "cuda" or "npu"."""
+    """The calls of PyTorch that regions need, on devices of one kind: "cuda" or "npu"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -33,8 +35,9 @@ class TorchPools:
         return self.device.current_device()
 
     def open(self, library: str, slot: int) -> Any:
-        """A pool over the region in `slot`. Raises ConfigError where PyTorch is set to cut its segments in
-        its own way."""
+        """Returns a pool that takes its segments from the region in `slot` of our C library, whose path is
+        `library`. Raises ConfigError if PyTorch is set to expandable_segments, because it then gets its
+        memory past every pool."""
         for name in (
             "PYTORCH_ALLOC_CONF",
             "PYTORCH_CUDA_ALLOC_CONF",
@@ -44,8 +47,7 @@ class TorchPools:
             if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
                 raise ConfigError(
                     f"{name}={os.environ[name]!r}: memory that can be given back does not work with "
-                    "expandable_segments; set "
-                    "it to False or leave it out"
+                    "expandable_segments; set it to False or leave it out"
                 )
         return self._memory.MemPool(_allocator(self._allocator, library, slot)._allocator)
 
@@ -56,8 +58,9 @@ class TorchPools:
         return pool.id
 
     def live_ranges(self, pool: Any) -> list[tuple[int, int]] | None:
-        """Address and size of what tensors hold, by address: freed blocks that PyTorch caches need not be
-        kept. None: everything."""
+        """Returns address and size of the memory that tensors hold, in order of address. The rest of the pool
+        is freed blocks, which PyTorch caches and which need not be kept. None: this PyTorch cannot say, so
+        everything must be kept."""
         if not hasattr(pool, "snapshot"):
             return None
         live = sorted(
@@ -69,23 +72,25 @@ class TorchPools:
         return merged(live)
 
     def device_usage(self, device: int) -> tuple[int, int]:
-        """Bytes of the device in use, by whomever; and those PyTorch has here, in paused regions too."""
+        """Returns how many bytes of the device are in use, by any process, and how many PyTorch has reserved
+        in this process, those of paused regions included."""
         free, total = self.device.mem_get_info(device)
         return total - free, self.device.memory_reserved(device)
 
     def release_cache(self) -> None:
-        """Memory outside the regions that PyTorch caches goes back as well."""
+        """Gives the memory that PyTorch caches outside of regions back to the device."""
         self.device.empty_cache()
 
 
 @functools.cache
 def _allocator(kind: type, library: str, slot: int) -> Any:
-    """Kept for good: PyTorch frees through it as long as a tensor lives, and neither pool nor tensor keeps it
-    alive."""
+    """Returns PyTorch's allocator for a slot. The cache keeps it alive for good: PyTorch frees memory through
+    it as long as a tensor lives, and neither the pool nor the tensor holds a reference to it."""
     return kind(library, f"shoal_malloc_{slot:02o}", "shoal_free")
 
 
 def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Joins ranges (address, size), sorted by address, whose gaps are below MERGE_BYTES."""
     found: list[tuple[int, int]] = []
     for address, size in ranges:
         if found and address - sum(found[-1]) < MERGE_BYTES:

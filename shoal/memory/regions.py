@@ -7,8 +7,8 @@
     pause()       # their memory is free for others; the state is in host memory, the buffer's content is gone
     resume()      # the same tensors, at the same addresses
 
-Usable without the engine, beside PyTorch's own allocator, in a training program too. Captured CUDA graphs
-stay valid.
+Regions work without the engine, beside PyTorch's own allocator, and in a training program too. Captured CUDA
+graphs stay valid.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 Offload = bool | Literal["file"]
 DEFAULT = "default"
-PIECE_BYTES = (64 << 20, 512 << 20)  # of physical memory: smallest, largest
-MAP_THREADS = 2  # the driver works on one mapping at a time; a second thread shortens unmapping alone
+PIECE_BYTES = (64 << 20, 512 << 20)  # the smallest and the largest piece of physical memory
+MAP_THREADS = 2  # The driver works on one mapping at a time, so a second thread speeds up unmapping alone.
 STREAMS = 2
 
 
@@ -53,9 +53,11 @@ class _Region:
 
 
 class Regions:
-    """A set of regions by tag; sets are independent of each other. A region spans the devices that were
-    current when it was entered. Thread-safe. `kind`: "cuda", or "npu" for Ascend, where this has never
-    run."""
+    """A set of regions, each with a tag. Sets are independent of each other, and may be used from several
+    threads. A region spans the devices that were current when it was entered.
+
+    `kind` is "cuda", or "npu" for Ascend, where this has never run on a device.
+    """
 
     def __init__(
         self,
@@ -68,17 +70,17 @@ class Regions:
         torch_pools: Any = None,
         driver_path: str | None = None,
     ) -> None:
-        """Raises ConfigError without a driver, or a C compiler to build what speaks to it."""
+        """Raises ConfigError if there is no driver, or no C compiler to build the library that calls it."""
         self._library = library.load()
         self._driver = library.open_driver(kind == "npu", driver_path)
         self._pools = torch_pools or pools.TorchPools(kind)
         self._piece_bytes, self._chunk_bytes = piece_bytes, chunk_bytes
         self._map_threads, self._streams = map_threads, streams
         self._regions: dict[tuple[str, int], _Region] = {}
-        self._host: list[host.HostBuffers] = []  # one, once it is needed
-        # of a set that is let go of unclosed
+        self._host: list[host.HostBuffers] = []  # It gets its one element when that is first needed.
+        # It ends a set that nobody closed before the last reference to it went.
         self._finalizer = weakref.finalize(self, _end, self._regions, self._host, self._library)
-        self._finalizer.atexit = False  # the process takes all with it, and faster
+        self._finalizer.atexit = False  # The end of the process frees everything, and faster.
         self._lock = threading.RLock()
         self._local = threading.local()  # the regions this thread is in
 
@@ -86,11 +88,15 @@ class Regions:
     def region(
         self, tag: str = DEFAULT, offload: Offload | None = None, reread: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """Tensors that this thread makes meanwhile, on the device that is current at entry, lie in the
-        region; the innermost counts. `offload` says what a pause does with their content: True keeps it in
-        host memory, False drops it, "file" drops it and lets `reread` bring it back at resume. None: as
-        before; a new region's is kept, as vLLM's allocator keeps what has no tag. Raises UnavailableError
-        while the region is paused, and PyTorch's OutOfMemoryError, with a note, where memory can't be had.
+        """While this context lasts, tensors that this thread makes on the device that is current at entry lie
+        in the region. The innermost region counts.
+
+        `offload` says what a pause does with their content: True keeps it in host memory, False drops it, and
+        "file" drops it and lets `reread` bring it back at resume. None: nothing changes. The content of a new
+        region is kept, as vLLM's allocator keeps memory without a tag.
+
+        Raises UnavailableError while the region is paused, and PyTorch's OutOfMemoryError, with a note, if
+        there is no memory.
         """
         if offload == "file" and reread is None:
             raise ConfigError(f"region {tag!r}: offload='file' needs `reread`, which brings the content back")
@@ -105,7 +111,7 @@ class Regions:
             region.entered += 1
         stack = self._stack()
         if stack:
-            stack[-1][1].__exit__(None, None, None)  # PyTorch would go on using the outer pool
+            stack[-1][1].__exit__(None, None, None)  # PyTorch would go on using the outer pool.
         self._enter(stack, region)
         try:
             yield
@@ -125,24 +131,29 @@ class Regions:
                 region.entered -= 1
 
     def graph_pool(self, tag: str) -> tuple[int, int]:
-        """For torch.cuda.graph(graph, pool=...): what the graph allocates lies in the region, too."""
+        """Returns the pool's id for torch.cuda.graph(graph, pool=...). What the graph allocates then lies in
+        the region, too."""
         with self._lock:
             return self._pools.pool_id(self._find(tag, self._pools.current_device()).pool)
 
     def pause(self, tags: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> MemoryReport:
-        """Gives the memory of the regions of these tags (all) back; `keep` names those whose content goes to
-        host memory (else each region's own `offload` says so). A region that is paused already stays so; a
-        `keep` without it drops what was kept of it, and gives host buffers back. All or nothing. Raises
-        ConfigError for unknown tags, UnavailableError if one is being allocated in, MemoryError if host
-        memory is short, before anything is given back."""
+        """Gives back the memory of the regions of these tags, or of all regions. Either all of them are
+        paused or none is.
+
+        `keep` names the tags whose content goes to host memory; without it each region's own `offload`
+        decides. A region that is paused already stays paused. If `keep` does not name it, its kept content is
+        dropped and its host buffers are given back.
+
+        Raises ConfigError for unknown tags, UnavailableError if a thread is inside one of the regions, and
+        MemoryError if host memory is short. In these cases nothing has been given back.
+        """
         start = time.perf_counter()
         with self._lock:
             chosen = self._choose(tags)
-            kept = [
-                region
-                for region in chosen
-                if (region.tag in keep if keep is not None else region.paused or region.offload is True)
-            ]
+            if keep is None:
+                kept = [region for region in chosen if region.paused or region.offload is True]
+            else:
+                kept = [region for region in chosen if region.tag in keep]
             going = [region for region in chosen if not region.paused]
             for region in going:
                 if region.entered:
@@ -158,7 +169,7 @@ class Regions:
                 "shoal_pause", [(region, region in kept, ranges.get(id(region))) for region in chosen]
             )
             self._note_paused(chosen)
-            if dropped:  # the host's memory is what is wanted then
+            if dropped:  # The caller wants the host's memory.
                 self._buffers().trim()
             self._pools.release_cache()
             for buffers in self._host:
@@ -166,9 +177,9 @@ class Regions:
             return self._report(start, moved)
 
     def resume(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Takes memory again for the paused regions of these tags (all). What was kept is there; other
-        content is undefined. Raises torch.OutOfMemoryError, and what `reread` raises: then all are paused as
-        before, nothing is lost, and it can be tried again."""
+        """Takes memory again for the paused regions of these tags, or for all. Kept content is there again;
+        other content is undefined. Raises torch.OutOfMemoryError, and any error of `reread`. After an error
+        all regions are paused as before, nothing is lost, and the call can be repeated."""
         start = time.perf_counter()
         with self._lock:
             coming = [region for region in self._choose(tags) if region.paused]
@@ -189,8 +200,8 @@ class Regions:
             return self._report(start, moved)
 
     def usage(self) -> dict[str, dict[str, int]]:
-        """By tag, bytes: "device_bytes" mapped now, "reserved_bytes" allocated (mapped when awake),
-        "host_bytes" kept on the host."""
+        """Returns the bytes of each tag: "device_bytes" are mapped now, "reserved_bytes" are allocated and
+        mapped while the region is awake, and "host_bytes" are kept on the host."""
         found: dict[str, dict[str, int]] = {}
         with self._lock:
             for region in self._regions.values():
@@ -203,9 +214,9 @@ class Regions:
         return found
 
     def in_use(self) -> dict[str, int]:
-        """Says how many bytes of the devices' memory are taken: "in_use_bytes" by whomever, "region_bytes" by
-        this set, and "process_bytes" by what else PyTorch holds in this process. The rest belongs to
-        contexts and to other processes."""
+        """Returns how many bytes of the devices' memory are taken: "in_use_bytes" by any process,
+        "region_bytes" by this set, and "process_bytes" by the other memory that PyTorch holds in this
+        process. The rest belongs to contexts and to other processes."""
         with self._lock:
             in_use = process = 0
             for device in {region.device for region in self._regions.values()}:
@@ -219,13 +230,13 @@ class Regions:
             return {"in_use_bytes": in_use, "region_bytes": regions, "process_bytes": elsewhere}
 
     def paused(self) -> set[str]:
-        """The tags of paused regions."""
+        """Returns the tags of the regions that are paused."""
         with self._lock:
             return {region.tag for region in self._regions.values() if region.paused}
 
     def prepare_host(self, num_bytes: int | None = None, *, wait: bool = False) -> None:
-        """Has host memory pinned in the background, so that no pause waits for it. None: for all that regions
-        with offload=True hold. Raises MemoryError if the system has less."""
+        """Has `num_bytes` of host memory pinned in the background, so that no pause waits for it. None: as
+        many bytes as the regions with offload=True hold. Raises MemoryError if the system has fewer."""
         with self._lock:
             if num_bytes is None:
                 num_bytes = sum(
@@ -245,13 +256,13 @@ class Regions:
             buffers.settle()
 
     def host_usage(self) -> dict[str, int]:
-        """Bytes of host buffers by state: bytes, ready, pinned, used, failed."""
+        """Returns the bytes of the host buffers by state, as HostBuffers.usage does."""
         with self._lock:
             return self._buffers().usage()
 
     def close(self) -> None:
-        """Ends the regions. Memory that tensors still hold goes when they do; host buffers go at once, with
-        what was kept."""
+        """Ends the regions. Memory that tensors still hold is freed when they are. Host buffers are freed at
+        once, with the content that they keep."""
         with self._lock:
             _end(self._regions, self._host, self._library)
 
@@ -282,12 +293,16 @@ class Regions:
 
     def _choose(self, tags: Sequence[str] | None) -> list[_Region]:
         known = {tag for tag, _ in self._regions}
-        if isinstance(tags, str) or (tags is not None and (unknown := sorted(set(tags) - known))):
-            raise ConfigError(
-                f"tags {tags!r:.80}: "
-                f"{'must be a list' if isinstance(tags, str) else f'no region is called {unknown[0]!r}'}; "
-                f"there {'are' if known else 'is none'} {', '.join(sorted(known))}"
-            )
+        unknown = [] if tags is None else sorted(set(tags) - known)
+        if isinstance(tags, str):
+            wrong = "must be a list"
+        elif unknown:
+            wrong = f"no region is called {unknown[0]!r}"
+        else:
+            wrong = None
+        if wrong:
+            there = f"there are {', '.join(sorted(known))}" if known else "there is none"
+            raise ConfigError(f"tags {tags!r:.80}: {wrong}; {there}")
         return [region for region in self._regions.values() if tags is None or region.tag in tags]
 
     def _check_host(self, kept: list[_Region], ranges: dict[int, list[tuple[int, int]] | None]) -> None:
@@ -346,7 +361,7 @@ class Regions:
 
 
 def _end(regions: dict[tuple[str, int], _Region], buffers: list[host.HostBuffers], own: ctypes.CDLL) -> None:
-    """Regions first: what they keep lies in the buffers."""
+    """Closes the regions, then the buffers, which hold the content that the regions keep."""
     for region in regions.values():
         region.pool = None
         if left := own.shoal_region_close(region.handle):
@@ -358,7 +373,7 @@ def _end(regions: dict[tuple[str, int], _Region], buffers: list[host.HostBuffers
 
 @functools.cache
 def default() -> Regions:
-    """What the functions below work on."""
+    """Returns the set of regions that the functions below work on."""
     return Regions()
 
 

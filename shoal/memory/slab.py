@@ -17,31 +17,33 @@ import torch
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 128 << 20
-THREADS = 8  # that pin: 5.6 GiB/s, where one reaches 2.2
+THREADS = 8  # They pin memory, which one thread does at less than half the rate.
 MADV_POPULATE_WRITE = 23
 MAP_NORESERVE = 0x4000
-PORTABLE_AND_MAPPED = 3  # cudaHostRegister: for every device, and for kernels
+PORTABLE_AND_MAPPED = 3  # flags of cudaHostRegister: pinned for every device, and readable by kernels
 
 
 def forget_last_error() -> None:
-    """After a call of the CUDA runtime that failed: it stays this thread's last error, for the next launch,
-    whatever it is, to raise."""
+    """Clears the error of a failed call of the CUDA runtime. It stays this thread's last error until then,
+    and the next launch, whatever it is, would raise it."""
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device="cuda").add_(1)
 
 
 class HostSlab:
-    """`rows` [num_rows, row_bytes], uint8. Only rows that `take_ready` has named may be touched. They are
-    pinned for `device`; for the CPU they all are ready at once, and their memory is taken when it is written.
-    Raises MemoryError or OSError if there is none to be had."""
+    """A buffer `rows`, uint8 [num_rows, row_bytes]. Only rows that `take_ready` has named may be touched.
+
+    The rows are pinned for `device`. For the CPU they are all ready at once, and the system provides their
+    memory when it is written. Raises MemoryError or OSError if no memory can be had.
+    """
 
     def __init__(self, num_rows: int, row_bytes: int, device: torch.device) -> None:
         self._device = device
         self._memory = mmap.mmap(
             -1, max(1, num_rows * row_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         )
-        with contextlib.suppress(OSError):  # of a kernel without them
-            self._memory.madvise(mmap.MADV_HUGEPAGE)  # less to touch and to pin
+        with contextlib.suppress(OSError):  # The system's kernel may have no huge pages.
+            self._memory.madvise(mmap.MADV_HUGEPAGE)  # There is less to touch and to pin with them.
         self.rows = torch.frombuffer(self._memory, dtype=torch.uint8)[: num_rows * row_bytes].view(
             num_rows, row_bytes
         )
@@ -53,11 +55,11 @@ class HostSlab:
         if device.type != "cuda":
             self._ready.append((0, num_rows))
             return
-        # rows that end with a page: chunks are pinned by themselves
+        # A chunk's last row ends where a page ends, because each chunk is pinned by itself.
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
         step *= max(1, CHUNK_BYTES // (step * row_bytes))
         self._todo.extend((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-        # torch looks at the first byte to tell whether all is pinned
+        # torch looks at the first byte to tell whether the whole buffer is pinned.
         if self._todo and not self._pin(*self._todo.popleft()):
             forget_last_error()
             raise MemoryError("none of it could be pinned (a limit on locked memory? see ulimit -l)")
@@ -71,14 +73,14 @@ class HostSlab:
             thread.start()
 
     def take_ready(self) -> list[tuple[int, int]]:
-        """Ranges [start, end) of rows that can be used from now on."""
+        """Returns ranges [start, end) of rows that can be used from now on. Each comes once."""
         taken = []
         while self._ready:
             taken.append(self._ready.popleft())
         return taken
 
     def close(self) -> None:
-        """When no copy is under way. The rows are of no use afterwards."""
+        """Gives the memory back. No copy may be under way, and the rows cannot be used afterwards."""
         self._closing = True
         for thread in self._threads:
             thread.join()
@@ -91,7 +93,7 @@ class HostSlab:
         self.rows = torch.empty(0, 0, dtype=torch.uint8)
 
     def _pin_all(self) -> None:
-        torch.cuda.set_device(self._device)  # of this thread: else it would open a context on the first
+        torch.cuda.set_device(self._device)  # Otherwise this thread would open a context on the first device.
         while not self._closing:
             try:
                 start, end = self._todo.popleft()
@@ -103,14 +105,13 @@ class HostSlab:
     def _pin(self, start: int, end: int) -> bool:
         rows = self.rows[start:end]
         address, size = rows.data_ptr(), rows.nbytes
-        # else pinning takes the pages
+        # Touches the pages. Otherwise pinning does it, more slowly.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, PORTABLE_AND_MAPPED))
         if code:
             logger.warning(
                 "host memory for KV blocks could not be pinned (CUDA error %d; a limit on locked memory? "
-                "see ulimit -l): the "
-                "host tier stays smaller than asked for",
+                "see ulimit -l): the host tier stays smaller than asked for",
                 code,
             )
             return False

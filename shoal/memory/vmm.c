@@ -1,4 +1,4 @@
-// Regions: address ranges that PyTorch's segments are cut from, backed by pieces of physical memory.
+// Regions are ranges of addresses from which PyTorch's segments are cut. Pieces of physical memory back them.
 #define _GNU_SOURCE
 #include <stdarg.h>
 #include <stdio.h>
@@ -10,7 +10,7 @@
 #define ALIGNMENT 512
 #define SEGMENT (2ll << 20)
 
-static Region *regions[SLOTS];      // who allocates by slot, who frees by address
+static Region *regions[SLOTS];      // An allocation finds its region by slot, a free by address.
 static pthread_mutex_t regions_lock = PTHREAD_MUTEX_INITIALIZER;
 
 int fail(Status *status, int kind, int code, int64_t bytes, const char *format, ...)
@@ -76,7 +76,7 @@ static void forget_piece(Region *region, Piece *piece)
     free(piece);
 }
 
-// Backs [offset, offset + size); what was not backed before comes in pieces as large as the request wants, within limits.
+// Backs [offset, offset + size) with physical memory. New pieces are as large as the request, within limits.
 static int back(Region *region, int64_t offset, int64_t size, Status *status)
 {
     int64_t first = offset / region->step, end = (offset + size - 1) / region->step + 1, most = region->largest / region->step;
@@ -96,7 +96,7 @@ static int back(Region *region, int64_t offset, int64_t size, Status *status)
             continue;
         if (!piece->created)
             forget_piece(region, piece);
-        for (int64_t j = first; j < i; j++) {      // nothing of a failed allocation stays
+        for (int64_t j = first; j < i; j++) {      // A failed allocation leaves nothing.
             Piece *made = piece_first(region, j);
             Status ignored;
             if (made && !made->live && !piece_unmap(region, made, &ignored))
@@ -115,7 +115,7 @@ static void count_live(Region *region, int64_t offset, int64_t size, int change)
             last->live += change;
 }
 
-// The gap that needs the fewest new pieces, and of those the smallest.
+// Returns the offset of the gap that needs the fewest new pieces. Among equals the smallest gap is taken.
 static int64_t find_gap(Region *region, int64_t size, int64_t alignment, int64_t *index)
 {
     int64_t best = -1, best_missing = INT64_MAX, best_gap = INT64_MAX, begin = 0;
@@ -161,8 +161,9 @@ static uint64_t allocate(Region *region, int64_t size, Status *status)
     return region->base + offset;
 }
 
-// Under both locks, the device current. Kernels that still use the memory may be queued: PyTorch frees a segment as cudaFree is called,
-// which waits for the device. So does this, but only when a piece is about to go.
+// The caller holds both locks and has made the device current. Kernels that use the memory may still be
+// queued, because PyTorch frees a segment as if by cudaFree, which waits for the device. This waits too, but
+// only before it unmaps a piece.
 static void deallocate(Region *region, int64_t index)
 {
     Allocation gone = region->allocations[index];
@@ -177,7 +178,7 @@ static void deallocate(Region *region, int64_t index)
         if (!piece || piece->live)
             continue;
         if (piece->mapped && !waited && region->driver->synchronize(region->driver))
-            return;      // a capture is under way, or the device is lost: the piece stays, and serves later allocations
+            return;      // A capture is under way, or the device is lost. The piece stays for later allocations.
         waited = true;
         if (!piece_unmap(region, piece, &ignored))
             forget_piece(region, piece);
@@ -193,7 +194,7 @@ void forget_copies(Region *region)
     region->num_copies = region->num_chunks = 0;
 }
 
-static void destroy(Region *region)      // under both locks
+static void destroy(Region *region)      // The caller holds both locks.
 {
     Driver *driver = region->driver;
     Status ignored;
@@ -216,8 +217,9 @@ static void destroy(Region *region)      // under both locks
     free(region);
 }
 
-// `step`: bytes of the smallest piece, `largest` of the largest (multiples of the driver's granularity); `span` 0: twice the device's
-// memory, since ranges may have to be found between others.
+// `step` and `largest` are the bytes of the smallest and of the largest piece, rounded to multiples of the
+// driver's granularity. `span` is the bytes of addresses to reserve. 0: twice the device's memory, because
+// gaps between allocations may be too small for others.
 Region *shoal_region_open(Driver *driver, int device, int64_t span, int64_t step, int64_t largest, Status *status)
 {
     Region *region = calloc(1, sizeof *region);
@@ -254,7 +256,8 @@ Region *shoal_region_open(Driver *driver, int device, int64_t span, int64_t step
     return region;
 }
 
-// Gone once its last allocation is; what was kept goes at once. Returns the bytes that keep it.
+// The region ends when its last allocation is freed. Kept content is dropped at once. Returns the bytes that
+// are still allocated.
 int64_t shoal_region_close(Region *region)
 {
     pthread_mutex_lock(&regions_lock);
@@ -272,7 +275,7 @@ int64_t shoal_region_close(Region *region)
 
 int shoal_region_slot(Region *region) { return region->slot; }
 
-// The last allocation that failed, once: `status` is OK if none did since the last call.
+// Tells why the last failed allocation failed. `status` is OK if none has failed since the last call.
 void shoal_region_failure(Region *region, Status *status)
 {
     pthread_mutex_lock(&region->lock);
@@ -297,7 +300,8 @@ void shoal_region_usage(Region *region, RegionUsage *usage)
     pthread_mutex_unlock(&region->lock);
 }
 
-// `allocated` and `mapped` of all the process's regions on a device, closed ones that tensors hold included.
+// Fills in `allocated` and `mapped` of all regions of this process on a device, also of closed regions that
+// tensors still use.
 void shoal_process_usage(Driver *driver, int device, RegionUsage *usage)
 {
     *usage = (RegionUsage){0};
@@ -328,7 +332,8 @@ void *shoal_region_malloc(Region *region, int64_t size, Status *status)
     return (void *)address;
 }
 
-// PyTorch's allocator calls carry no name: each region has a pair of entry points of its own, shoal_malloc_<slot> and shoal_free.
+// PyTorch's calls of an allocator name no region. So each region has a function of its own to allocate,
+// shoal_malloc_<slot>. All share shoal_free.
 static void *slot_malloc(int slot, int64_t size, int device)
 {
     pthread_mutex_lock(&regions_lock);
@@ -342,7 +347,7 @@ static void *slot_malloc(int slot, int64_t size, int device)
         fail(&status, WRONG_STATE, 0, size, "a region of device %d was asked for memory of device %d", region->device, device);
     else
         address = shoal_region_malloc(region, size, &status);
-    if (!address) {      // PyTorch turns NULL into its OutOfMemoryError; who opened the region adds the reason
+    if (!address) {      // PyTorch turns NULL into its OutOfMemoryError, and regions.py adds the reason.
         pthread_mutex_lock(&region->lock);
         region->failure = status;
         pthread_mutex_unlock(&region->lock);
@@ -379,4 +384,4 @@ void shoal_free(void *pointer, size_t size, int device, void *stream)
 
 #define ENTRY(n) void *shoal_malloc_##n(int64_t size, int device, void *stream) { (void)stream; return slot_malloc(0##n, size, device); }
 #define EIGHT(n) ENTRY(n##0) ENTRY(n##1) ENTRY(n##2) ENTRY(n##3) ENTRY(n##4) ENTRY(n##5) ENTRY(n##6) ENTRY(n##7)
-EIGHT(0) EIGHT(1) EIGHT(2) EIGHT(3) EIGHT(4) EIGHT(5) EIGHT(6) EIGHT(7)      // octal names: 00 to 77
+EIGHT(0) EIGHT(1) EIGHT(2) EIGHT(3) EIGHT(4) EIGHT(5) EIGHT(6) EIGHT(7)      // Names are octal, 00 to 77.

@@ -1,4 +1,5 @@
-// Ascend's runtime (CANN's libascendcl). Its declarations are our own: the part of acl_rt.h that is used here. Never run on a device.
+// Ascend's runtime (CANN's libascendcl). The declarations are our own: they repeat the part of acl_rt.h that
+// is used here. This has never run on a device.
 #include <dlfcn.h>
 #include <stdlib.h>
 #include "vmm.h"
@@ -24,7 +25,7 @@ typedef struct {
     const char *(*aclGetRecentErrMsg)(void);
 } Acl;
 
-static _Thread_local int32_t before = -1;      // the device that was current at enter
+static _Thread_local int32_t before = -1;      // the device that was current before `enter`; -1: none
 
 static Acl *of(Driver *driver) { return driver->calls; }
 
@@ -36,7 +37,7 @@ static Properties properties(int device)
 static int enter(Driver *driver, int device)
 {
     if (of(driver)->aclrtGetDevice(&before))
-        before = -1;      // this thread has none yet
+        before = -1;      // This thread has no current device yet.
     return before == device ? 0 : of(driver)->aclrtSetDevice(device);
 }
 
@@ -57,7 +58,7 @@ static int granularity(Driver *driver, int device, size_t *bytes)
 static int total(Driver *driver, int device, size_t *bytes)
 {
     size_t available;
-    (void)device;      // the current one
+    (void)device;      // The call is about the current device.
     return of(driver)->aclrtGetMemInfo(HBM_HUGE, &available, bytes);
 }
 
@@ -82,7 +83,7 @@ static int release(Driver *driver, uint64_t handle) { return of(driver)->aclrtFr
 
 static int map(Driver *driver, int device, uint64_t address, size_t bytes, uint64_t handle)
 {
-    (void)device;      // mapped memory is accessible at once
+    (void)device;      // Mapped memory is accessible at once.
     return of(driver)->aclrtMapMem((void *)address, bytes, 0, (void *)handle, 0);
 }
 

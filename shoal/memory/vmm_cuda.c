@@ -1,4 +1,5 @@
-// The CUDA driver. Its declarations are our own: the part of cuda.h that is used here, which is part of its stable ABI.
+// The CUDA driver. The declarations are our own: they repeat the part of cuda.h that is used here, which
+// belongs to CUDA's stable ABI.
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdlib.h>
@@ -41,13 +42,14 @@ typedef struct {
 
 static Cuda *of(Driver *driver) { return driver->calls; }
 
-// No handle types: the memory can't be shared with another process, which would keep it after a pause (NCCL tries with what a graph uses).
+// No handle type is set, so the memory cannot be shared with another process, which would keep it after a
+// pause. NCCL tries to share the memory that a graph uses.
 static Properties properties(int device)
 {
     return (Properties){.type = PINNED, .location = {ON_DEVICE, device}};
 }
 
-// PyTorch's own context, the primary one. It is kept for the process's life, as PyTorch does.
+// Enters the primary context, which is PyTorch's. It is kept for the process's life, as PyTorch keeps it.
 static int enter(Driver *driver, int device)
 {
     Cuda *cuda = of(driver);

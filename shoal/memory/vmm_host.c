@@ -1,4 +1,5 @@
-// Host memory that keeps what a region held: pinned in chunks by threads of its own before it is needed, kept and used again.
+// Host memory for the content of paused regions. Threads of its own pin it in chunks before it is needed.
+// Chunks are kept and used again.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdlib.h>
@@ -21,7 +22,7 @@ int plain_alloc(size_t bytes, void **data)
         munmap(all, lead);
     munmap(all + lead + bytes, HUGE - lead);
     *data = all + lead;
-    madvise(*data, bytes, MADV_HUGEPAGE);      // a wish: without it there is more to touch and to pin
+    madvise(*data, bytes, MADV_HUGEPAGE);      // It may fail: then there is more to touch and to pin.
     madvise(*data, bytes, MADV_DONTFORK);
     if (madvise(*data, bytes, MADV_POPULATE_WRITE)) {
         if (errno != EINVAL) {
@@ -29,7 +30,7 @@ int plain_alloc(size_t bytes, void **data)
             plain_free(*data, bytes);
             return code;
         }
-        memset(*data, 0, bytes);               // a kernel before 5.14
+        memset(*data, 0, bytes);               // The system's kernel is older than 5.14.
     }
     return 0;
 }
@@ -59,13 +60,14 @@ static void *worker(void *argument)
     }
     host->running--;
     pthread_cond_broadcast(&host->changed);
-    pthread_mutex_unlock(&host->lock);      // who closes may free `host` from here on
+    pthread_mutex_unlock(&host->lock);      // From here on shoal_host_close may free `host`.
     if (entered)
         driver->leave(driver);
     return NULL;
 }
 
-// At least `count` chunks, under the lock, and threads that make those ready that are not. Chunks that failed are tried again.
+// Makes sure that there are at least `count` chunks, and starts threads to make them ready. Chunks that
+// failed are tried again. The caller holds the lock.
 static int grow(Host *host, int64_t count)
 {
     if (count > host->count) {
@@ -110,7 +112,7 @@ int shoal_host_prepare(Host *host, int64_t bytes, Status *status)
     return code ? fail(status, HOST_MEMORY, 0, bytes, "no memory or threads to prepare host buffers") : 0;
 }
 
-// Until all that was asked for is ready, or could not be had.
+// Waits until every chunk is ready or has failed.
 void shoal_host_settle(Host *host)
 {
     pthread_mutex_lock(&host->lock);
@@ -162,7 +164,7 @@ void shoal_host_trim(Host *host)
         host->driver->leave(host->driver);
 }
 
-// For a host whose chunks nobody uses any more.
+// Frees everything. Nobody may use a chunk any more.
 void shoal_host_close(Host *host)
 {
     pthread_mutex_lock(&host->lock);

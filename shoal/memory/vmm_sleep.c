@@ -1,4 +1,4 @@
-// Pause and resume: copies on several streams while other threads unmap or map pieces.
+// Pause and resume. Copies run on several streams, while other threads unmap or map pieces.
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -10,15 +10,15 @@
 #define MAX_STREAMS 8
 
 typedef struct Range { uint64_t address; int64_t size; } Range;
-typedef struct Job {            // a region; to pause it: whether, and what of it, is kept. `num_ranges` -1: every allocation
+typedef struct Job {            // a region to pause or to resume; only a pause reads the other fields
     Region *region;
-    int32_t keep;
-    const Range *ranges;        // by address
-    int64_t num_ranges;
+    int32_t keep;               // whether content is kept
+    const Range *ranges;        // what is kept, in order of address
+    int64_t num_ranges;         // -1: every allocation is kept
 } Job;
 typedef struct Moved {
     int64_t freed, taken, copied;      // bytes
-    double queued, pieces, end;        // seconds until the copies were queued, the pieces mapped or unmapped, all was done
+    double queued, pieces, end;        // seconds until copies were queued, pieces were (un)mapped, and all was done
 } Moved;
 
 enum { WAITING, DONE, BROKEN };
@@ -39,7 +39,7 @@ typedef struct Crew {
     atomic_bool stop;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    Status status;              // of the first that broke
+    Status status;              // why the first unit that broke did so
 } Crew;
 
 static double now(void)
@@ -98,7 +98,7 @@ static int start(Crew *crew, pthread_t *threads, int wanted)
     while (count < wanted && count < MAX_THREADS && count < crew->count && !pthread_create(&threads[count], NULL, worker, crew))
         count++;
     if (!count)
-        worker(crew);      // no threads to be had: here, then
+        worker(crew);      // There are no threads to be had, so this one does the work.
     return count;
 }
 
@@ -124,7 +124,7 @@ static int streams_open(Streams *streams, Region *region, int count, Status *sta
     return code ? driver_failed(region, code, "a stream", status) : 0;
 }
 
-static int streams_close(Streams *streams, Status *status)      // waits first
+static int streams_close(Streams *streams, Status *status)      // It waits for the streams first.
 {
     Driver *driver = streams->region->driver;
     int bad = 0;
@@ -142,7 +142,8 @@ static int streams_close(Streams *streams, Status *status)      // waits first
     return bad ? driver_failed(streams->region, bad, "copying", status) : 0;
 }
 
-// What is kept, cut at pieces and chunks, packed into chunks one after the other.
+// Lists the copies of what is kept. They are cut where pieces and chunks end, and packed into chunks one
+// after the other.
 static int plan(Job *job, Host *host, Status *status)
 {
     Region *region = job->region;
@@ -177,7 +178,7 @@ static int plan(Job *job, Host *host, Status *status)
     return 0;
 }
 
-// The pieces of the regions: those with copies first, or last.
+// Lists the pieces of the regions. Those with copies come first, or last.
 static Unit *list_units(Job *jobs, int n, bool copies_first, int64_t *count)
 {
     int64_t most = 1;
@@ -213,7 +214,8 @@ static Streams *streams_of(Streams *streams, int n, Region *region)
     return NULL;
 }
 
-// Maps what is not mapped, copies back what is kept. On failure what this mapped is unmapped again; the copies stay.
+// Maps all pieces that are not mapped, and copies kept content back. On failure, the pieces that were mapped
+// here are unmapped again, and the kept content stays.
 static int restore(Job *jobs, int n, int num_threads, int num_streams, Moved *moved, Status *status)
 {
     double begin = now();
@@ -233,7 +235,7 @@ static int restore(Job *jobs, int n, int num_threads, int num_streams, Moved *mo
     for (int64_t i = 0; i < crew.count && !bad; i++) {
         Unit *unit = &crew.units[i];
         if (unit->first == unit->end)
-            break;      // only units without copies follow
+            break;      // Only units without copies follow.
         pthread_mutex_lock(&crew.lock);
         while (unit->state == WAITING)
             pthread_cond_wait(&crew.changed, &crew.lock);
@@ -272,7 +274,7 @@ static int restore(Job *jobs, int n, int num_threads, int num_streams, Moved *mo
         if (unit->was_mapped || !unit->piece->mapped)
             continue;
         Driver *driver = unit->region->driver;
-        Status ignored;      // stays mapped then, which the next resume finds
+        Status ignored;      // If unmapping fails, the piece stays mapped, and the next resume finds it so.
         if (!bad)
             moved->taken += unit->piece->size;
         else if (!driver->enter(driver, unit->region->device)) {
@@ -321,9 +323,13 @@ static void lock_all(Job *jobs, int n, bool lock)
         (lock ? pthread_mutex_lock : pthread_mutex_unlock)(&jobs[i].region->lock);
 }
 
-// Pauses the regions, all or none. One that is paused already loses what was kept unless that is wanted. First every byte to keep is on its
-// way into host memory that is there; only then are pieces unmapped, those with copies as soon as the copies have ended. Should the driver
-// break in between, what was unmapped is put back; if that fails as well the region counts as paused and `resume` can be tried.
+// Pauses all of the regions or none. A region that is paused already loses its kept content, unless its job
+// says keep.
+//
+// First the copies of all kept content are queued, into host memory that is there. Only then are pieces
+// unmapped, those with copies as soon as their copies have ended. If the driver fails in between, the
+// unmapped pieces are mapped again, with their content. If that fails too, the region counts as paused, and
+// `resume` can be tried.
 int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, Moved *moved, Status *status)
 {
     Crew crew = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
@@ -337,7 +343,7 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     for (int i = 0; i < n; i++)
         if (!jobs[i].region->paused)
             going[num_going++] = jobs[i];
-    for (int i = 0; i < num_going && !bad; i++) {      // who uses the memory ends first
+    for (int i = 0; i < num_going && !bad; i++) {      // First wait for kernels that use the memory.
         Region *region = going[i].region;
         int code = region->driver->enter(region->driver, region->device);
         if (!code) {
@@ -349,7 +355,7 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     if (!bad && !(crew.units = list_units(going, num_going, false, &crew.count)))
         bad = fail(status, HOST_MEMORY, 0, 0, "no host memory for the books");
     for (int64_t i = 0; i < crew.count; i++)
-        crew.units[i].piece->fresh = false;      // one that stays mapped, as its copy broke, holds the truth
+        crew.units[i].piece->fresh = false;      // A piece that stays mapped, because its copy failed, is up to date.
     bad = bad ? bad : copy_out(going, num_going, &crew, host, streams, num_streams, moved, status);
     moved->queued = now() - begin;
     if (!bad)
@@ -358,7 +364,7 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     for (int i = 0; i < num_going; i++) {
         Status other = {0};
         if (streams[i].region && streams_close(&streams[i], &other) && !bad && !crew.stop)
-            bad = -1, *status = other;      // a copy is bad: take everything back
+            bad = -1, *status = other;      // A copy is bad, so everything is undone below.
     }
     if (!bad && crew.stop)
         bad = -1, *status = crew.status;
@@ -393,8 +399,8 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     return bad;
 }
 
-// Takes memory for the regions again, all or none, at the same addresses; what was kept is there again, the rest is undefined. What fails
-// can be tried again.
+// Takes memory for all of the regions again, or for none, at the same addresses. Kept content is there again,
+// and the rest is undefined. A call that failed can be repeated.
 int shoal_resume(Job *jobs, int n, int num_threads, int num_streams, Moved *moved, Status *status)
 {
     Job *coming = calloc(n, sizeof *coming);

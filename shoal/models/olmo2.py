@@ -122,7 +122,7 @@ def layer_class() -> type[nn.Module]:
             cos_sin: torch.Tensor,
             select_S: torch.Tensor | None = None,
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
-            """As DecoderLayer.forward."""
+            """Takes and returns what DecoderLayer.forward does."""
             attention, mlp = self.self_attn, self.mlp
             if x_TD is not None:
                 residual_TD.add_(x_TD)

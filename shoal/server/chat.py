@@ -92,7 +92,7 @@ async def create_chat_completion(exchange: Exchange) -> None:
 
 
 def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
-    """Raises ApiError for what would be answered wrong."""
+    """Raises ApiError for a request that this server would answer wrongly."""
     for i, message in enumerate(request.messages):
         if message.get("role") not in ROLES:
             raise ApiError(
@@ -145,8 +145,7 @@ async def _prompt(
 
 
 class _Answer:
-    """How one request's choices look. The text is read by `form`, if there may be reasoning or calls in
-    it."""
+    """Shapes the choices of one request. If there may be reasoning or calls in the text, `form` reads it."""
 
     def __init__(
         self,

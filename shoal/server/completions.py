@@ -95,7 +95,7 @@ async def create_completion(exchange: Exchange) -> None:
 
 
 class _Answer:
-    """How one request's choices look."""
+    """Shapes the choices of one request."""
 
     def __init__(self, model: ServedModel, request: CompletionRequest, generation: Generation) -> None:
         self.model, self.request, self.generation = model, request, generation

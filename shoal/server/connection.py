@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from shoal.config import ServerConfig
 from shoal.server.errors import ApiError
 from shoal.server.request_log import RefusalLog
+from shoal.server.turns import Turns
 
 # The most bytes of a head with its URL. Trailers and extensions of chunks may have as many again.
 MAX_HEADER_BYTES = 64 << 10
@@ -47,12 +48,13 @@ class Connections:
         self.most, self.refusals = most, refusals
         self.num_open = 0
         self.idle: dict[Connection, None] = {}  # the longest idle one first
+        self.turns = Turns()
 
     def make_room(self) -> bool:
         """Whether one more connection may stay. An idle one may have been closed for it."""
         if self.num_open <= self.most:
             return True
-        longest = next((one for one in self.idle if one is not self), None)
+        longest = next((one for one in self.idle if not one.has_ahead), None)
         if longest is None:
             return False
         del self.idle[longest]
@@ -87,7 +89,10 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ServerConfig, all_connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._all = limits, all_connections
-        self._kept = b""  # data behind a request that waits for its turn; it is parsed later
+        # Data that is parsed later: behind a request that waits for the one before it, or when it is this
+        # connection's turn.
+        self._kept = b""
+        self._awaits_turn = False
         self._in_head = True
         self._between_messages = True
         self._is_told_again = False  # the parser reads a head that it has read before
@@ -140,19 +145,38 @@ class Connection(HttpToolsProtocol):
         return bool(self.pipeline or self._kept)
 
     def data_received(self, data: bytes) -> None:
+        """Parses the data, now or when it is this connection's turn."""
+        is_paused = bool(self._kept)
+        self._kept += data
+        if self._awaits_turn:
+            return
+        if self._all.turns.take(self._take_turn):
+            self._parse_kept(is_paused)
+        else:
+            self._awaits_turn = True
+            self.flow.pause_reading()
+
+    def _take_turn(self) -> None:
+        self._awaits_turn = False
+        if not self.transport.is_closing():
+            self._parse_kept(is_paused=True)
+
+    def _parse_kept(self, is_paused: bool) -> None:
         """Hands the parser the data whose turn it is. Only a new message ends the keep-alive time. The rest
-        of a message that is answered already does not, or a client could hold the connection without end."""
-        was_kept = bool(self._kept)
-        rest = memoryview(self._kept + data)
+        of a message that is answered already does not, or a client could hold the connection without end.
+
+        is_paused: nothing is read because data was kept.
+        """
+        rest = memoryview(self._kept)
         self._kept = b""
+        if is_paused:
+            self.flow.resume_reading()
         while rest and not self.pipeline and not self.transport.is_closing():
             piece, rest = rest[:SLICE_BYTES], rest[SLICE_BYTES:]
             self._take_in(piece)
         if rest and not self.transport.is_closing():
             self._kept = bytes(rest)
             self.flow.pause_reading()
-        elif was_kept:
-            self.flow.resume_reading()
 
     def _take_in(self, data: memoryview) -> None:
         self._known_bytes, self._began_message = 0, False

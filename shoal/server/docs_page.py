@@ -209,7 +209,8 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """As HTML; types of their own are links. null is left out: whatever may be left out may be null."""
+    """The HTML of a field's type. A type with a section of its own is a link to that. null is not shown,
+    because every field that may be left out may also be null."""
     if "$ref" in schema:
         name = escape(schema["$ref"].removeprefix(REF))
         return f'<a href="#{name}">{name}</a>'

@@ -184,7 +184,7 @@ async def count_tokens(exchange: Exchange) -> None:
 
 
 def error_body(error: ApiError) -> bytes:
-    """Anthropic's shape of an error."""
+    """The body of an error in Anthropic's shape."""
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
@@ -392,7 +392,7 @@ def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str,
 
 
 def _said(where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of one turn. Results of tools are messages of their own in the chat API."""
+    """The messages of one turn. Each tool's result is a message of its own in the chat API."""
     found: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
     for block in blocks:

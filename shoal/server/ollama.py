@@ -63,7 +63,7 @@ class OllamaOptions(Struct, kw_only=True):
 
 
 class OllamaRequest(Struct, kw_only=True):
-    """What requests for text have in common."""
+    """The fields that all requests for text have."""
 
     model: str | None = None  # None: the first model
     stream: bool | None = None  # true unless it is said
@@ -138,7 +138,7 @@ class OllamaError(Struct):
 
 
 class OllamaAnswer(Struct, kw_only=True, omit_defaults=True):
-    """Durations are nanoseconds."""
+    """The fields of every answer. Durations are in nanoseconds."""
 
     model: str
     created_at: str
@@ -343,8 +343,8 @@ async def _answer(
 
 
 class _Writer:
-    """Collects what has come of an answer and is not yet sent. Tool calls are sent when they are whole, as
-    their arguments are an object."""
+    """Collects what has come of an answer and is not sent yet. A tool call is sent when it is whole, because
+    its arguments are an object and not a text."""
 
     def __init__(self, exchange: Exchange, name: str, *, is_chat: bool) -> None:
         """name: that of the model, as the client wrote it."""
@@ -367,14 +367,14 @@ class _Writer:
                 self._calls[-1].arguments += part.arguments
 
     def line(self, is_last: bool) -> bytes:
-        """The next object. Empty if nothing is new that can be sent."""
+        """Returns the next object to be sent. It is empty if nothing new can be sent."""
         num_whole = len(self._calls) if is_last else len(self._calls) - 1
         if not (self._content or self._thinking or num_whole > 0):
             return b""
         return encode({**self._head(False), **self._take(max(0, num_whole))}) + b"\n"
 
     def last(self, reason: str, generation: Generation) -> bytes:
-        """The last object: all that was not sent yet, and what the answer took."""
+        """Returns the last object: all that was not sent yet, and how long the answer took."""
         prompt, [times] = generation.prompts[0], generation.times
         # The time before the engine began it: reading, tokenizing, waiting, and waking a model that slept.
         started = times.arrival + times.queued
@@ -411,7 +411,8 @@ class _Writer:
 
 
 def _tool_call(call: CallDelta) -> dict[str, Any]:
-    """A call in Ollama's shape. Arguments that were cut short become an empty object, as it has to be one."""
+    """A call in Ollama's shape. Arguments that were cut short become an empty object, because Ollama's field
+    must be an object."""
     try:
         arguments = msgspec.json.decode(call.arguments)
     except msgspec.DecodeError:
@@ -514,7 +515,8 @@ async def embed_text(exchange: Exchange) -> None:
 
 
 async def _prompts(model: ServedModel, texts: list[str], *, truncates: bool) -> list[Prompt]:
-    """truncates: a text that is too long is cut to the first tokens that fit."""
+    """The prompts of an embedding request. With `truncates`, a text that is too long is cut to the first
+    tokens that fit."""
     limit = model.max_model_len if truncates else None
     return [Prompt(ids[:limit]) for ids in await model.encode(texts, must_fit=not truncates)]
 
@@ -540,7 +542,7 @@ async def tags(exchange: Exchange) -> None:
 
 
 async def ps(exchange: Exchange) -> None:
-    """The models that are awake."""
+    """Lists the models that are awake."""
     states = [(model, await sleep_state_of(model)) for model in exchange.models]
     await exchange.json(
         OllamaModels(
@@ -617,7 +619,7 @@ def _details(model: ServedModel) -> OllamaDetails:
 
 
 def _size(count: int) -> str:
-    """As Ollama writes it: 134.52M, 8.2B."""
+    """A number of parameters in Ollama's notation: 134.52M, 8.2B."""
     for unit, name, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 2)):
         if count >= unit:
             return f"{count / unit:.{digits}f}{name}"
@@ -625,7 +627,7 @@ def _size(count: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    """As RFC 3339 has it, in UTC."""
+    """A time in the notation of RFC 3339, in UTC."""
     time = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return time.isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
 

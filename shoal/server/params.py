@@ -50,7 +50,7 @@ def text_params(
 
 
 def _from_guided(request: TextFields) -> dict[str, StructuredOutputsParams]:
-    """vLLM's older fields, by name."""
+    """What vLLM's older fields (guided_json and the like) ask for, by the name of the field."""
     pattern = request.guided_whitespace_pattern
     found: dict[str, StructuredOutputsParams] = {}
     if request.guided_json is not None:
@@ -98,8 +98,8 @@ async def read_prompts(
     add_special_tokens: bool = True,
     keep: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of a completion or embedding request. keep: how many last tokens of each are kept; None:
-    all. Raises ApiError for a mixture of texts and ids."""
+    """The prompts of a completion or embedding request. `keep` is how many tokens are kept of each, the last
+    ones; with None all are. Raises ApiError for a mixture of texts and ids."""
     if isinstance(given, str):
         texts: list[Any] = [given]
     elif not given:
@@ -133,6 +133,6 @@ def shortened(prompt: Prompt, keep: int | None) -> Prompt:
 
 
 def num_kept(model: ServedModel, asked: int | None, max_tokens: int | None) -> int | None:
-    """How many tokens of a prompt truncate_prompt_tokens keeps: for -1 as many as leave room for the
+    """How many tokens of a prompt truncate_prompt_tokens keeps. For -1 it keeps as many as leave room for the
     answer."""
     return max(1, model.max_model_len - (max_tokens or 1)) if asked == -1 else asked

@@ -456,7 +456,7 @@ def _plan(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> 
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Functions have their fields a level higher here than in the chat API."""
+    """A tool in the chat API's shape, in which the fields of a function lie one level deeper."""
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
 
 

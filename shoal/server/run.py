@@ -33,8 +33,8 @@ LAST_WORDS_SECONDS = 5  # for clients to read answers that are whole when the se
 Ready = Callable[[int, int | None], None]
 FORCED_SECONDS = 0.5  # to tell clients that are cut off at once
 BACKLOG = 2048  # connections that wait to be accepted
-# How many connections asyncio accepts before it looks at anything else.
-ACCEPTED_AT_ONCE = 64
+# How many connections asyncio accepts in one pass of its loop. Running answers wait for each pass.
+ACCEPTED_AT_ONCE = 16
 MAX_FILES = 65536  # connections are files, and the usual limit of 1024 is soon reached
 RESERVED_FILES = 256  # files that are no connections: engines, libraries, logs; and connections just accepted
 ACCEPT_LOG_SECONDS = 10.0  # between two lines that say that files have run out

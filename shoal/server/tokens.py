@@ -139,8 +139,8 @@ async def embed(
     cache_salt: str | None = None,
     timeout: float | None = None,
 ) -> list[list[float]]:
-    """A vector of unit length for each prompt: [len(prompts), dimensions, or the model's hidden size]. Raises
-    ApiError and RequestError."""
+    """Returns a vector of unit length for each prompt: [number of prompts, `dimensions` or the model's
+    hidden size]. Raises ApiError and RequestError."""
     generation = Generation(
         model,
         prompts,
@@ -177,13 +177,13 @@ def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
 
 
 def _packed(vector: list[float]) -> str:
-    """OpenAI's base64: little-endian float32."""
+    """The numbers in OpenAI's base64: little-endian float32."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
 
 
 async def generate_tokens(exchange: Exchange) -> None:
-    """Ids in, ids out. An event of a stream has what came of the answer since the event before; the last one
-    has the finish reason."""
+    """Takes token ids and answers with token ids. Each event of a stream has what came since the event
+    before; the last one has the finish reason."""
     request = exchange.decode(TokenRequest)
     model = exchange.models.find(request.model)
     sampling = request.sampling_params or TokenSampling()
@@ -256,5 +256,5 @@ def _event(delta: Delta, num_cached: int) -> dict[str, Any]:
 
 
 def _numbers(step: TokenLogprobs | None) -> dict[int, tuple[float, int | None]] | None:
-    """id: [log-probability, rank]."""
+    """A map from each id to [log-probability, rank]."""
     return None if step is None else {i: (max(e.logprob, LOWEST), e.rank) for i, e in step.items()}

@@ -27,7 +27,7 @@ Steps = Generator[None, None, None]
 
 @dataclass(slots=True)
 class CallDelta:
-    """What became known of call `index`: its id and name once, its arguments (JSON text) in pieces."""
+    """News of call number `index`. Its id and name come once; its arguments, a JSON text, come in pieces."""
 
     index: int
     id: str | None = None
@@ -37,7 +37,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class TextDelta:
-    """Some of an answer's text."""
+    """A piece of the answer's text."""
 
     text: str
     reasoning: bool = False
@@ -52,16 +52,17 @@ class Parser(Protocol):
     def push(self, text: str) -> list[Part]: ...
 
     def finish(self) -> list[Part]:
-        """The parts that were held back. The text has ended."""
+        """Ends the text, and returns the parts that were held back."""
         ...
 
 
 class _Malformed(Exception):
-    """The next character cannot come here, or the text ended within a value."""
+    """Raised where the next character cannot stand, or the text ends within a value."""
 
 
 class _Ended(_Malformed):
-    """The text ended within a value. What is left is half a character or number, of no use to anyone."""
+    """Raised where the text ends within a value. What is left is half a character or half a number, which
+    nobody can use."""
 
 
 class _CallReader:
@@ -125,13 +126,13 @@ class _CallReader:
     # Reading. What is taken is kept, as it may be content after all; what is skipped is markup.
 
     def _ahead(self, length: int) -> Generator[None, None, str]:
-        """The next characters, not taken; fewer at the end of the text."""
+        """Returns the next characters without taking them. There are fewer at the end of the text."""
         while len(self._text) - self._at < length and not self._ended:
             yield
         return self._text[self._at : self._at + length]
 
     def _take(self, text: str, mended: str | None = None) -> None:
-        """Moves past `text`, which comes next. mended: what arguments have in its place."""
+        """Moves past `text`, which must come next. Arguments get `mended` in its place if that is given."""
         self._at += len(text)
         if not self._begun:
             self._raw.append(text)
@@ -139,7 +140,7 @@ class _CallReader:
             self._arguments.append(mended or text)
 
     def _next(self) -> Generator[None, None, str]:
-        """The next character that is not white space, not taken."""
+        """Returns the next character that is not white space, without taking it."""
         while (char := (yield from self._ahead(1))) in SPACE:
             if not char:
                 raise _Ended
@@ -160,7 +161,7 @@ class _CallReader:
     # JSON
 
     def _string(self) -> Generator[None, None, str]:
-        """A JSON string; its value."""
+        """Reads a JSON string and returns its value."""
         yield from self._expect('"')
         parts: list[str] = []
         while (char := (yield from self._ahead(1))) != '"':
@@ -187,7 +188,7 @@ class _CallReader:
         self._take(text)
 
     def _word(self) -> Steps:
-        """A number, true, false or null."""
+        """Reads a number, true, false or null."""
         while (
             (found := WORD.match(self._text, self._at)) and found.end() == len(self._text) and not self._ended
         ):
@@ -314,8 +315,8 @@ class TaggedCalls(_CallReader):
             yield from self._calls(markup)
 
     def _prose(self) -> Generator[None, None, str | None]:
-        """Gives content up to an opening tag, and skips that. What was skipped; None at the end of the
-        text."""
+        """Gives content up to an opening tag and skips the tag. Returns what it skipped, or None at the end
+        of the text."""
         while True:
             rest = self._text[self._at :]
             start = rest.find(self._opening)
@@ -341,7 +342,7 @@ class TaggedCalls(_CallReader):
             yield
 
     def _calls(self, markup: str) -> Steps:
-        """Calls one behind the other. markup: what was skipped before the first."""
+        """Reads calls that follow one another. `markup` is what was skipped before the first."""
         while True:
             try:
                 yield from self._call(self._names, self._may_be_bare)
@@ -361,8 +362,8 @@ class TaggedCalls(_CallReader):
 
 
 class ListedCalls(_CallReader):
-    """The answer is [{"name": ..., "parameters": {...}}, ...], as the grammar of tool_choice "required" has
-    it."""
+    """Reads an answer of the form [{"name": ..., "parameters": {...}}, ...], which the grammar of tool_choice
+    "required" enforces."""
 
     def _run(self) -> Steps:
         before = ""
@@ -391,7 +392,8 @@ class ListedCalls(_CallReader):
 
 
 class NamedCall:
-    """The answer is one tool's arguments, as the grammar of a named tool_choice has it."""
+    """Reads an answer that is the arguments of one tool, which the grammar of a named tool_choice
+    enforces."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -412,5 +414,5 @@ def _new_id() -> str:
 
 
 def length_of_start(text: str, tag: str) -> int:
-    """The length of the longest end of `text` that begins `tag`."""
+    """Returns the length of the longest end of `text` with which `tag` begins."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)

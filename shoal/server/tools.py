@@ -37,8 +37,8 @@ UNSEEN = ("image", "document", "input_image", "input_file")  # parts of a tool's
 
 
 def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
-    """ServerConfig.tool_call_parser for a model: "hermes", "llama3_json" or "none"; "auto" goes by the
-    template's text."""
+    """Resolves ServerConfig.tool_call_parser for a model: "hermes", "llama3_json" or "none". "auto" is
+    decided by the text of the chat template."""
     if setting != "auto":
         return setting
     template = chat_template or ""
@@ -48,7 +48,8 @@ def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
 
 
 def choose_reasoning_parser(setting: str, chat_template: str | None) -> str:
-    """ServerConfig.reasoning_parser for a model: "qwen3" where the template knows <think>, else "none"."""
+    """Resolves ServerConfig.reasoning_parser for a model: "qwen3" if the chat template knows <think>, else
+    "none"."""
     if setting != "auto":
         return setting
     return "qwen3" if "<think>" in (chat_template or "") or "</think>" in (chat_template or "") else "none"
@@ -56,7 +57,8 @@ def choose_reasoning_parser(setting: str, chat_template: str | None) -> str:
 
 @dataclass(slots=True)
 class ToolPlan:
-    """What a request's tools come to."""
+    """How one request uses tools: which ones the model may call, whether a grammar enforces a call, and how
+    calls are found in the answer."""
 
     mode: str = "none"  # "none" | "auto" | "required" | "named"
     tools: list[dict[str, Any]] | None = None  # for the prompt
@@ -69,7 +71,7 @@ class ToolPlan:
 
     @property
     def is_enforced(self) -> bool:
-        """Whether a grammar makes the answer a call, whatever the model knows of the tools."""
+        """Whether a grammar makes the answer a call, whether or not the model knows of the tools."""
         return self.mode in ("required", "named")
 
     def constrain(self, params: SamplingParams, parser: str) -> None:
@@ -85,7 +87,7 @@ class ToolPlan:
             params.structured_outputs = replace(self.structured, disable_additional_properties=closes)
 
     def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
-        """Calls in the parser's format, or the JSON of `form`."""
+        """A grammar for either calls in the parser's format or JSON of `form`."""
         arguments, begin, end, separator = ("arguments", "<tool_call>\n", "\n</tool_call>", "\n")
         if parser == "llama3_json":
             arguments, begin, end, separator = ("parameters", "", "", "; ")
@@ -113,8 +115,9 @@ def plan_tools(
     parser: str,
     left_out: Sequence[str] = (),
 ) -> ToolPlan:
-    """tools and tool_choice as in OpenAI's chat API. parser: the model's. left_out: tools that the request
-    has beside them and this server has not, by name or type. Raises RequestError."""
+    """Checks `tools` and `tool_choice`, which mean what they mean in OpenAI's chat API. `parser` is the
+    model's. `left_out` has the tools that this server does not have and the request named, by name or type.
+    Raises RequestError."""
     schemas, is_limited = _check_tools(tools), False
     choice = tool_choice if tool_choice is not None else ("auto" if schemas else "none")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -170,8 +173,8 @@ def plan_tools(
 def _allowed(
     choice: dict[str, Any], schemas: dict[str, Any], left_out: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """(mode, names) of a tool_choice of the type allowed_tools. Tools that were left out are allowed in
-    vain."""
+    """The mode and the names of a tool_choice of the type allowed_tools. A tool that was left out may be
+    named there and has no effect."""
     given = choice.get("allowed_tools")
     mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
     names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
@@ -239,7 +242,8 @@ def template_variables(
 
 
 def check_finish(reason: str | None) -> str:
-    """The reason. Raises ApiError for an answer that the server took back: these APIs have no word for it."""
+    """Returns the finish reason. Raises ApiError for an answer that the server took back, because these APIs
+    have no word for that."""
     if reason not in ("stop", "length"):
         raise ApiError(503, "the answer was given up: the engine was put to sleep or is ending; try again")
     return reason
@@ -263,7 +267,7 @@ class AnswerFormat:
         self._thinking = self._reasons and opens_thinking(prompt)
 
     def parser(self) -> AnswerParser:
-        """A new parser, which reads one answer."""
+        """Returns a new parser for one answer."""
         return AnswerParser(ThinkParser(self._thinking) if self._reasons else None, self._calls(), self.plan)
 
     def _calls(self) -> Parser | None:
@@ -280,7 +284,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """One answer's text, as it comes, into reasoning, content and calls."""
+    """Cuts the text of one answer, as it comes, into reasoning, content and calls."""
 
     def __init__(self, reasoning: ThinkParser | None, calls: Parser | None, plan: ToolPlan) -> None:
         self._reasoning, self._calls = reasoning, calls
@@ -288,7 +292,8 @@ class AnswerParser:
         self._num_calls = 0
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:
-        """The parts of `text`, in their order. last: nothing follows, so nothing is held back."""
+        """Returns the parts of `text`, in their order. With `last`, nothing follows, so nothing is held
+        back."""
         if self._reasoning is None:
             parts: list[Part] = [TextDelta(text)] if text else []
         else:
@@ -307,7 +312,7 @@ class AnswerParser:
         return parts
 
     def finish_reason(self, reason: str) -> str:
-        """What OpenAI's API says for the engine's reason."""
+        """Returns OpenAI's finish reason for an answer that the engine ended with this reason."""
         return "tool_calls" if reason == "stop" and self._num_calls and self._mode != "named" else reason
 
 
@@ -320,7 +325,7 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer's parts."""
+    """The parts of a whole answer."""
 
     reasoning: str
     content: str
@@ -409,7 +414,7 @@ def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str
 
 
 def _json_part(schema: Any) -> dict[str, Any]:
-    """A part of a structural tag."""
+    """A structural tag's part that holds JSON of this schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 

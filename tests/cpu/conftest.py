@@ -23,3 +23,11 @@ def client(served):
     import openai
 
     return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """The kernels of each case of a module's LAUNCHES, compiled for GPUs that are not here."""
+    from triton_compile import compile_launches
+
+    return compile_launches(request.module.__file__)

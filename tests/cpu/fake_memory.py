@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import shutil
 from ctypes import c_char_p, c_int64, c_void_p
 from pathlib import Path
 
@@ -52,8 +53,18 @@ class Fake:
         assert self.library.fake_violation() == b""
 
 
+@contextlib.contextmanager
+def checked_fake():
+    """A Fake. At the end nothing may be left in its books that was not there before."""
+    found = Fake(build_fake())
+    before = found.books()
+    yield found
+    found.check()
+    assert found.books() == before, "something was left behind"
+
+
 class Pools:
-    """As pools.TorchPools. `live` says what tensors hold, by slot."""
+    """Stands in for pools.TorchPools. A pool's "live" says what tensors hold: address -> size."""
 
     def __init__(self, driver_path):
         self.driver_path = driver_path
@@ -131,6 +142,5 @@ def make_regions(path, kind="cuda", **options):
 
 
 needs_compiler = pytest.mark.skipif(
-    __import__("shutil").which("gcc") is None and __import__("shutil").which("cc") is None,
-    reason="needs a C compiler",
+    shutil.which("gcc") is None and shutil.which("cc") is None, reason="needs a C compiler"
 )

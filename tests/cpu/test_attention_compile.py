@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import triton
-from triton_compile import Compiled, check_kernels, compile_launches
+from triton_compile import Compiled, check_kernels
 
 from shoal.attention.triton import TritonBackend
 from shoal.kernels.hopper_attention import hopper_prefill_attention
@@ -130,7 +130,6 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "head size 64 on Hopper, tiny blocks": partial(hopper, 9, 3, 64, FP16, 8),
     "71 heads on one, cascade": partial(cascade, 71, 1, 64, BF16, 16),
 }
-compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
 @pytest.mark.parametrize("case", LAUNCHES)

@@ -17,11 +17,10 @@ import pytest
 
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
-from shoal.fake import FakeEngine
 from shoal.server import run
 from shoal.server.connection import MAX_HEADER_BYTES, Connection
 from shoal.server.run import max_connections, open_ports
-from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
+from tests.fake_server import FakeServer, engine_saying, eventually, post, read_until
 
 COMPLETE = "/v1/completions"
 LONG = {"prompt": "a", "max_tokens": 255}
@@ -38,7 +37,7 @@ def server():
 
 @pytest.fixture
 def slow():
-    with FakeServer(FakeEngine(300, reply=ids_of("word "), token_seconds=1.0)) as server:
+    with FakeServer(engine_saying("word ", token_seconds=1.0)) as server:
         yield server
 
 
@@ -189,7 +188,7 @@ def test_what_comes_behind_an_answer_does_not_keep_the_connection_for_ever(late,
 
 
 def test_beyond_the_cap_the_longest_idle_connection_makes_room():
-    with FakeServer(FakeEngine(300, reply=ids_of("word "), token_seconds=0.05), max_connections=20) as server:
+    with FakeServer(engine_saying("word ", token_seconds=0.05), max_connections=20) as server:
         stream = server.raw(post(COMPLETE, {**LONG, "max_tokens": 100, "stream": True}))
         read_until(stream, b"data:")
         held = [server.raw(b"") for _ in range(100)]
@@ -214,7 +213,7 @@ def closed(connection):
 
 
 def test_beyond_the_cap_of_busy_connections_a_new_one_is_told_to_come_back(caplog):
-    with FakeServer(FakeEngine(300, reply=ids_of("word "), token_seconds=1.0), max_connections=4) as server:
+    with FakeServer(engine_saying("word ", token_seconds=1.0), max_connections=4) as server:
         held = [server.raw(post(COMPLETE, {**LONG, "stream": True})) for _ in range(4)]
         eventually(lambda: len(server.engine._running) == 4)
         answer = read_until(server.raw(b""))

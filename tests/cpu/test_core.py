@@ -229,6 +229,28 @@ def test_a_core_whose_weights_are_lost_stands_still_until_an_update(build, folde
     assert Collected(core).finish().tokens["a"] == expected[0]
 
 
+def test_an_interrupt_while_sleep_waits_for_the_last_step_leaves_a_whole_core(build, expected, monkeypatch):
+    core = build(async_scheduling=True)
+    collected = Collected(core)
+    core.add(request("a", PROMPTS[1]))
+    collected.step()
+
+    def interrupted(result):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(core.ranks, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        core.sleep(1, mode="keep")
+    monkeypatch.undo()
+    collected.finish()
+    assert collected.last["a"].finish_reason is FinishReason.ABORT
+    core.check()
+    core.sleep(1)
+    core.wake_up()
+    core.add(request("b", PROMPTS[1]))
+    assert collected.finish().tokens["b"] == expected[1]
+
+
 # Failures
 
 

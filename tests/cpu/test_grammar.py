@@ -1,6 +1,7 @@
 """Structured outputs in the engine: answers match, other requests don't notice, nothing that a stranger sends
 ends the engine."""
 
+import gc
 import json
 import random
 import re
@@ -14,11 +15,16 @@ from tokenizers import pre_tokenizers
 from shoal import SamplingParams, StructuredOutputsParams
 from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
+from shoal.engine import core as core_module
+from shoal.engine.process.core_main import _build
 from shoal.engine.runner.batch import GrammarRow
 from shoal.engine.scheduling import grammar
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.errors import ConfigError, RequestError
 from shoal.kernels.reference import keep_bits
+from shoal.tokenizer import load_tokenizer
+from shoal.wire import Start
+from tests import tiny
 
 PERSON = {
     "type": "object",
@@ -222,6 +228,15 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(build)
     assert "regex" in outputs["syntax"].error and outputs["complex"].error
     assert outputs["fine"].finish_reason is FinishReason.STOP
     assert not core.admission.is_busy
+
+
+def test_an_answer_that_ends_with_an_error_says_why_beside_whole_ones(build):
+    contradictory = structured(0, dict(regex="[a-c]+"), allowed_token_ids=[token("x")])
+    broken, fine = build().generate([PROMPTS[1]] * 2, [contradictory, structured(1, dict(regex="[a-c]{4}"))])
+    [broken], [fine] = broken.outputs, fine.outputs
+    assert (broken.finish_reason, broken.stop_reason, broken.text) == ("error", "grammar", "")
+    assert "allowed_token_ids" in broken.error
+    assert (fine.finish_reason, fine.error) == ("stop", None) and len(fine.text) == 4
 
 
 @pytest.fixture
@@ -492,3 +507,35 @@ def test_an_engine_and_a_request_say_whether_objects_are_closed(build):
 def test_a_wrong_structured_outputs_config_is_named(given, said):
     with pytest.raises(ConfigError, match=f"structured_outputs_config.*{said}"):
         EngineConfig.from_options(structured_outputs_config=given)
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_an_engine_of_a_server_has_the_tokens_table_before_its_first_request(
+    has_tokenizer, root, engine_options, monkeypatch
+):
+    """Building it holds up every stream. Without a usable tokenizer the engine serves, and a request under a
+    grammar is told why it cannot be."""
+    loads = []
+
+    def load(files, tokenizer):
+        loads.append(files)
+        if not has_tokenizer:
+            raise ValueError("tokenizer.json is damaged")
+        return load_tokenizer(files, tokenizer)
+
+    monkeypatch.setattr(core_module, "load_tokenizer", load)
+    config = EngineConfig.from_options(model=str(tiny.write_model(root, "qwen3")), **engine_options)
+    core, _ = _build(Start(config))
+    gc.unfreeze()
+    try:
+        assert len(loads) == 1
+        core.add(Request("x", PROMPTS[1], structured(0, dict(regex="[a-c]{4}")), eos_token_ids=(257,)))
+        core.add(Request("y", PROMPTS[1], SamplingParams(max_tokens=4), eos_token_ids=(257,)))
+        ended = run(core)
+        assert ended["y"].finish_reason is FinishReason.LENGTH
+        if has_tokenizer:
+            assert ended["x"].finish_reason is FinishReason.STOP and len(loads) == 1
+        else:
+            assert ended["x"].finish_reason is FinishReason.ERROR and "damaged" in ended["x"].error
+    finally:
+        core.exit()

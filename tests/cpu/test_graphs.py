@@ -147,13 +147,13 @@ def launched_variants(folder: Path, name: str) -> dict:
     from triton.runtime.jit import JITFunction
     from triton_compile import _NoDriver
 
-    from shoal import LLM, SamplingParams
     from shoal.attention.triton import TritonBackend
     from shoal.engine.runner import runner as runner_module
     from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
     from shoal.engine.runner.steps import Steps
     from shoal.kernels import hopper_linear, hopper_row, triton_ops
     from tests import tiny
+    from tests.cpu.test_runner import Rank
 
     hopper_linear.num_sms = lambda _: 0 if name in WITHOUT_HOPPER else 132
     hopper_row.SMALLEST = 32  # these models are small
@@ -221,17 +221,15 @@ def launched_variants(folder: Path, name: str) -> dict:
     )
     model.save_pretrained(folder)
     tiny.write_tokenizer(folder)
-    llm = LLM(
-        str(folder),
+    rank = Rank(
+        folder,
+        num_blocks=200,
         **dict(dtype="bfloat16", max_num_seqs=48) | options,
         load_format="dummy",
-        device="cpu",
         max_model_len=1024,
-        num_gpu_blocks_override=200,
         max_num_batched_tokens=320,
-        skip_tokenizer_init=True,
     )
-    runner = llm.core.ranks.runner
+    runner = rank.runner
     take()
     blocks = runner.cache.blocks
     runner.cache.allocate(1)
@@ -244,11 +242,14 @@ def launched_variants(folder: Path, name: str) -> dict:
         runner._prepare_steps()
     started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
     runner.drop_graphs()  # eager steps, but none of fewer tokens than are ever captured
-    llm.core.loop.builder.mixed_shapes = ()
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    llm.generate([[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))], params, use_tqdm=False)
+    rank.builder.mixed_shapes = ()
+    several = [[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))]
     # a step that ends three prompts
-    llm.generate([[20 + i] * (100 + i) for i in range(3)], params, use_tqdm=False)
+    three = [[20 + i] * (100 + i) for i in range(3)]
+    for prompts in (several, three):
+        for prompt in prompts:
+            rank.add(prompt, temperature=1.0, max_tokens=4)
+        rank.run()
     return {
         "graphs": graphs,
         "steps": (started, take()),

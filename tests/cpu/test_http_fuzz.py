@@ -18,11 +18,10 @@ import struct
 import psutil
 import pytest
 
-from shoal.fake import FakeEngine
 from shoal.server import run
 from shoal.server.admin import ADMIN_ROUTES
 from shoal.server.routes import PUBLIC_ROUTES
-from tests.fake_server import FakeServer, eventually, ids_of, post
+from tests.fake_server import FakeServer, engine_saying, eventually, post
 from tests.http_shapes import ADMIN_PATHS, BODIES, LAST, SECOND, SMUGGLING, raw_request, spoilt_json
 
 SEED = int(os.environ.get("SHOAL_FUZZ_SEED", random.randrange(1 << 30)))
@@ -44,7 +43,7 @@ def server(caplog, monkeypatch):
     monkeypatch.setattr(run, "KEEP_ALIVE_SECONDS", 5)
     print(f"SHOAL_FUZZ_SEED={SEED}")
     caplog.set_level(logging.INFO)
-    engine = FakeEngine(300, reply=ids_of("word "))
+    engine = engine_saying("word ")
     # read_timeout: enough where others use the processor too, and little, as unfinished requests wait so
     # long.
     model = {"tool_call_parser": "hermes", "max_model_len": 4096}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_compile import check_kernels, compile_launches
+from triton_compile import check_kernels
 
 from shoal.kernels.checksum import BLOCK, PROGRAMS, checksum
 from tests.checksum_oracle import WORD, defined
@@ -67,7 +67,6 @@ def launch(words):
 
 
 LAUNCHES = {"small": lambda: launch(5), "large": lambda: launch(BLOCK * 4)}
-compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
 @pytest.mark.parametrize("case", LAUNCHES)

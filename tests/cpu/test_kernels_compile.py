@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from triton_compile import check_kernels, compile_launches
+from triton_compile import check_kernels
 
 from shoal.kernels import triton_ops
 from shoal.kernels.moe import Blocks, moe_with
@@ -135,8 +135,6 @@ def _batch() -> None:
 
 
 LAUNCHES["batch state"] = _batch
-
-compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import triton
-from triton_compile import SHARED_LIMIT, check_kernels, compile_launches
+from triton_compile import SHARED_LIMIT, check_kernels
 
 from shoal.kernels import hopper_gated, hopper_linear, hopper_row, linear
 from shoal.kernels.hopper import empty_product_input
@@ -189,8 +189,6 @@ for outs, inputs, gated, dtype in (
 
 if not triton.knobs.runtime.interpret:  # this file once more, in the process that compiles
     hopper_linear.num_sms = _sms_of_target
-
-compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
 @pytest.mark.parametrize("case", LAUNCHES)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from triton_compile import check_kernels, compile_launches
+from triton_compile import check_kernels
 
 from shoal.kernels import linear, reference
 
@@ -177,8 +177,6 @@ for shape in (
         LAUNCHES[f"{rows} rows {shape}"] = lambda rows=rows, shape=shape: _launch(
             rows, *shape, FP16 if shape[1] == 576 else BF16
         )
-
-compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
 @pytest.mark.slow

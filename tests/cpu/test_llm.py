@@ -12,6 +12,7 @@ import pytest
 from shoal import LLM, SamplingParams, request_builder
 from shoal.api import Request, StructuredOutputsParams
 from shoal.engine import llm, resolve
+from shoal.engine.ranks.ranks import Ranks
 from shoal.errors import ConfigError
 from shoal.request_builder import copy_params
 from tests import tiny
@@ -250,7 +251,7 @@ def test_a_request_that_began_elsewhere_goes_on_as_if_it_had_not(options, mode, 
     for count in (1, 7):
         engine.reset_prefix_cache()
         assert finish(engine, request(f"moved-{count}", whole[:count])) == (whole[count:], reason)
-    engine.core.scheduler.check()
+    engine.core.check()
 
 
 def test_a_bad_request_in_a_batch_adds_none_of_it(build):
@@ -344,18 +345,19 @@ def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeyp
     assert gc.get_threshold() == before
 
 
-def test_an_interrupt_in_a_step_leaves_a_usable_engine(build, expected, monkeypatch):
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_interrupt_in_a_step_leaves_a_usable_engine(at, build, expected, monkeypatch):
     """The interrupted step's blocks were registered when it was scheduled; they must not be found, as it
     never ran."""
     engine = build("qwen3", async_scheduling=True)
-    launch, steps = engine.core.ranks.step, iter(range(100))
+    launch, steps = Ranks.step, iter(range(100))
 
-    def interrupted(packed, extras):
-        if next(steps) == 3:
+    def interrupted(self, packed, extras):
+        if next(steps) == at:
             raise KeyboardInterrupt
-        return launch(packed, extras)
+        return launch(self, packed, extras)
 
-    monkeypatch.setattr(engine.core.ranks, "step", interrupted)
+    monkeypatch.setattr(Ranks, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS[:4], greedy())
     monkeypatch.undo()
@@ -381,10 +383,10 @@ def test_no_memory_in_a_step_ends_its_requests_and_poisons_nothing(build, expect
     stream = engine.stream(PROMPTS[0], greedy())
     next(stream)
 
-    def fail(packed, extras):
+    def fail(self, packed, extras):
         raise MemoryError("no memory for a step")
 
-    monkeypatch.setattr(engine.core.ranks, "step", fail)
+    monkeypatch.setattr(Ranks, "step", fail)
     with pytest.raises(MemoryError):
         engine.generate(PROMPTS, greedy())
     monkeypatch.undo()

@@ -12,25 +12,16 @@ import torch
 from shoal.errors import ConfigError, UnavailableError
 from shoal.memory import available, library
 from shoal.memory.pools import TorchPools, merged
-from tests.cpu.fake_memory import GRAIN, Fake, build_fake, make_regions, needs_compiler
+from tests.cpu.fake_memory import GRAIN, checked_fake, make_regions, needs_compiler
 
 pytestmark = needs_compiler
 KINDS = ["cuda", "npu"]
 
 
-@pytest.fixture(scope="module")
-def fake_path():
-    return build_fake()
-
-
 @pytest.fixture
-def fake(fake_path):
-    found = Fake(fake_path)
-    before = found.books()
-    yield found
-    found.library.fake_reset.restype = None
-    found.check()
-    assert found.books() == before, "something was left behind"
+def fake():
+    with checked_fake() as found:
+        yield found
 
 
 @pytest.fixture(params=KINDS)

@@ -10,17 +10,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shoal import LLM, SamplingParams
 from shoal.api import Request
 from shoal.config import EngineConfig
-from shoal.engine.offload.costs import Costs, Rate
+from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.offloader import Offloader, OffloadPolicy
+from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.offload.transfers import Done
-from shoal.engine.runner import commands
+from shoal.engine.runner.rank_kv import RankKv
+from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError, EngineDeadError
+from shoal.kv.block_folder import BlockFolder
 from shoal.kv.host import HostTier
+from shoal.kv.io_threads import Breaker
 from shoal.memory.slab import HostSlab
 from tests import tiny
 
@@ -111,7 +116,10 @@ def test_conversations_give_the_same_tokens_with_and_without_tiers(build, disk):
     assert talk(llm) == alone
     assert llm.stats().external_prefix_cache_hits > 300
     small_host = build(
-        num_gpu_blocks_override=18, **options, kv_host_bytes=12 * llm.core.ranks.runner.block_bytes, **disk
+        num_gpu_blocks_override=18,
+        **options,
+        kv_host_bytes=12 * llm.stats().kv_tiers["host"].block_bytes,
+        **disk,
     )
     assert talk(small_host) == alone
     staged = build(num_gpu_blocks_override=18, **options, **disk)
@@ -147,24 +155,9 @@ def test_exit_writes_nothing_when_it_may_take_no_time(build, disk, tmp_path):
     assert len(all_blocks(tmp_path)) <= max(written, 6)
 
 
-def test_an_end_does_not_wait_for_a_disk_that_takes_nothing(build, disk, monkeypatch):
-    llm = build(**SMALL, **disk, kv_host_bytes=12 * 12288)
-    monkeypatch.setattr(llm.core.ranks.runner.kv.tiers["disk"]._breaker, "allows", lambda: False)
-    one_by_one(llm, prompts()[:3])
-    offloader, now = llm.core.tiers.offloader, [0.0]
-
-    def clock():
-        now[0] += 0.001
-        return now[0]
-
-    monkeypatch.setattr(offloader.books, "clock", clock)
-    assert offloader.flush(1000.0) > 0 and now[0] < 500
-    offloader.check()
-
-
 def test_a_disk_that_takes_nothing_is_not_offered_the_same_blocks_at_every_look(build, disk, monkeypatch):
+    monkeypatch.setattr(Breaker, "allows", lambda self: False)
     llm = build(**SMALL, **disk, **HOST)
-    monkeypatch.setattr(llm.core.ranks.runner.kv.tiers["disk"]._breaker, "allows", lambda: False)
     monkeypatch.setattr("shoal.engine.offload.writer.WRITE_REST_S", 1e9)
     one_by_one(llm, prompts())
     assert 0 < llm.stats().kv_tiers["disk"].failed_blocks <= 54
@@ -198,16 +191,16 @@ def test_a_disk_that_vanishes_leaves_an_engine_that_works(build, expected, disk,
 
 
 @pytest.mark.parametrize("tiers", ["host", "disk"])
-def test_new_weights_find_nothing_of_the_old_ones(tiers, build, root, disk, tmp_path):
+def test_new_weights_find_nothing_of_the_old_ones(tiers, build, folder, disk, tmp_path):
     llm = build(**SMALL, **(HOST if tiers == "host" else disk))
     old = one_by_one(llm, prompts())[0]
     name = "model.layers.1.mlp.down_proj.weight"
-    shape = llm.core.ranks.runner.model.checkpoint_shapes()[name]
-    llm.update_weights_from_tensors({name: torch.zeros(shape)})
+    weight = load_file(folder / "model.safetensors")[name]
+    llm.update_weights_from_tensors({name: torch.zeros_like(weight)})
     new, cached = one_by_one(llm, prompts())
     assert new != old and cached == [0] * 9
     assert one_by_one(llm, prompts()) == (new, [96] * 9)
-    llm.update_weights(str(tiny.write_model(root, "qwen3")))
+    llm.update_weights(str(folder))
     tokens, cached = one_by_one(llm, prompts())
     assert tokens == old
     assert cached.count(96 if tiers == "disk" else 0) >= 7, (
@@ -251,108 +244,100 @@ def test_a_reset_forgets_every_tier_of_its_own(build, expected, disk, tmp_path):
     assert one_by_one(llm, prompts()) == (expected, [0] * 9)
 
 
-class SlowReads:
-    """A disk tier whose reads end when told."""
+@pytest.fixture
+def gate(monkeypatch):
+    """Files with blocks are read when it is set."""
+    gate, load = threading.Event(), BlockFolder.load
+    monkeypatch.setattr(BlockFolder, "load", lambda *args: load(*args) if gate.wait(20) else None)
+    return gate
 
-    def __init__(self, tier):
-        self.tier, self.gate = tier, threading.Event()
-        inner = tier._reads.submit
-        tier._reads.submit = lambda job: inner(lambda: self.gate.wait(20) and job())
 
-
-def slow_second_engine(build, disk):
+def second_engine(build, disk):
+    """An engine whose disk tier has the prompts already."""
     first = build(**SMALL, **disk)
     one_by_one(first, prompts())
     first.exit()
-    llm = build(**SMALL, **disk)
-    return llm, SlowReads(llm.core.ranks.runner.kv.tiers["disk"])
+    return build(**SMALL, **disk)
 
 
 def start(llm, prompt, request_id, **options):
     llm.core.add(Request(request_id, prompt, params(**options)))
 
 
-def test_others_run_while_a_prefix_is_on_its_way(build, expected, disk):
-    llm, slow = slow_second_engine(build, disk)
+def test_others_run_while_a_prefix_is_on_its_way(build, expected, disk, gate):
+    llm = second_engine(build, disk)
     start(llm, prompts()[0], "slow")
     for _ in range(3):
         assert llm.core.step() == []
-    assert [seq.request.request_id for seq in llm.core.scheduler.running] == [
-        "slow"
-    ] and llm.core.scheduler.fetches
+    assert llm.stats().num_running == 1
     assert together(llm, [[1, 2, 3]]) == together(llm, [[1, 2, 3]])
-    assert llm.core.scheduler.fetches
-    slow.gate.set()
+    assert llm.stats().num_running == 1 and llm.stats().kv_tiers["disk"].fetched_blocks == 0
+    gate.set()
     tokens = []
     while llm.core.has_work:
         for output in llm.core.step():
             tokens += output.token_ids
             assert output.num_cached_tokens == 96
-    assert tokens == expected[0]
+    assert tokens == expected[0] and llm.stats().kv_tiers["disk"].fetched_blocks == 6
 
 
-def test_a_request_may_leave_while_its_prefix_is_on_its_way(build, expected, disk):
-    llm, slow = slow_second_engine(build, disk)
+def test_a_request_may_leave_while_its_prefix_is_on_its_way(build, expected, disk, gate):
+    llm = second_engine(build, disk)
     start(llm, prompts()[0], "slow")
     llm.core.step()
     llm.core.abort("slow")
     llm.core.check()
     assert llm.stats().num_free_blocks < 14
-    slow.gate.set()
+    gate.set()
     while llm.core.tick():
         time.sleep(0.001)
     assert llm.stats().num_free_blocks == 14
     assert one_by_one(llm, prompts()[:1]) == (expected[:1], [96])
 
 
-def test_an_engine_may_end_or_sleep_while_a_prefix_is_on_its_way(build, disk):
-    llm, slow = slow_second_engine(build, disk)
+def test_an_engine_may_end_while_a_prefix_is_on_its_way(build, disk, gate):
+    llm = second_engine(build, disk)
     start(llm, prompts()[0], "slow")
     llm.core.step()
-    threading.Timer(0.2, slow.gate.set).start()
+    threading.Timer(0.2, gate.set).start()
     llm.exit()
-    llm.core.scheduler.abort_all()
+    llm.core.abort("slow")
 
 
 @pytest.mark.parametrize("kept", [0, 2])
 def test_blocks_that_go_between_their_look_up_and_their_fetch_are_computed(
     kept, build, expected, disk, monkeypatch
 ):
-    first = build(**SMALL, **disk)
-    one_by_one(first, prompts())
-    first.exit()
-    llm = build(**SMALL, **disk)
-    below, tier = llm.core.scheduler.tiers, llm.core.ranks.runner.kv.tiers["disk"]
-    lookup = below.lookup
+    llm, lookup = second_engine(build, disk), Offloader.lookup
 
-    def evicted(keys, start):
-        found = lookup(keys, start)
-        tier.forget(keys[start + kept :])  # by the tier's own threads, to make room
+    def evicted(self, keys, start):
+        found = lookup(self, keys, start)
+        self.persistent["disk"].forget(keys[start + kept :])  # by the tier's own threads, to make room
         return found
 
-    monkeypatch.setattr(below, "lookup", evicted)
+    monkeypatch.setattr(Offloader, "lookup", evicted)
     assert one_by_one(llm, prompts()[:2]) == (expected[:2], [16 * kept] * 2)
-    llm.core.tiers.check()
+    llm.core.check()
 
 
-def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, monkeypatch):
+def test_a_read_that_never_ends_delays_its_request_only(build, expected, disk, gate, monkeypatch):
     monkeypatch.setattr("shoal.engine.offload.fetch.PATIENCE_S", 0.2)
-    llm, slow = slow_second_engine(build, disk)
+    llm = second_engine(build, disk)
     assert one_by_one(llm, prompts()[:2]) == (expected[:2], [0, 0])
-    slow.gate.set()
+    gate.set()
 
 
 def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
     llm = build(**SMALL, **HOST)
     one_by_one(llm, prompts())
-    fetched, interrupts = llm.core.scheduler.fetched, [KeyboardInterrupt]
+    fetched, interrupts = Scheduler.fetched, [KeyboardInterrupt]
 
-    def interrupted(fetch, num_blocks):
+    def interrupted(self, fetch, num_blocks):
         if interrupts:
             raise interrupts.pop()
-        fetched(fetch, num_blocks)
+        fetched(self, fetch, num_blocks)
 
-    monkeypatch.setattr(llm.core.scheduler, "fetched", interrupted)
+    monkeypatch.setattr(Scheduler, "fetched", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
     assert one_by_one(llm, prompts())[0] == expected
@@ -391,6 +376,18 @@ class Recorded:
     def take_ready(self):
         ready, self.ready = self.ready, []
         return ready
+
+
+class Refused(Recorded):
+    """No block can be written to the tiers below."""
+
+    def write(self, tier, metas, host_blocks):
+        self.waits.append(False)
+        self.begun.append(Done(len(self.waits), [False] * len(metas)))
+        return len(self.waits)
+
+    def disown(self, tier, keys):
+        pass
 
 
 def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request():
@@ -618,14 +615,44 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     assert transfers.ordered == [1]
 
 
+def test_an_end_does_not_wait_for_a_disk_that_takes_nothing():
+    scheduler = Scheduler(
+        num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16
+    )
+    policy = OffloadPolicy(
+        block_size=2, block_bytes=1, has_host_tier=True, watermark=2, max_leaving=9, copy_blocks=9
+    )
+    now = [0.0]
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    costs = Costs(2, 0.0, {"host": 0.0, "disk": 0.0})
+    tiers = {"disk": SimpleNamespace(contains=lambda key: False)}
+    offloader = scheduler.tiers = Offloader(scheduler, HostTier(2), Refused(2), tiers, policy, costs, clock)
+    scheduler.pool.listeners.append(offloader)
+    scheduler.add(Request("a", list(range(13)), params()))
+    offloader.poll()
+    scheduler.schedule()
+    scheduler.abort("a")
+    assert len(scheduler.pool.cached_keys()) == 6, "more than the host has room for"
+    assert offloader.flush(1000.0) > 0 and now[0] < 500
+    assert offloader.stats["disk"].failed_blocks > 0
+    offloader.check()
+
+
 def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, monkeypatch):
     llm = build(**SMALL, **HOST)
 
-    def never():
+    def never(self):
         raise TimeoutError
 
-    monkeypatch.setattr(llm.core.ranks.runner.kv, "abandon", never)
-    monkeypatch.setattr(llm.core.tiers, "after_step", lambda waits: (_ for _ in ()).throw(KeyboardInterrupt))
+    def interrupted(self, waits):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RankKv, "abandon", never)
+    monkeypatch.setattr(KvTiers, "after_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
     with pytest.raises(EngineDeadError, match="did not end"):
@@ -636,21 +663,14 @@ def test_an_interrupt_under_which_a_transfer_never_ends_ends_the_engine(build, m
 def test_an_engine_that_cannot_write_its_blocks_at_the_end_ends_all_the_same(error, build, disk, monkeypatch):
     llm = build(**SMALL, **disk)
 
-    def broken():
+    def broken(self):
         raise error("no")
 
-    monkeypatch.setattr(llm.core.tiers, "flush", broken)
+    monkeypatch.setattr(KvTiers, "flush", broken)
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
         llm.exit()
     with pytest.raises(EngineDeadError, match="was ended"):
         llm.generate(prompts(), params())
-
-
-def test_what_a_closed_tier_lacks_is_forgotten_by_nobody(build, disk):
-    """Reads that new weights cut off have failed; that is told when the tier is gone already."""
-    llm = build(**SMALL, **disk)
-    llm.core.ranks.call(commands.KV_CLOSE_TIERS)
-    llm.core.ranks.call(commands.KV_FORGET, "disk", [bytes(16)])
 
 
 def test_while_nothing_may_leave_nobody_looks_for_what_might():
@@ -685,15 +705,17 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
     assert now[0] > 102 and len(looks) <= 26
 
 
-def test_a_prefix_is_fetched_only_where_that_is_quicker(build, expected):
-    llm = build(**SMALL | dict(kv_load_policy="cost"), **HOST)
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_a_prefix_is_fetched_only_where_that_is_quicker(is_quick, build, expected, monkeypatch):
+    """No prompt here is long enough to tell anew how quickly prompts are computed."""
+    token_s, block_s = (1.0, 1e-6) if is_quick else (1e-9, 1.0)
+    monkeypatch.setattr(ModelRunner, "seconds_per_prompt_token", lambda self: token_s)
+    monkeypatch.setattr(RankKv, "measure_block", lambda self: block_s)
+    llm = build(**SMALL | dict(kv_load_policy="cost", max_num_batched_tokens=2048), **HOST)
     one_by_one(llm, prompts())
-    costs = llm.core.tiers.costs
-    costs.token, costs.fetch["host"] = Rate(1.0), Rate(1e-6)
-    assert one_by_one(llm, prompts()[:1]) == (expected[:1], [96])
-    costs.token, costs.fetch["host"] = Rate(1e-6), Rate(1.0)
-    costs.trials["host"].interval = 100
-    assert one_by_one(llm, prompts()[1:2]) == (expected[1:2], [0])
+    one_by_one(llm, prompts()[:1])  # a tier that looks slow is tried once
+    assert one_by_one(llm, prompts()[1:2]) == (expected[1:2], [96 if is_quick else 0])
+    assert llm.stats().kv_tiers["host"].trial_fetches == (0 if is_quick else 1)
 
 
 def test_what_came_once_may_be_left_out(build):

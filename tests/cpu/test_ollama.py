@@ -6,8 +6,7 @@ import json
 import pytest
 
 from shoal.api import ModelSummary
-from shoal.fake import FakeEngine
-from tests.fake_server import END, FakeServer, byte_tokenizer, ids_of, tool_server
+from tests.fake_server import END, FakeServer, byte_tokenizer, engine_saying, ids_of, tool_server
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {
@@ -301,7 +300,7 @@ def test_the_tokenizer_is_described_for_clients_that_write_prompts(served):
 
 
 def test_a_reader_gets_what_is_ready_in_one_line():
-    all_at_once = FakeEngine(300, reply=ids_of("abc"), token_seconds=1e-9)
+    all_at_once = engine_saying("abc", token_seconds=1e-9)
     with FakeServer(all_at_once) as server:
         lines = stream(server, "/api/generate", {"prompt": "x", "raw": True, "options": {"num_predict": 30}})
         assert len(lines) < 10 and "".join(line["response"] for line in lines) == "abc" * 10

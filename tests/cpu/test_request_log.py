@@ -16,7 +16,7 @@ from shoal.server.errors import ApiError
 from shoal.server.keys import check_admin_port
 from shoal.server.request_log import RefusalLog
 from shoal.server.throughput import report_throughput
-from tests.fake_server import FakeServer, eventually, ids_of, post, read_until
+from tests.fake_server import FakeServer, engine_saying, eventually, post, read_until
 
 SECRET = "the treasure lies under the old oak"
 MESSAGES = [{"role": "user", "content": SECRET}]
@@ -40,7 +40,7 @@ def as_json(record):
 
 @pytest.fixture(scope="module")
 def server():
-    with FakeServer(FakeEngine(300, reply=ids_of("Never to be logged. "), cached_tokens=2)) as server:
+    with FakeServer(engine_saying("Never to be logged. ", cached_tokens=2)) as server:
         yield server
 
 
@@ -120,7 +120,7 @@ def test_a_refusal_is_told_with_its_reason_and_not_what_was_said(
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_one_line(lines, fields, stream):
-    with FakeServer(FakeEngine(300, reply=ids_of("word "), token_seconds=0.05)) as server:
+    with FakeServer(engine_saying("word ", token_seconds=0.05)) as server:
         connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 255, "stream": stream}))
         eventually(lambda: server.engine._running)
         connection.close()

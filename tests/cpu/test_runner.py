@@ -16,7 +16,9 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import Field
 from shoal.layers.parallel import TensorParallel
 from shoal.weights.source import resolve
+from shoal.weights.update import weight_tensors
 from tests import tiny
+from tests.cpu.test_weights_gguf import write_gguf
 
 PROMPTS = [[5, 9, 200, 31, 7], list(range(40, 75)), [250, 3], list(range(100, 121))]
 BLOCKS = 40
@@ -25,14 +27,16 @@ BLOCKS = 40
 class Rank:
     """A runner with the scheduler and the builder that feed it, as an engine has them."""
 
-    def __init__(self, folder, **options):
+    def __init__(self, folder, num_blocks=BLOCKS, **options):
         files = resolve(str(folder))
         defaults = dict(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=8)
-        self.config = resolve_config(EngineConfig(model=str(folder), **defaults | options), files.config)
+        quantized_bytes = files.tensor_bytes if files.kind == "gguf" else None
+        config = EngineConfig(model=str(folder), **defaults | options)
+        self.config = resolve_config(config, files.config, quantized_bytes)
         self.runner = ModelRunner(self.config, files, TensorParallel.single())
-        self.runner.allocate(BLOCKS)
+        self.runner.allocate(num_blocks)
         self.scheduler = Scheduler(
-            num_blocks=BLOCKS,
+            num_blocks=num_blocks,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -69,8 +73,8 @@ def start(root):
     """Starts a rank. After the test its scheduler's books are proven, and it is ended."""
     ranks = []
 
-    def make(name="qwen3", **options):
-        ranks.append(Rank(tiny.write_model(root, name), **options))
+    def make(name="qwen3", path=None, **options):
+        ranks.append(Rank(path or tiny.write_model(root, name), **options))
         return ranks[-1]
 
     yield make
@@ -162,7 +166,7 @@ def test_rows_behind_the_last_decode_change_nothing(folder, rank):
 @torch.inference_mode()
 def test_a_rehearsal_leaves_an_empty_batch_and_an_untouched_cache(folder, rank):
     rank.runner.cache.blocks.fill_(7.0)
-    assert rank.runner.measure_token() > 0
+    assert rank.runner.seconds_per_prompt_token() > 0
     rank.runner.steps.rehearse_eager(rank.config.max_num_seqs, rank.config.max_num_batched_tokens)
     rank.runner.state.reset()
     assert (rank.runner.cache.blocks == 7.0).all()
@@ -223,8 +227,14 @@ def test_captured_mixed_steps_change_no_token(folder, start, monkeypatch):
             self.output = self.steps.captured_mixed(self.shape)
 
     def select(config, device, dtype, **heads):
-        sizes = config.block_size, config.max_num_seqs, config.max_model_len
-        return TritonBackend(*heads.values(), *sizes, device, dtype)
+        return TritonBackend(
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            device=device,
+            dtype=dtype,
+            **heads,
+        )
 
     monkeypatch.setattr(runner_module, "select_backend", select)
     rank = start(max_num_batched_tokens=20, max_num_seqs=4)
@@ -237,6 +247,78 @@ def test_captured_mixed_steps_change_no_token(folder, start, monkeypatch):
     rank.run()
     assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 5) for prompt in PROMPTS]
     assert rank.kinds.count("captured mixed") >= 4 and "mixed" not in rank.kinds
+
+
+# Memory and weights
+
+
+def addresses(runner):
+    tensors = [tensor for _, tensor in weight_tensors(runner.model)]
+    return [tensor.data_ptr() for tensor in [*tensors, runner.cache.blocks]]
+
+
+def sleep_and_wake(runner, kept=()):
+    runner.memory.release(["weights", "kv_cache"], kept)
+    runner.memory.take(["weights", "kv_cache"])
+
+
+def test_weights_and_cache_stay_where_they_are_through_sleeps_and_new_weights(folder, start):
+    rank = start(enable_sleep_mode=True)
+    before = addresses(rank.runner)
+    sleep_and_wake(rank.runner)
+    rank.runner.weights.load_checkpoint(str(folder), False)
+    sleep_and_wake(rank.runner, kept=["weights"])
+    assert addresses(rank.runner) == before
+    seq = rank.add(PROMPTS[1])
+    rank.run()
+    assert answer(seq) == tiny.greedy(folder, PROMPTS[1], 8)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_packed_weights_stay_where_they_are_too(start, tmp_path, kind):
+    for seed, name in enumerate(("old", "new")):
+        write_gguf(tmp_path / f"{name}.gguf", "qwen3", kind, seed)
+    runner = start(path=tmp_path / "old.gguf", dtype="auto", enable_sleep_mode=True).runner
+    packed = [name for name, _ in weight_tensors(runner.model) if name.endswith(".packed")]
+    assert packed
+    before, sums = addresses(runner), runner.weights.checksums()
+    sleep_and_wake(runner)
+    runner.weights.load_checkpoint(str(tmp_path / "new.gguf"), False)
+    after = runner.weights.checksums()
+    assert addresses(runner) == before and all(after[name] != sums[name] for name in packed)
+
+
+@torch.inference_mode()
+def test_what_is_released_and_not_kept_is_zeros(start):
+    runner = start(enable_sleep_mode=True).runner
+    runner.cache.blocks.fill_(1.0)
+    sleep_and_wake(runner)
+    assert not runner.cache.blocks.any()
+    assert not any(tensor.any() for _, tensor in weight_tensors(runner.model))
+
+
+@torch.inference_mode()
+def test_what_lies_in_unused_slots_of_the_cache_reaches_no_answer(folder, rank):
+    """The content of a woken cache is undefined on a GPU: NaN at worst."""
+    rank.runner.cache.blocks.fill_(float("nan"))
+    seqs = [rank.add(prompt) for prompt in PROMPTS]
+    rank.run()
+    assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 8) for prompt in PROMPTS]
+
+
+# KV blocks below the device
+
+
+def test_what_a_closed_tier_lacks_is_forgotten_by_nobody(start, tmp_path):
+    """Reads that new weights cut off have failed; that is told when the tier is gone already."""
+    kv_options = dict(kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=1 << 20)
+    runner = start(**kv_options).runner
+    runner.open_kv(num_host_blocks=4)
+    runner.kv.open_tiers(bytes(16), False)
+    assert list(runner.kv.tiers) == ["disk"]
+    runner.kv.close_tiers()
+    runner.kv.forget("disk", [bytes(16)])
+    assert not runner.kv.tiers
 
 
 @torch.inference_mode()

@@ -9,7 +9,16 @@ from shoal.fake import FakeEngine
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.model import Prompt, ServedModel
-from tests.fake_server import END, FakeServer, byte_tokenizer, eventually, ids_of, post, read_until
+from tests.fake_server import (
+    END,
+    FakeServer,
+    byte_tokenizer,
+    engine_saying,
+    eventually,
+    ids_of,
+    post,
+    read_until,
+)
 
 
 class EchoEngine(FakeEngine):
@@ -63,7 +72,7 @@ def test_an_answer_that_met_its_stop_string_ends_in_the_engine_while_others_go_o
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-9])
 def test_what_lies_behind_a_stop_string_counts_nowhere_however_tokens_were_merged(seconds):
-    with FakeServer(FakeEngine(300, reply=ids_of("hello world, "), token_seconds=seconds)) as server:
+    with FakeServer(engine_saying("hello world, ", token_seconds=seconds)) as server:
         body = {"prompt": "x", "max_tokens": 100, "stop": "wor", "logprobs": 1, "return_token_ids": True}
         _, answer = server.json("/v1/completions", body)
         [choice] = answer["choices"]

@@ -12,14 +12,14 @@ import pytest
 
 from shoal.api import SleepState, Stats
 from shoal.fake import FakeEngine
-from tests.fake_server import NAME, FakeServer, eventually, ids_of, post, read_until
+from tests.fake_server import NAME, FakeServer, engine_saying, eventually, ids_of, post, read_until
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "a", "max_tokens": 255}
 
 
 def slow_engine(token_seconds=0.05):
-    return FakeEngine(300, reply=ids_of("word "), token_seconds=token_seconds)
+    return engine_saying("word ", token_seconds=token_seconds)
 
 
 def idle(server):
@@ -243,7 +243,7 @@ def test_a_dead_engine_fails_its_requests_and_the_health_check():
 
 
 def test_many_streams_at_once_are_each_whole():
-    with FakeServer(FakeEngine(300, reply=ids_of("abcdefghij"))) as server:
+    with FakeServer(engine_saying("abcdefghij")) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         texts: dict[int, str] = {}
 
@@ -261,7 +261,7 @@ def test_many_streams_at_once_are_each_whole():
 
 
 def test_metrics_count_what_happened():
-    with FakeServer(FakeEngine(300, reply=ids_of("hello"), cached_tokens=2)) as server:
+    with FakeServer(engine_saying("hello", cached_tokens=2)) as server:
         server.json(COMPLETE, {"prompt": "four", "max_tokens": 9})
         server.json(COMPLETE, {"prompt": "four", "max_tokens": 50, "stop": "lo", "n": 2})
         for name, value in (

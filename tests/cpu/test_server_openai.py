@@ -7,9 +7,8 @@ import struct
 import openai
 import pytest
 
-from shoal.fake import FakeEngine
 from shoal.server.notices import MAX_TOLD, Notices
-from tests.fake_server import NAME, FakeServer, ids_of
+from tests.fake_server import NAME, FakeServer, engine_saying, ids_of
 
 TEXT = "hello world, how are you? "
 
@@ -341,7 +340,7 @@ def test_tools_and_reasoning_are_parsed_in_streams_and_whole_answers():
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
     parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "max_model_len": 1024}
-    with FakeServer(FakeEngine(300, reply=ids_of(said), ends=True), model=parsers) as server:
+    with FakeServer(engine_saying(said, ends=True), model=parsers) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         answer = chat(client, tools=[tool], max_tokens=200).choices[0]
         call = answer.message.tool_calls[0]
@@ -438,7 +437,8 @@ def test_warnings_have_an_end(caplog):
     notices = Notices()
     for i in range(MAX_TOLD + 50):
         notices.tell(f"client {i}", "what", f"message {i}")
-    assert len(caplog.messages) == MAX_TOLD + 1 and not notices.is_new("one", "more")
+    told = [record for record in caplog.records if record.name == "shoal.server.notices"]
+    assert len(told) == MAX_TOLD + 1 and not notices.is_new("one", "more")
 
 
 def test_the_token_level_endpoint(server):

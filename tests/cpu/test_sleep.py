@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-import xxhash
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
@@ -20,7 +19,6 @@ from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.models.decoder import Decoder
 from shoal.weights.transfer import SharedTensors, open_tensor
-from shoal.weights.update import weight_tensors
 from tests import tiny
 from tests.cpu.test_weights_gguf import write_gguf
 
@@ -143,8 +141,7 @@ def test_the_kernel_gets_the_pages_of_a_sleeping_engine():
     code = """
 import sys, tempfile
 from pathlib import Path
-import torch
-from shoal import LLM
+from shoal import LLM, SamplingParams
 sys.path.insert(0, "benchmarks")
 import workloads
 
@@ -152,11 +149,13 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 workloads.SHAPES["small"] = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
-                                 head_dim=64, tie_word_embeddings=True)
+                                 head_dim=256, tie_word_embeddings=True)
 llm = LLM(workloads.write_model(tempfile.mkdtemp(), "small"), load_format="dummy", dtype="float32", device="cpu", max_model_len=512,
           kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True)
-with torch.inference_mode():
-    llm.core.ranks.runner.cache.blocks.fill_(1.0)
+blocks = llm.stats().num_blocks
+prompts = [[i + 1] + [7] * 510 for i in range(blocks // 32)]  # each fills 32 blocks of 16 tokens
+llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+assert blocks == 256 and len(prompts) == 8
 sizes = [resident()]
 for level in (1, 2):
     llm.sleep(level=level)
@@ -167,22 +166,6 @@ assert sizes[0] - sizes[1] > 120 and sizes[1] - sizes[2] > 300, sizes
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_addresses_stay(folder, build, changed):
-    llm = build(folder)
-
-    def addresses():
-        runner = llm.core.ranks.runner
-        return [p.data_ptr() for p in runner.model.parameters()] + [runner.cache.blocks.data_ptr()]
-
-    before = addresses()
-    llm.sleep(level=2)
-    llm.wake_up()
-    llm.update_weights(changed)
-    llm.sleep(level=1)
-    llm.wake_up()
-    assert addresses() == before
 
 
 def test_it_wakes_in_stages_with_new_weights_in_between(folder, build, changed):
@@ -261,14 +244,10 @@ def test_level_1_after_level_2_does_not_bring_weights_back(folder, build, expect
 def test_level_2_loses_the_content_of_the_weights(folder, build):
     llm = build(folder)
     before = llm.check_weights()
-    num_bytes = {name: tensor.nbytes for name, tensor in weight_tensors(llm.core.ranks.runner.model)}
     llm.sleep(level=2)
     llm.wake_up()
     lost = llm.check_weights()
-    assert lost == {
-        name: f"{xxhash.xxh3_64_intdigest(bytes(num_bytes[name.partition('.')[2]])):016x}" for name in before
-    }, "zeros are left"
-    assert not set(lost.values()) & set(before.values())
+    assert lost.keys() == before.keys() and not set(lost.values()) & set(before.values())
     llm.update_weights(folder)
     assert llm.check_weights() == before
 
@@ -431,30 +410,6 @@ def test_to_wait_for_a_kept_request_is_refused_while_the_engine_sleeps(folder, b
             next(stream)
         llm.wake_up()
     llm.update_weights(folder)
-    assert tokens(llm) == expected
-
-
-def test_what_lies_in_unused_cache_slots_reaches_no_answer(folder, build, expected):
-    """As undefined as a woken cache on a GPU is."""
-    llm = build(folder)
-    with torch.inference_mode():
-        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
-    assert tokens(llm) == expected
-
-
-def test_an_interrupt_while_the_last_step_is_waited_for_leaves_a_whole_engine(
-    folder, build, expected, monkeypatch
-):
-    llm = build(folder, async_scheduling=True)
-    stream = begin(llm)
-    fail_once(monkeypatch, llm.core.ranks, "wait", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        llm.sleep(level=1, mode="keep")
-    *_, last = stream
-    assert last.outputs[0].finish_reason == "abort"
-    llm.core.check()
-    llm.sleep(level=1)
-    llm.wake_up()
     assert tokens(llm) == expected
 
 
@@ -681,12 +636,6 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
     alone = [tokens(build(path, **options)) for path in paths[:2]]
     assert alone[0] != alone[1]
     llm = build(paths[0], **options)
-    data = [
-        m.packed.data.data_ptr()
-        for m in llm.core.ranks.runner.model.modules()
-        if getattr(m, "packed", None) is not None
-    ]
-    assert data, "nothing is packed"
     assert tokens(llm) == alone[0]
     for level, path, wanted in ((1, None, alone[0]), (2, paths[1], alone[1]), (2, paths[0], alone[0])):
         llm.sleep(level=level)
@@ -694,11 +643,6 @@ def test_packed_weights_sleep_and_are_replaced_where_they_are(build, tmp_path, k
         if path is not None:
             llm.update_weights(path)
         assert tokens(llm) == wanted
-    assert data == [
-        m.packed.data.data_ptr()
-        for m in llm.core.ranks.runner.model.modules()
-        if getattr(m, "packed", None) is not None
-    ]
     with pytest.raises(CheckpointError, match="packed from"):
         llm.update_weights(paths[2])
     with pytest.raises(CheckpointError, match="packed"):

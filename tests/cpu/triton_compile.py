@@ -3,9 +3,8 @@ memory.
 
 A test module names its launches, `LAUNCHES = {"case": function}`: each calls the real wrappers with CPU
 tensors. Every Triton kernel launched under them is compiled with the argument types, constants and warps of
-that very call, for sm_80 and sm_90; none runs.
+that very call, for sm_80 and sm_90; none runs. The fixture `compiled` (conftest.py) does so once for a module.
 
-    compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
     @pytest.mark.parametrize("case", LAUNCHES)
     def test_compiles(compiled, case): check_kernels(compiled[case])
 """

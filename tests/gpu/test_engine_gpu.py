@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shoal import SamplingParams
+from shoal.engine.runner.steps import Steps
 from shoal.engine.scheduling import shared_prefixes as prefixes
 from tests import tiny
 
@@ -119,16 +120,18 @@ def test_shared_prefixes_change_no_token(options, build, monkeypatch):
     prompts = [shared[i % 2] + random.Random(100 + i).choices(range(256), k=i) for i in range(16)]
     params = [greedy(max_tokens=10 + 3 * i) for i in range(16)]
     expected = ids_of(build("qwen3", disable_cascade_attn=True).generate(prompts, params))
-    engine = build("qwen3", **options)
-    assert engine.core.loop.builder.tree is not None
-    assert ids_of(engine.generate(prompts, params)) == expected
+    placed, place = [], prefixes.PrefixTree.place
+    monkeypatch.setattr(
+        prefixes.PrefixTree, "place", lambda self, *args: placed.append(1) or place(self, *args)
+    )
+    assert ids_of(build("qwen3", **options).generate(prompts, params)) == expected
+    assert placed, "nobody looked for shared prefixes"
 
 
-def count_replays(engine, monkeypatch):
-    """The number of mixed steps that are replayed, as it grows."""
-    steps = engine.core.ranks.runner.steps
-    replayed, replay = [], steps._replay_mixed
-    monkeypatch.setattr(steps, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args))
+def count_replays(monkeypatch):
+    """The number of mixed steps that are replayed from now on, as it grows."""
+    replayed, replay = [], Steps._replay_mixed
+    monkeypatch.setattr(Steps, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args))
     return replayed
 
 
@@ -149,7 +152,7 @@ def test_captured_mixed_steps_change_no_token(options, build, monkeypatch):
     outputs = []
     for eager in (True, False):
         engine = build("qwen3", enforce_eager=eager, **options)
-        replayed = count_replays(engine, monkeypatch)
+        replayed = count_replays(monkeypatch)
         stream = engine.stream(PROMPTS[7], greedy(max_tokens=100, ignore_eos=True))
         next(stream)
         stream.close()
@@ -175,7 +178,7 @@ def test_what_is_asked_beside_tokens_is_the_same_from_captured_mixed_steps(build
     outputs = []
     for eager in (True, False):
         engine = build("qwen3", enforce_eager=eager, max_num_seqs=4)
-        replayed = count_replays(engine, monkeypatch)
+        replayed = count_replays(monkeypatch)
         outputs.append([o.outputs[0] for o in engine.generate(PROMPTS[:6], asked)])
         assert bool(replayed) != eager
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]

@@ -11,7 +11,6 @@ import pytest
 from shoal import LLM, SamplingParams
 from shoal import kv_event_format as kv_events
 from shoal.errors import ConfigError
-from shoal.hashing import block_name
 from tests.kv_listener import Follower, View
 from tests.serving import ROOT, TINY, Serve, free_port, until
 from tests.tiny import write_model
@@ -65,18 +64,18 @@ def start(root, ends):
 
 
 def held(llm):
-    """The truth."""
-    return {block_name(key) for key in llm.core.scheduler.pool.cached_keys()}
+    """The truth: what the snapshot says, which the engine proves to be what its pool holds."""
+    llm.core.check()
+    return View(SIZE, reachable=False).apply(kv_events.encode(llm.kv_snapshot())).names()
 
 
 def settle(llm, follower, hears=lambda: True):
     """Until the follower has heard, or asked for, all that the engine has told."""
-    events = llm.core.kv_events
-    events.snapshot()  # when it is there, all is published
+    llm.kv_snapshot()  # when it is there, all is published
     follower.follow(0.1, hears)
-    if follower.next < events._next:
+    if follower.next < follower.newest() + 1:
         follower.catch_up()
-    assert follower.next == events._next
+    assert follower.next == follower.newest() + 1
     return follower.view
 
 

@@ -77,7 +77,7 @@ class KvTiers:
         self._num_host_blocks = num_host_blocks
         self.transfers = RankTransfers(ranks)
         self.offloader = self._new_offloader()
-        self.attach()
+        self._attach()
 
     def _first_costs(self, measured: list[tuple[float, float]]) -> Costs:
         """From the seconds that each rank has measured, of a token's computing and a block's copy in. The
@@ -109,13 +109,13 @@ class KvTiers:
         host = HostTier(self._num_host_blocks, policy, record_events=self.events is not None)
         return Offloader(scheduler, host, self.transfers, self.persistent, self.policy, self.costs)
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         """From now on the scheduler and its pool know of the tiers."""
         self.scheduler.tiers = self.offloader
         self.scheduler.pool.listeners.append(self.offloader)
 
-    def detach(self) -> None:
-        """The opposite of `attach`."""
+    def _detach(self) -> None:
+        """The opposite of `_attach`."""
         self.scheduler.tiers = None
         self.scheduler.pool.listeners.remove(self.offloader)
 
@@ -235,7 +235,7 @@ class KvTiers:
         self.offloader.quiesce()
 
     def reset(self) -> None:
-        """As `LLM.reset_prefix_cache`: every tier forgets what is this engine's alone."""
+        """Every tier forgets what is this engine's alone. `LLM.reset_prefix_cache` calls this."""
         self.offloader.forget_host()
         for name in self.persistent:
             self.transfers.forget(name)
@@ -245,11 +245,11 @@ class KvTiers:
         """After an interrupt, when nobody knows what reached the device and all requests are gone. Raises
         TimeoutError if a transfer under way does not end."""
         self.transfers.abandon()
-        self.detach()
+        self._detach()
         for fetch in list(self.scheduler.fetches):
             self.scheduler.fetched(fetch, 0)
         self.offloader = self._new_offloader()
-        self.attach()
+        self._attach()
         if self.events is not None:
             self.events.cleared(CPU)
 

@@ -243,6 +243,7 @@ def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
     files = resolve(config.model, config.revision, config.download_dir)
     core = EngineCore(config, files)
+    core.admission.prepare()
     # All that exists now stays. A full collection would look at it in the middle of some step.
     gc.freeze()
     vocab_size, resolved = core.model_config.vocab_size, core.config

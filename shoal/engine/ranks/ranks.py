@@ -87,7 +87,8 @@ class Ranks:
     def each_with(
         self, own: Callable[[], Result], command: Command[Result, *Arguments], *args: *Arguments
     ) -> tuple[list[Result], list[Exception]]:
-        """As `each`, but rank 0 calls `own` while the others run the command."""
+        """Runs a command that may fail on ranks 1 and up, while rank 0 calls `own`. Returns and raises what
+        `each` does."""
         pending = self.ask_others(command, *args)
         outcomes: list[Result | Exception] = []
         try:

@@ -92,7 +92,8 @@ class Pending(Generic[Result]):
         return results
 
     def outcomes(self, timeout_s: float | None = None) -> list[Result | Exception]:
-        """As `results`, but an error of a rank is a value among the others."""
+        """What ranks 1 and up returned or raised, in rank order. It waits, and fails for a dead or late rank,
+        as `results` does."""
         monitor = self.monitor
         with monitor.news:
             monitor.news.wait_for(

@@ -101,7 +101,7 @@ def bound_to(runner: ModelRunner) -> dict[str, Callable[..., Any]]:
 # The start
 
 COMPILE_AHEAD = _entry("compile_ahead", _itself, ModelRunner.compile_ahead)
-MEASURE = _entry("measure", _itself, ModelRunner.measure)
+NUM_BLOCKS_THAT_FIT = _entry("num_blocks_that_fit", _itself, ModelRunner.num_blocks_that_fit)
 ALLOCATE = _entry("allocate", _itself, ModelRunner.allocate)
 
 # Steps
@@ -147,7 +147,7 @@ KV_POLL = _entry("kv_poll", _kv, RankKv.poll)
 
 def measure_speed(runner: ModelRunner) -> tuple[float, float]:
     """Seconds to compute a token of a prompt, and to copy a KV block in."""
-    return runner.measure_token(), runner.kv.measure_block()
+    return runner.seconds_per_prompt_token(), runner.kv.measure_block()
 
 
 KV_MEASURE = _entry("kv_measure", _itself, measure_speed)

@@ -145,7 +145,8 @@ class CpuRegions:
 
 
 class GpuRegions:
-    """As CpuRegions, for a GPU with sleep mode."""
+    """Has the methods of CpuRegions, for a GPU with sleep mode. Memory of a region that sleeps is unmapped,
+    and its addresses stay reserved."""
 
     def __init__(self) -> None:
         self._regions = VirtualRegions("cuda")

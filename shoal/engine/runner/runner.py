@@ -1,5 +1,5 @@
-"""One rank of an engine: its model, its KV cache, its batch state and its steps. The steps themselves are in
-steps.py, what a rank does beside them in its parts: `kv`, `memory`, `weights`, `profile`.
+"""One rank of an engine: its model, its KV cache, its batch state and its steps. How a step runs is in
+steps.py. What a rank does beside steps is in its parts `kv`, `memory`, `weights` and `profile`.
 
 Every rank gets the same commands in the same order.
 """
@@ -46,14 +46,16 @@ from shoal.weights.loader import load_weights
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.update import weight_tensors
 
-MEASURED_TOKENS = {"cuda": 512, "cpu": 64}  # of the prompt that tells how fast prompts are computed
+# How many tokens the prompt has that `seconds_per_prompt_token` computes.
+MEASURED_TOKENS = {"cuda": 512, "cpu": 64}
+MEASURE_TRIES = 3
 
 
 class ModelRunner:
     """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail.
 
-    Before the first step come `compile_ahead` (on a GPU), `measure` and `allocate`, once each, in this
-    order."""
+    Before the first step come `compile_ahead` (on a GPU), `num_blocks_that_fit` and `allocate`, once each, in
+    this order."""
 
     def __init__(self, config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> None:
         self.config, self.tp = config, tp
@@ -87,18 +89,20 @@ class ModelRunner:
                     setattr(module, name, buffer.clone())
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
         self.state = BatchState(self.layout, self.device)
-        # A layer with a sliding window reads too little of a prefix to share it.
+        # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window
+        # reads only the last keys of a sequence, so a model of such layers alone has nothing to share.
         never_shares = config.disable_cascade_attn or not config.enable_prefix_caching or all(model.windows)
-        # From this many decodes on, steps look for groups that share a prefix. None: never.
+        # Steps with at least this many decodes look for groups that share a prefix. None: no step does.
         self.share_from = None if never_shares else backend.share_from
-        self.mixed_shapes = []  # of the mixed steps that graphs capture, small to large
+        # The shapes of mixed steps that graphs capture, small to large.
+        self.mixed_shapes = []
         if backend.captures_mixed and not config.enforce_eager:
             most = min(self.max_num_tokens, most_captured_tokens(self.model))
             self.mixed_shapes = mixed_shapes(most, self.max_num_seqs, self.share_from)
-        # With tiers, the copy engines may be busy with blocks, so a kernel copies what a step sends.
-        buffers = StepBuffers(
-            self.max_num_seqs, self.device, ops.copy_ints if config.has_kv_tiers else queue_copy
-        )
+        # With tiers, the device's copy engines may be busy with large copies of blocks, behind which a step's
+        # small copies would wait. There a kernel makes them.
+        copy = ops.copy_ints if config.has_kv_tiers else queue_copy
+        buffers = StepBuffers(self.max_num_seqs, self.device, copy)
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
         self.cache = KvCache(config, model, num_kv_heads, self.device, self.dtype)
         self.steps = Steps(
@@ -113,7 +117,8 @@ class ModelRunner:
             self.max_model_len,
         )
         load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
-        # On a CPU, a region asks for its tensors when it sleeps; on a GPU it knows what lies in it.
+        # On a CPU a region must be told which tensors it consists of; on a GPU it knows what lies in it. It
+        # asks whenever it needs them, because `allocate` makes another cache later.
         self._regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
         self._regions.adopt("kv_cache", lambda: [self.cache.blocks])
         self.memory = RankMemory(self._regions, self.shaper, self.device)
@@ -152,9 +157,9 @@ class ModelRunner:
         torch.cuda.empty_cache()  # A region may want this memory.
 
     @torch.inference_mode()
-    def measure(self) -> int:
-        """Runs the largest step that there can be, on a cache of one block. Returns how many KV blocks this
-        rank's share of memory then holds."""
+    def num_blocks_that_fit(self) -> int:
+        """Returns how many KV blocks fit into what this rank's share of memory has left. To know what is
+        left, it runs the largest step that there can be, on a cache of one block, and measures the graphs."""
         if self._share is None:
             return self.config.kv_cache_memory_bytes // self.cache.block_bytes
         num_seqs = min(self.max_num_seqs, self.max_num_tokens)
@@ -198,14 +203,14 @@ class ModelRunner:
         sizes = decode_sizes(self.config.cudagraph_capture_sizes, self.max_num_seqs)
         return self.steps.new_graphs(sizes, self.share_from)
 
-    def measure_token(self) -> float:
-        """The seconds that a token of a prompt takes, measured before the first request."""
+    def seconds_per_prompt_token(self) -> float:
+        """Computes a made-up prompt and returns the seconds that each of its tokens took. To be called before
+        the first request."""
         most = MEASURED_TOKENS[self.device.type]
         num_tokens = max(1, min(most, self.max_num_tokens, self.max_model_len // 2))
         seconds = float("inf")
-        for _ in range(
-            3
-        ):  # The first one loads what it needs; another program may disturb one of the others.
+        # The first try loads what it needs, and another program may disturb a later one: the quickest counts.
+        for _ in range(MEASURE_TRIES):
             start = time.perf_counter()
             self.steps.rehearse(1, num_tokens, True)
             if self.device.type == "cuda":

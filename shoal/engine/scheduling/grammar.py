@@ -13,6 +13,9 @@ steps meanwhile. If it stays slow, it ends with an error.
 from __future__ import annotations
 
 import functools
+import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +29,9 @@ from shoal.errors import RequestError
 from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
 from shoal.tokenizer import Tokenizer, end_token_ids
 
-AheadMask = tuple[np.ndarray, float]  # a mask, int32 [words], and the seconds it took
+logger = logging.getLogger(__name__)
+
+AheadMask = tuple[np.ndarray, float]  # a mask, int32 [words], and the seconds of processor time it took
 
 KEPT = 64  # compiled grammars that are kept for requests that bring the same
 # A step's masks are slow if they take longer than SLOW_S together, and SLOW_ROW_S more for each of them.
@@ -38,6 +43,7 @@ TOKEN_S = 0.02
 # A slow sequence returns to the steps after so many fast masks in a row, and after twice as many each time
 # that it was slow again.
 FAST_AGAIN = 8
+NICENESS = 10  # of the thread that computes slow masks
 
 
 class Grammar:
@@ -126,8 +132,8 @@ class Grammar:
 
 
 class Grammars:
-    """All grammars of an engine. Nothing is loaded before the first: then `load_tokenizer` is called, in the
-    background.
+    """All grammars of an engine. `load_tokenizer` is called by `prepare`, or else for the first grammar in
+    the background.
 
     end_ids: the tokens that end a text, beside the tokenizer's own. closes_objects: as in
     structured.grammar_of.
@@ -145,11 +151,20 @@ class Grammars:
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
         # One thread that computes masks beside the steps, for the engine's own thread and for the compiler's.
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-slow-masks")
+        self._beside = ThreadPoolExecutor(
+            1, thread_name_prefix="shoal-slow-masks", initializer=_let_steps_go_first
+        )
         self._beside_executor: LLExecutor | None = None  # made and used in that thread only
         self.under_way: set[Future[AheadMask]] = set()  # the masks that are computed beside the steps
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
         self._tokenizer: LLTokenizer | None = None
+
+    def prepare(self) -> None:
+        """Loads the tokenizer and builds the table of its tokens. That holds Python's lock for a good part of
+        a second, so a server does it before it has requests. A model for which it fails can serve all but
+        grammars: each request for one gets the error."""
+        if (error := in_deep_thread(self._table).exception()) is not None:
+            logger.warning("grammars cannot be used: %s", error)
 
     def start(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """Compiles a grammar in the background. The future raises RequestError for a grammar that is not
@@ -207,12 +222,13 @@ class Grammars:
     def _compute_beside(self, matcher: LLMatcher) -> AheadMask:
         if self._beside_executor is None:
             self._beside_executor = LLExecutor(1)
-        begin = time.perf_counter()
+        # The processor time: while steps need the processor, this thread waits.
+        begin = time.thread_time()
         mask = np.zeros((1, self._num_words), np.int32)
         self._beside_executor.unsafe_compute_mask_ptr(
             [(matcher, 0)], mask.ctypes.data, 4 * self._num_words, 1
         )
-        return mask[0], time.perf_counter() - begin
+        return mask[0], time.thread_time() - begin
 
     # In the background
 
@@ -224,8 +240,8 @@ class Grammars:
             grammar.begin_ahead()
         return grammar
 
-    def _compile(self, grammar: str) -> tuple[LLMatcher, float]:
-        """A matcher at the grammar's beginning, and the seconds that its first mask took."""
+    def _table(self) -> LLTokenizer:
+        """The table of the model's tokens, which is built once."""
         if self._tokenizer is None:
             tokenizer = self._load_tokenizer()
             self._end_ids = end_token_ids(self._end_ids, tokenizer, self._vocab_size)
@@ -235,7 +251,11 @@ class Grammars:
                     "set eos_token_id in its generation_config.json"
                 )
             self._tokenizer = token_table(tokenizer, self._vocab_size, self._end_ids)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        return self._tokenizer
+
+    def _compile(self, grammar: str) -> tuple[LLMatcher, float]:
+        """A matcher at the grammar's beginning, and the seconds that its first mask took."""
+        matcher = LLMatcher(self._table(), grammar, log_level=0, limits=LIMITS)
         first = matcher.deep_copy()
         begin = time.perf_counter()
         # The first mask is mostly the costliest. Computed here it holds nobody up, and shows a grammar that
@@ -274,6 +294,11 @@ class _Tokens:
         return self._tokenizer.encode(
             text if isinstance(text, str) else text.decode(), add_special_tokens=False
         )
+
+
+def _let_steps_go_first() -> None:
+    """Gives the calling thread less of a busy processor than the threads that compute steps get."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _bits(token_ids: Iterable[int], words: int) -> np.ndarray:

@@ -20,6 +20,11 @@ class GrammarAdmission:
         self._grammars, self._scheduler = grammars, scheduler
         self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
 
+    def prepare(self) -> None:
+        """Does what the first grammar needs. Otherwise the first sequence under one waits for it, and the
+        steps beside it."""
+        self._grammars.prepare()
+
     def hold(self, seq: Sequence, params: StructuredOutputsParams) -> None:
         """Begins to compile the grammar. The scheduler does not admit the sequence before `let_go`."""
         seq.held = True

@@ -168,7 +168,7 @@ class Scheduler:
         return seq
 
     def abort(self, request_id: str) -> Sequence | None:
-        """As `finish`."""
+        """Ends a request that is no longer wanted, as `finish` does."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def abort_all(self) -> None:

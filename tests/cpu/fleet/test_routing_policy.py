@@ -14,10 +14,12 @@ A, B, C = (WorkerRank(name) for name in "abc")
 
 
 NOTHING = Overlap()
+# Dynamo's defaults, and nothing of ours
+DYNAMO = {"overlap_score_credit": 1.0, "prefill_load_scale": 1.0, "recent_prefill_weight": 0.0}
 
 
 def cost(load, overlap=NOTHING, num_tokens=64, block_size=16, **weights):
-    weights = RouterWeights(**{"recent_prefill_weight": 0.0} | weights)
+    weights = RouterWeights(**DYNAMO | weights)
     return kv_cost(Ask(num_tokens), Candidate(A, block_size, overlap, load), weights, 16, 0)
 
 
@@ -156,3 +158,8 @@ def test_what_a_request_did_fades_and_a_silent_one_is_given_up():
         assert books.expire() == []
     clock.now += 4000
     assert books.expire() == ["x"] and books.load(A).active_requests == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_worker_of_which_nothing_is_known_can_be_chosen(policy):
+    assert choose(policy, Ask(64), [Candidate(A)], RouterWeights(), random.Random(0), 16).rank == A

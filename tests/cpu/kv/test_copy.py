@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from triton_compile import check_kernels, compile_launches
+from triton_compile import check_kernels
 
 from shoal.errors import UnavailableError
 from shoal.kernels import block_copy, block_copy_triton
@@ -311,8 +311,6 @@ LAUNCHES = {
 LAUNCHES["odd heads"] = lambda: _launch(
     Layout.KV_FIRST, Layout.WHOLE_BLOCKS, 1, CacheSpec(Layout.KV_FIRST, 3, 3, 20, "uint8", 5)
 )
-
-compiled = pytest.fixture(scope="module")(lambda: compile_launches(__file__))
 
 
 @pytest.mark.parametrize("case", LAUNCHES)

@@ -29,8 +29,7 @@ def build(root, engine_options):
 
 
 def of(llm):
-    runner = llm.core.ranks.runner
-    return weights_fingerprint([runner.weights.checksums()], runner.model_config)
+    return weights_fingerprint(llm.collective_rpc("checksums"), llm.core.model_config)
 
 
 def copy_of(folder, target, change=lambda name, weight: weight):
@@ -82,8 +81,8 @@ def test_packed_weights_are_told_apart(build, root, folder, kind):
 
 
 def test_what_the_config_says_of_the_kv_counts_and_the_rest_does_not(build, folder):
-    runner = build("qwen3").core.ranks.runner
-    config, sums = runner.model_config, [runner.weights.checksums()]
+    llm = build("qwen3")
+    config, sums = llm.core.model_config, llm.collective_rpc("checksums")
     found = weights_fingerprint(sums, config)
     for changed in (
         replace(config, rope=replace(config.rope, theta=1e6)),

@@ -1,0 +1,107 @@
+"""How the plane's messages are read: typed, bounded, and never the end of a task for one that is garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+def start(loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task that runs until it is cancelled. That it failed is a bug of ours, and logged."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception():
+            logger.error("%s failed", task.get_coro(), exc_info=task.exception())
+
+    task = asyncio.create_task(loop)
+    task.add_done_callback(ended)
+    return task
+
+
+async def stop(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels until all have ended: before Python 3.12, asyncio.wait_for may swallow a cancellation."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=1.0)
+
+
+class Reader:
+    """Decodes what others sent. What cannot be read is counted by kind, and logged once a kind."""
+
+    def __init__(self) -> None:
+        self.num_unreadable: Counter[str] = Counter()
+        self._decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
+
+    def read(self, kind: str, payload: bytes, type_: type[T]) -> T | None:
+        """Returns None for what is not a message of this type. `kind` is its name in counts and log."""
+        decoder = self._decoders.get(type_)
+        if decoder is None:
+            decoder = self._decoders[type_] = msgspec.msgpack.Decoder(type_)
+        try:
+            return decoder.decode(payload)  # type: ignore[return-value]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.num_unreadable[kind] += 1
+            if self.num_unreadable[kind] == 1:
+                logger.warning(
+                    "the plane skips a message of %s that cannot be read, and will skip others without a "
+                    "word: %s (%d bytes, %r)",
+                    kind,
+                    error,
+                    len(payload),
+                    payload[:40],
+                )
+            return None
+
+
+class Subscription(Generic[T]):
+    """The messages of a subject, in the order in which each publisher sent them. It is read by `async for`.
+
+    A reader that is slower than its publishers loses the oldest messages beyond `max_buffered`. `num_lost`
+    counts them, and nobody else is slowed down.
+    """
+
+    def __init__(self, subject: str, type_: type[T], reader: Reader, max_buffered: int) -> None:
+        self.num_lost = 0
+        self._kind, self._type, self._reader = f"subject {subject}", type_, reader
+        self._buffer: deque[bytes] = deque(maxlen=max_buffered)
+        self._arrived = asyncio.Event()
+        self._is_closed = False
+        self.stop_listening: Callable[[], None] = lambda: None
+
+    def put(self, payload: bytes) -> None:
+        self.num_lost += len(self._buffer) == self._buffer.maxlen
+        self._buffer.append(payload)
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Ends the reader's loop after what is buffered."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._arrived.set()
+            self.stop_listening()
+
+    def __aiter__(self) -> Subscription[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while True:
+            while self._buffer:
+                message = self._reader.read(self._kind, self._buffer.popleft(), self._type)
+                if message is not None:
+                    return message
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()

@@ -1,0 +1,628 @@
+"""The plane of many hosts, on a NATS server: core NATS for messages, JetStream for queues, and buckets of
+keys and values for members and for the outcomes of work.
+
+A member is a key that its process writes three times a lease. Watchers see each write as a message, and one
+that is silent for its lease is gone. Outcomes are keys too, which only the first of two workers can create:
+that makes an answer count once. nats-py is imported here alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from random import Random
+from typing import Any, TypeVar
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import api
+from nats.js.client import JetStreamContext
+from nats.js.errors import APIError, KeyNotFoundError, KeyValueError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+
+from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet.clock import Clock
+from shoal.fleet.plane import (
+    MAX_ATTEMPTS,
+    MAX_QUEUED,
+    TICK_S,
+    Member,
+    Outcome,
+    Plane,
+    Pulled,
+    QueueLength,
+    WorkItem,
+    check_name,
+    gave_up,
+    has_left,
+    too_large,
+)
+from shoal.fleet.plane_inbox import encode, start, stop
+from shoal.wire import Failure
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PREFIX = "shoal"
+MEMBERS, OUTCOMES = "shoal_members", "shoal_outcomes"  # buckets
+MEMBERS_TTL_S = 60.0  # until the server forgets a key; the lease that counts is in the value
+OUTCOMES_TTL_S = 3600.0
+DUPLICATES_S = 120.0  # within it an item that is pushed again is known to the server
+MAX_DEAD = 1000  # ids whose lease has run out, of which we know whose they were
+AGAIN_S = 0.2  # until what failed is tried again, while the server is away
+PULL_S = 5.0  # one request for work waits that long
+MAX_PAUSE_S = 0.5  # between two looks at the leases; a longer one was no life of this process
+ROOM_FOR_HEAD = 4096  # bytes of a message beside its payload
+WORKERS = "workers"  # the consumer that all workers of a queue share
+MAY_PASS = (404, 408, 503)  # no stream (yet), no answer in time, no JetStream (yet)
+QUEUE_IS_FULL = (10077, 10122)  # JetStream's codes: maximum messages (or bytes) exceeded
+STREAM_EXISTS = 10058
+
+
+class _Lease(msgspec.Struct, array_like=True, frozen=True):
+    """A member as it lies in the bucket."""
+
+    member: Member
+    owner: str  # the name of the process
+    lease_s: float
+
+
+class _Result(msgspec.Struct, array_like=True, frozen=True):
+    """An outcome as it lies in the bucket. `worker`: the name of the process that has created it."""
+
+    worker: str
+    outcome: Outcome
+
+
+class _Seen:
+    def __init__(self, lease: _Lease, renewed_at: float) -> None:
+        self.lease, self.renewed_at = lease, renewed_at
+
+
+class NatsPlane(Plane):
+    """A process's end of the plane."""
+
+    def __init__(self, clock: Clock, random: Random, lease_s: float) -> None:
+        super().__init__(clock, random, lease_s)
+        if lease_s > MEMBERS_TTL_S:
+            raise ConfigError(f"a lease of {lease_s:g} s is longer than NATS keeps it: {MEMBERS_TTL_S:g} s")
+        self._client = Client()
+        self._js: JetStreamContext = self._client.jetstream(timeout=max(0.5, lease_s / 3))
+        self._members_bucket: KeyValue | None = None
+        self._outcomes: KeyValue | None = None
+        self._connected = asyncio.Event()  # and not yet joined
+        self._joined = asyncio.Event()
+        self._was_joined = asyncio.Event()
+        self._heard_at = clock.now()
+        self._registered: dict[str, Member] = {}
+        self._revisions: dict[str, int] = {}  # of our keys
+        self._writing = asyncio.Lock()  # keys of members
+        self._seen: dict[str, _Seen] = {}  # by id
+        self._dead: dict[str, str] = {}  # by id, the owner whose lease has run out
+        self._queues: set[str] = set()  # those that the server has
+        self._background_tasks: set[asyncio.Task[None]] = set()
+        self._hints: dict[str, None] = {}  # subjects of keys that have changed, in order
+        self._has_hints = asyncio.Event()
+        self._logged: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def open(
+        cls, url: str, clock: Clock, random: Random, lease_s: float, credentials_file: str | None
+    ) -> NatsPlane:
+        """It connects in the background, for ever: a server that is not there may come yet."""
+        if credentials_file:
+            _check_credentials(credentials_file)
+        plane = cls(clock, random, lease_s)
+        loops = (plane._keep_joined, plane._renew, plane._expire, plane._follow_hints)
+        plane._tasks = [start(loop()) for loop in loops]
+        plane._tasks.append(start(plane._connect(url, credentials_file)))
+        return plane
+
+    # Members
+
+    async def register(self, member: Member) -> None:
+        check_name(member.id)
+        patience = self.clock.now() + self.lease_s
+
+        async def claim() -> bool:
+            async with self._writing:
+                is_ours = await self._claim(member)
+                if is_ours:
+                    self._registered[member.id] = member
+                return is_ours
+
+        while not await self._insist(claim):
+            if self.clock.now() > patience:
+                raise ConfigError(f"member {member.id!r} is there already")
+            await self.clock.sleep(TICK_S)
+
+    async def unregister(self, member_id: str) -> None:
+        async def delete() -> None:
+            async with self._writing:
+                await self._bucket.delete(_member_key(member_id))
+                self._revisions.pop(member_id, None)
+
+        if self._registered.pop(member_id, None):
+            await self._insist(delete)
+
+    @property
+    def _bucket(self) -> KeyValue:
+        assert self._members_bucket
+        return self._members_bucket
+
+    async def _claim(self, member: Member) -> bool:
+        """Writes our key. False: another process that may be alive has it."""
+        key, value = _member_key(member.id), encode(_Lease(member, self.name, self.lease_s))
+        last = self._revisions.get(member.id)
+        try:
+            if last is None:
+                try:
+                    entry = await self._bucket.get(key)
+                except KeyNotFoundError:
+                    self._revisions[member.id] = await self._bucket.create(key, value)
+                    return True
+                lease = self.reader.read("member", entry.value or b"", _Lease)
+                if lease and lease.owner not in (self.name, self._dead.get(member.id)):
+                    if member.id not in self._seen:
+                        self._see(lease, self.clock.now())
+                    return False
+                last = entry.revision
+            self._revisions[member.id] = await self._bucket.update(key, value, last=last)
+        except KeyWrongLastSequenceError:
+            self._revisions.pop(member.id, None)
+            return False
+        return True
+
+    async def _renew(self) -> None:
+        """Three times a lease."""
+        while True:
+            await self.clock.sleep(self.lease_s / 3)
+            try:
+                await self._client.flush(timeout=max(1, round(self.lease_s / 3)))
+                self._heard_at = self.clock.now()
+                await self._claim_again()
+            except nats.errors.Error as error:
+                self._log_once("leases cannot be renewed", error)
+
+    async def _claim_again(self) -> None:
+        for member_id in list(self._registered):
+            async with self._writing:
+                member = self._registered.get(member_id)
+                # A key that the server has forgotten is refused once, then made anew.
+                if member and not (await self._claim(member) or await self._claim(member)):
+                    del self._registered[member_id]
+                    logger.error("member %r: another process has the id now", member_id)
+
+    async def _expire(self) -> None:
+        """Time in which the server or this process stood still does not count."""
+        ticked_at = self.clock.now()
+        while True:
+            await self.clock.sleep(TICK_S / 2)
+            now = self.clock.now()
+            pause, ticked_at = now - ticked_at, now
+            is_away = not self._joined.is_set() or now - self._heard_at > self.lease_s * 0.7
+            for member_id, seen in list(self._seen.items()):
+                if is_away or pause > MAX_PAUSE_S:
+                    seen.renewed_at = min(seen.renewed_at + pause, now)
+                elif now - seen.renewed_at >= seen.lease.lease_s - TICK_S:
+                    self._unsee(member_id)
+                    self._bury(seen.lease)
+
+    def _see(self, lease: _Lease, renewed_at: float) -> None:
+        self._dead.pop(lease.member.id, None)
+        self._seen[lease.member.id] = _Seen(lease, renewed_at)
+        self._show()
+
+    def _bury(self, lease: _Lease) -> None:
+        """Its id is free, although its key lies in the bucket for a while yet."""
+        self._dead[lease.member.id] = lease.owner
+        while len(self._dead) > MAX_DEAD:
+            del self._dead[next(iter(self._dead))]
+
+    def _unsee(self, member_id: str) -> None:
+        self._seen.pop(member_id, None)
+        self._show()
+
+    def _show(self) -> None:
+        self._view.replace({member_id: seen.lease.member for member_id, seen in self._seen.items()})
+
+    async def _hear_member(self, message: Msg) -> None:
+        """A renewal is taken as it is. A change is read from the bucket, as the message may be a write that
+        the bucket has refused."""
+        lease = self.reader.read("member", message.data, _Lease) if message.data else None
+        seen = self._seen.get(lease.member.id) if lease else None
+        if seen and seen.lease == lease:
+            seen.renewed_at = self.clock.now()
+        else:
+            self._hint(message.subject)
+
+    async def _read_member(self, member_id: str) -> None:
+        try:
+            entry = await self._bucket.get(_member_key(member_id))
+        except KeyNotFoundError:
+            self._unsee(member_id)
+            return
+        lease = self.reader.read("member", entry.value or b"", _Lease)
+        if lease and lease.member.id == member_id:
+            self._see(lease, self.clock.now())
+
+    async def _read_all_members(self) -> None:
+        """What was known has two leases to join as well and to renew. The age of the rest is told by the
+        server's clock: a key that we write now has its time."""
+        now = self.clock.now()
+        for seen in self._seen.values():
+            seen.renewed_at = now + self.lease_s
+        marker = f"now.{self.name}"
+        await self._bucket.put(marker, b"")
+        watcher = await self._bucket.watchall(ignore_deletes=True)
+        entries: list[Any] = []  # nats-py's own type has the time as a number, and it is a datetime
+        while not entries or entries[-1].key != marker:  # they come in the order in which they were written
+            entry = await watcher.updates()
+            if entry is not None:
+                entries.append(entry)
+        await watcher.stop()
+        await self._bucket.purge(marker)
+        server_now = entries[-1].created
+        for entry in entries:
+            if not entry.key.startswith("member."):
+                continue
+            lease = self.reader.read("member", entry.value, _Lease)
+            if lease is None or lease.member.id in self._seen:
+                continue
+            age = (server_now - entry.created).total_seconds()
+            if age < lease.lease_s:
+                self._see(lease, now - age)
+            else:
+                self._bury(lease)
+
+    # Messages
+
+    async def send(self, subject: str, payload: bytes) -> None:
+        if not self._is_closed:
+            await self._was_joined.wait()
+        if not self._joined.is_set():
+            self.num_unsent += 1
+        else:
+            self._check_size(payload)
+            try:
+                await self._client.publish(f"{PREFIX}.subject.{subject}", payload)
+            except nats.errors.Error as error:
+                self.num_unsent += 1
+                self._log_once("messages cannot be sent", error)
+        await asyncio.sleep(0)  # who publishes in a loop leaves time for who reads
+
+    async def listen(self, subject: str, take: Callable[[bytes], None]) -> Callable[[], None]:
+        async def hear(message: Msg) -> None:
+            take(message.data)
+
+        async def subscribe() -> Any:
+            subscription = await self._client.subscribe(f"{PREFIX}.subject.{subject}", cb=hear)
+            await self._client.flush()
+            return subscription
+
+        subscription = await self._insist(subscribe)
+        return lambda: self._background(subscription.unsubscribe())
+
+    def _check_size(self, payload: bytes) -> None:
+        limit = self._client.max_payload - ROOM_FOR_HEAD
+        if len(payload) > limit:
+            raise too_large(len(payload), limit, "raise max_payload in the NATS server's configuration")
+
+    # Queue
+
+    async def queue_length(self, queue: str) -> QueueLength:
+        stream = _stream_of(check_name(queue))
+
+        async def read() -> QueueLength:
+            await self._ensure_queue(queue)
+            info = await self._js.consumer_info(stream, WORKERS)
+            return QueueLength(waiting=info.num_pending or 0, running=info.num_ack_pending or 0)
+
+        return await self._insist(read)
+
+    async def _push(self, queue: str, item: WorkItem) -> None:
+        await self._joined.wait()
+        self._check_size(item.payload)
+        await self._insist(lambda: self._publish_item(queue, item))
+
+    async def _publish_item(self, queue: str, item: WorkItem) -> None:
+        await self._ensure_queue(queue)
+        try:
+            await self._js.publish(
+                f"{PREFIX}.queue.{queue}", encode(item), headers={api.Header.MSG_ID: item.id}
+            )
+        except APIError as error:
+            if error.err_code in QUEUE_IS_FULL:
+                full = f"queue {queue} is full: {MAX_QUEUED} items; push again later"
+                raise UnavailableError(full) from None
+            raise
+
+    async def _push_again(self, queue: str, item: WorkItem) -> None:
+        """The server knows an item that it has by the id."""
+        try:
+            await self._publish_item(queue, item)
+        except UnavailableError as error:
+            self._settle(item.id, Outcome(failure=Failure.of(error)))
+
+    async def _ensure_queue(self, queue: str) -> None:
+        if queue in self._queues:
+            return
+        stream = _stream_of(queue)
+        await self._add_stream(
+            api.StreamConfig(
+                name=stream,
+                subjects=[f"{PREFIX}.queue.{queue}"],
+                retention=api.RetentionPolicy.WORK_QUEUE,
+                discard=api.DiscardPolicy.NEW,
+                max_msgs=MAX_QUEUED,
+                duplicate_window=DUPLICATES_S,
+            )
+        )
+        await self._js.add_consumer(
+            stream,
+            durable_name=WORKERS,
+            ack_policy=api.AckPolicy.EXPLICIT,
+            ack_wait=self.lease_s,
+            max_ack_pending=MAX_QUEUED,
+        )
+        self._queues.add(queue)
+
+    async def _add_stream(self, config: api.StreamConfig) -> None:
+        """One that is there already stays as it is: its operator may have given it replicas."""
+        try:
+            await self._js.add_stream(config)
+        except APIError as error:
+            if error.err_code != STREAM_EXISTS:
+                raise
+
+    async def _pull(self, queue: str) -> Pulled:
+        while True:
+            message = await self._insist(lambda: self._fetch(queue))
+            if message is None:
+                continue
+            item = self.reader.read(f"queue {queue}", message.data, WorkItem)
+            if item is None:
+                await self._insist(message.term)
+            elif await self._insist(partial(self._read_result, item.id)):
+                await self._insist(message.ack)  # its worker died between outcome and acknowledgement
+            elif message.metadata.num_delivered > MAX_ATTEMPTS:
+                await self._finish(item, message, None, gave_up(item))
+            else:
+                return self._hold(item, message)
+
+    async def _fetch(self, queue: str) -> Msg | None:
+        await self._ensure_queue(queue)
+        subscription = await self._js.pull_subscribe_bind(consumer=WORKERS, stream=_stream_of(queue))
+        try:
+            return (await subscription.fetch(1, timeout=PULL_S))[0]
+        except nats.errors.TimeoutError:
+            return None
+        finally:
+            self._background(subscription.unsubscribe())
+
+    def _hold(self, item: WorkItem, message: Msg) -> Pulled:
+        """The item is ours while we say so, at most until its deadline."""
+
+        async def hold() -> None:
+            until = self.clock.now() + item.deadline_s
+            step = min(self.lease_s / 3, item.deadline_s)
+            while self.clock.now() + step < until:
+                await self.clock.sleep(step)
+                with suppress(nats.errors.Error):
+                    await message.in_progress()
+
+        async def give_back() -> None:
+            task.cancel()
+            await self._insist(message.nak)
+
+        task = asyncio.create_task(hold())
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
+        return (
+            item,
+            message.metadata.num_delivered,
+            lambda outcome: self._finish(item, message, task, outcome),
+            give_back,
+        )
+
+    async def _finish(
+        self, item: WorkItem, message: Msg, hold: asyncio.Task[None] | None, outcome: Outcome
+    ) -> bool:
+        """The outcome first, then the acknowledgement: one that is lost between the two comes again, and who
+        gets it then finds the outcome."""
+        result = _Result(self.name, outcome)
+        self._check_size(value := encode(result))
+
+        async def create() -> bool:
+            try:
+                await self._bucket_of_outcomes.create(item.id, value)
+            except KeyWrongLastSequenceError:
+                first = await self._read_result(item.id)
+                return first == result  # ours, where the server's reply was lost
+            return True
+
+        counts = await self._insist(create)
+        if hold:
+            hold.cancel()
+        with suppress(nats.errors.MsgAlreadyAckdError):
+            await self._insist(message.ack)
+        return counts
+
+    @property
+    def _bucket_of_outcomes(self) -> KeyValue:
+        assert self._outcomes
+        return self._outcomes
+
+    async def _read_result(self, item_id: str) -> _Result | None:
+        try:
+            entry = await self._bucket_of_outcomes.get(item_id)
+        except KeyNotFoundError:
+            return None
+        return self.reader.read("outcome", entry.value or b"", _Result)
+
+    async def _read_ticket(self, item_id: str) -> bool:
+        result = await self._read_result(item_id)
+        if result:
+            self._settle(item_id, result.outcome)
+        return result is not None
+
+    # The connection
+
+    async def _connect(self, url: str, credentials_file: str | None) -> None:
+        async def connected() -> None:
+            self._connected.set()
+
+        async def lost() -> None:
+            self._joined.clear()
+
+        async def failed(error: Exception) -> None:
+            self._log_once("the NATS server cannot be used; trying on", error)
+
+        await self._client.connect(
+            url.split(","),
+            user_credentials=credentials_file,
+            name=f"shoal {self.name}",
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=AGAIN_S,  # type: ignore[arg-type]
+            ping_interval=max(1, round(self.lease_s / 3)),
+            reconnected_cb=connected,
+            disconnected_cb=lost,
+            error_cb=failed,
+        )
+        self._connected.set()
+
+    async def _keep_joined(self) -> None:
+        """After each connect the server is given what it lacks: it may be another one, or have lost all."""
+        listening = False
+        while True:
+            await self._connected.wait()
+            self._connected.clear()
+            try:
+                self._queues.clear()
+                self._revisions.clear()
+                await self._add_buckets()
+                if not listening:
+                    await self._client.subscribe(f"$KV.{MEMBERS}.member.>", cb=self._hear_member)
+                    await self._client.subscribe(f"$KV.{OUTCOMES}.{self.name}.>", cb=self._hear_outcome)
+                    listening = True
+                await self._client.flush()
+                await self._read_all_members()
+                self._heard_at = self.clock.now()
+                await self._claim_again()
+                for item_id, (queue, item, _) in list(self._tickets.items()):
+                    if not await self._read_ticket(item_id):
+                        await self._push_again(queue, item)
+            except nats.errors.Error as error:
+                self._log_once("joining the NATS server failed (it needs JetStream: nats-server -js)", error)
+                await self.clock.sleep(AGAIN_S)
+                self._connected.set()
+            else:
+                self._joined.set()
+                self._was_joined.set()
+
+    async def _add_buckets(self) -> None:
+        for bucket, ttl_s, storage in (
+            (MEMBERS, MEMBERS_TTL_S, api.StorageType.MEMORY),
+            (OUTCOMES, OUTCOMES_TTL_S, api.StorageType.FILE),
+        ):
+            try:
+                await self._js.create_key_value(bucket=bucket, ttl=ttl_s, history=1, storage=storage)
+            except APIError as error:
+                if error.err_code != STREAM_EXISTS:
+                    raise
+        self._members_bucket = await self._js.key_value(MEMBERS)
+        self._outcomes = await self._js.key_value(OUTCOMES)
+
+    async def _hear_outcome(self, message: Msg) -> None:
+        self._hint(message.subject)
+
+    def _hint(self, subject: str) -> None:
+        self._hints[subject] = None
+        self._has_hints.set()
+
+    async def _follow_hints(self) -> None:
+        while True:
+            while not self._hints:
+                self._has_hints.clear()
+                await self._has_hints.wait()
+            subject = next(iter(self._hints))
+            del self._hints[subject]
+            _, bucket, key = subject.split(".", 2)
+            try:
+                if bucket == MEMBERS:
+                    await self._read_member(key.removeprefix("member."))
+                else:
+                    await self._read_ticket(key)
+            except nats.errors.Error as error:  # joining again reads all
+                self._log_once("a change cannot be read", error)
+                self._connected.set()
+
+    async def _insist(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Acts, and again until the server answers. What it answers with a refusal is raised."""
+        while True:
+            await self._joined.wait()
+            if self._is_closed:
+                raise has_left()
+            try:
+                return await act()
+            except APIError as error:
+                if error.code not in MAY_PASS or isinstance(error, KeyValueError):
+                    raise
+                failure: Exception = error
+            except (nats.errors.MsgAlreadyAckdError, nats.errors.MaxPayloadError):
+                raise
+            except nats.errors.Error as error:
+                failure = error
+            self._log_once("the NATS server does not answer; trying on", failure)
+            self._connected.set()  # joins again: it may have lost its streams
+            await self.clock.sleep(AGAIN_S)
+
+    def _background(self, action: Coroutine[Any, Any, None]) -> None:
+        async def act() -> None:
+            with suppress(nats.errors.Error):
+                await action
+
+        task = asyncio.create_task(act())
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
+
+    def _log_once(self, what: str, error: Exception) -> None:
+        kind = f"{what}: {type(error).__name__}"
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning("%s: %s", what, error or type(error).__name__)
+
+    async def _leave(self) -> None:
+        await stop([*self._tasks, *self._background_tasks])
+        with suppress(nats.errors.Error):
+            if self._joined.is_set():
+                for member_id in self._registered:
+                    await self._bucket.delete(_member_key(member_id))
+                await self._client.flush()
+        with suppress(nats.errors.Error):
+            await self._client.close()
+        self._joined.set()  # who waits for it learns that it is over
+
+
+def _check_credentials(path: str) -> None:
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"credentials_file {path!r} cannot be read")
+    if importlib.util.find_spec("nkeys") is None:
+        raise ConfigError("a credentials_file needs the package nkeys: pip install 'nats-py[nkeys]'")
+
+
+def _member_key(member_id: str) -> str:
+    return f"member.{member_id}"
+
+
+def _stream_of(queue: str) -> str:
+    return f"{PREFIX}_queue_{queue.replace('.', '=')}"

@@ -1,0 +1,178 @@
+"""What is simulated: read from a fleet's TOML file with a table `[sim]`, or made in Python.
+
+model = "qwen3-8b"
+
+[[workers]]
+count = 8
+
+[router]
+policy = "kv"
+
+[sim]
+gpu = "h200"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError
+from shoal.fleet.policy import RouterWeights, check_policy
+from shoal.fleet.sim_timing import find_timing
+from shoal.fleet.sim_trace import TRACE_BLOCK_SIZE
+from shoal.fleet.sim_worker import PAGE
+
+ROLES = ("both",)
+
+
+@dataclass(frozen=True, slots=True)
+class SimWorkers:
+    """A group of equal workers: the options of `shoal serve` that count here, with its defaults on a GPU.
+    Raises ConfigError."""
+
+    count: int = 1
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 16384
+    gpu_memory_utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise ConfigError(f"count {self.count} of workers is below 0; give 1 or more")
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs {self.max_num_seqs} is not from 1 to max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}); each sequence that decodes takes a token of a step"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization {self.gpu_memory_utilization} is not a share of the memory; 0.9 is "
+                "the default"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """`cache_tokens`: the room of a worker's KV cache, if it is not what the GPU's memory leaves.
+    `event_delay_ms`: until the router's index hears of a block. `block_size`: tokens of a block of the trace.
+    Raises ConfigError."""
+
+    model: str
+    gpu: str = "h200"
+    workers: Sequence[SimWorkers] = (SimWorkers(),)
+    policy: str = "kv"
+    seed: int = 0
+    weights: RouterWeights = field(default_factory=RouterWeights)
+    cache_tokens: int | None = None
+    event_delay_ms: float = 0.0
+    block_size: int = TRACE_BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        find_timing(self.gpu, self.model)
+        check_policy(self.policy)
+        if self.block_size < PAGE or self.block_size % PAGE:
+            raise ConfigError(
+                f"block_size {self.block_size} is no multiple of {PAGE} tokens; Mooncake's is 512"
+            )
+        if self.cache_tokens is not None and self.cache_tokens < self.block_size:
+            raise ConfigError(
+                f"cache_tokens {self.cache_tokens} has no room for one block of {self.block_size} tokens; "
+                "give more"
+            )
+        if not 0 <= self.event_delay_ms < math.inf:
+            raise ConfigError(f"event_delay_ms {self.event_delay_ms} is no length of time; 0 is none")
+        if not any(group.count for group in self.workers):
+            raise ConfigError("there is no worker; give [[workers]] a count of 1 or more, or --workers")
+
+
+def read_sim_config(
+    path: str | Path, *, policy: str | None = None, num_workers: int | None = None, seed: int | None = None
+) -> SimConfig:
+    """From a file; what is given here goes before what the file says. `num_workers` is of a fleet whose
+    workers are all alike. Raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
+    try:
+        return _config_of(document, policy, num_workers, seed)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _config_of(
+    document: Mapping[str, Any], policy: str | None, num_workers: int | None, seed: int | None
+) -> SimConfig:
+    # port and plane are of the fleet that is served; they change nothing here.
+    _check_keys(document, ("model", "workers", "router", "sim", "port", "plane"), "the file")
+    if "model" not in document:
+        raise ConfigError('"model" is missing; give the name of a published shape, such as "qwen3-8b"')
+    given = _table(document, "sim")
+    _check_keys(given, ("gpu", "cache_tokens", "event_delay_ms", "block_size"), "[sim]")
+    router = _table(document, "router")
+    weights = [entry.name for entry in dataclasses.fields(RouterWeights)]
+    _check_keys(router, ("policy", "seed", *weights), "[router]")
+    given_weights = {name: router[name] for name in weights if name in router}
+    _check_types(RouterWeights, given_weights)
+    values = {"model": document["model"], **given}
+    for name, value in (("policy", policy), ("seed", seed)):
+        if value is not None or name in router:
+            values[name] = router[name] if value is None else value
+    _check_types(SimConfig, values)
+    return SimConfig(
+        **values, workers=_workers_of(document, num_workers), weights=RouterWeights(**given_weights)
+    )
+
+
+def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[SimWorkers]:
+    entries = document.get("workers", [{}])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError("workers is no list of tables; write [[workers]]")
+    groups = []
+    for entry in entries:
+        _check_keys(entry, ("role", "count", "devices", "options"), "[[workers]]")
+        if entry.get("role", "both") not in ROLES:
+            raise ConfigError(f"role {entry['role']!r} is not simulated; there is {', '.join(ROLES)}")
+        options = _table(entry, "options")
+        known = [option.name for option in dataclasses.fields(SimWorkers) if option.name != "count"]
+        _check_keys(options, known, "options of [[workers]]")
+        values = {**options, "count": entry.get("count", 1)}
+        _check_types(SimWorkers, values)
+        groups.append(SimWorkers(**values))
+    if num_workers is not None:
+        if len(groups) != 1:
+            raise ConfigError(
+                f"--workers {num_workers} is not clear: there are {len(groups)} [[workers]] tables"
+            )
+        groups = [dataclasses.replace(groups[0], count=num_workers)]
+    return groups
+
+
+def _table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = document.get(name, {})
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} {value!r} is no table; write [{name}]")
+    return value
+
+
+def _check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"{name!r} is no key of {where}; there are {', '.join(names)}")
+
+
+def _check_types(config: type, values: Mapping[str, Any]) -> None:
+    """TOML's types have to be those of the dataclass's fields; an integer passes for a float."""
+    kinds = {entry.name: str(entry.type).removesuffix(" | None") for entry in dataclasses.fields(config)}
+    fitting = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+    for name, value in values.items():
+        kind = kinds[name]
+        if not isinstance(value, fitting[kind]) or (isinstance(value, bool) and kind != "bool"):
+            raise ConfigError(f"{name} {value!r} is not of the type {kind}")

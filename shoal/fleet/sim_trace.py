@@ -1,0 +1,167 @@
+"""What a simulated fleet is asked: requests with their times, lengths and prefixes, read from a file or made.
+
+A file has a JSON object a line, in the Mooncake project's format:
+
+    {"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [0, 1, 2], "session": "optional"}
+
+A hash id names a block of tokens and all before it, so equal ids mean equal prefixes. The last block of a
+prompt may be cut off; then nothing can share it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from shoal.errors import ConfigError
+
+TRACE_BLOCK_SIZE = 512  # tokens, in Mooncake's traces
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """`hash_ids`: of the prompt's full blocks; `session`: who asks, for affinity."""
+
+    timestamp_s: float
+    input_length: int
+    output_length: int
+    hash_ids: Sequence[int]
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their times. A hash id stands for `block_size` tokens."""
+
+    requests: Sequence[TraceRequest]
+    block_size: int
+
+    @property
+    def ideal_hit_rate(self) -> float:
+        """The share of prompt tokens that one cache without end would have had."""
+        seen: set[int] = set()
+        hits = total = 0
+        for request in self.requests:
+            total += request.input_length
+            hits += sum(self.block_size for block in request.hash_ids if block in seen)
+            seen.update(request.hash_ids)
+        return hits / total if total else 0.0
+
+
+def read_trace(path: str | Path, block_size: int = TRACE_BLOCK_SIZE) -> Trace:
+    """Raises ConfigError, which names file and line, for what is no trace."""
+    requests = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        requests.append(_parse(json.loads(line), block_size))
+                    except ValueError as error:
+                        raise ConfigError(f"{path}, line {number}: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from None
+    if not requests:
+        raise ConfigError(f"trace {str(path)!r} has no requests")
+    return Trace(sorted(requests, key=lambda request: request.timestamp_s), block_size)
+
+
+def make_customers(
+    num_requests: int,
+    requests_per_s: float,
+    *,
+    num_customers: int = 150,
+    context_tokens: int = 6000,
+    question_tokens: int = 1200,
+    output_tokens: int = 200,
+    seed: int = 0,
+    block_size: int = 240,
+) -> Trace:
+    """Each request is one customer's context with a fresh question behind it; customers and times are drawn
+    at random (Poisson). Raises ValueError if context or question are no whole blocks."""
+    if context_tokens % block_size or question_tokens % block_size:
+        raise ValueError(f"context and question have to be multiples of block_size {block_size}")
+    rng = Random(seed)
+    num_context, num_question = context_tokens // block_size, question_tokens // block_size
+    fresh = num_customers * num_context
+    now, requests = 0.0, []
+    for _ in range(num_requests):
+        now += rng.expovariate(requests_per_s)
+        customer = rng.randrange(num_customers)
+        context = range(customer * num_context, (customer + 1) * num_context)
+        chain = [*context, *range(fresh, fresh + num_question)]
+        fresh += num_question
+        requests.append(
+            TraceRequest(
+                now, context_tokens + question_tokens, output_tokens, chain, session=f"customer {customer}"
+            )
+        )
+    return Trace(requests, block_size)
+
+
+def make_random(
+    num_requests: int,
+    requests_per_s: float,
+    *,
+    input_tokens: tuple[int, int] = (100, 1024),
+    output_tokens: tuple[int, int] = (100, 1024),
+    seed: int = 0,
+    block_size: int = TRACE_BLOCK_SIZE,
+) -> Trace:
+    """Requests that share nothing, with lengths drawn evenly from two ranges, ends included."""
+    rng = Random(seed)
+    now, fresh, requests = 0.0, 0, []
+    for _ in range(num_requests):
+        now += rng.expovariate(requests_per_s)
+        length = rng.randint(*input_tokens)
+        chain = range(fresh, fresh + length // block_size)
+        fresh += len(chain)
+        requests.append(TraceRequest(now, length, rng.randint(*output_tokens), chain))
+    return Trace(requests, block_size)
+
+
+def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
+    """As `read_trace` reads it."""
+    with open(path, "w", encoding="utf-8") as file:
+        for request in requests:
+            line = {
+                "timestamp": request.timestamp_s * 1000,
+                "input_length": request.input_length,
+                "output_length": request.output_length,
+                "hash_ids": list(request.hash_ids),
+            }
+            if request.session is not None:
+                line["session"] = request.session
+            file.write(json.dumps(line) + "\n")
+
+
+def _parse(line: Any, block_size: int) -> TraceRequest:
+    if not isinstance(line, dict):
+        raise ValueError(f"{str(line)[:60]!r} is no JSON object; a line is one request")
+    for name in ("timestamp", "input_length", "output_length", "hash_ids"):
+        if name not in line:
+            raise ValueError(f"{name!r} is missing")
+    timestamp, ids, session = line["timestamp"], line["hash_ids"], line.get("session")
+    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < 1e15:
+        raise ValueError(f"timestamp {timestamp!r} is no number of milliseconds from 0 to 1e15")
+    for name in ("input_length", "output_length"):
+        value = line[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} {value!r} is no positive number of tokens")
+    if not isinstance(ids, list) or not all(type(block) is int and 0 <= block < 1 << 64 for block in ids):
+        raise ValueError("hash_ids is no list of integers from 0 to 2**64 - 1")
+    num_full, num_ids = line["input_length"] // block_size, -(-line["input_length"] // block_size)
+    if not num_full <= len(ids) <= num_ids:
+        raise ValueError(
+            f"{len(ids)} hash_ids do not go with input_length {line['input_length']}: blocks of {block_size} "
+            f"tokens are {num_ids}; [sim] block_size may be another"
+        )
+    if session is not None and not isinstance(session, str):
+        raise ValueError(f"session {session!r} is no text")
+    return TraceRequest(
+        timestamp / 1000, line["input_length"], line["output_length"], ids[:num_full], session
+    )

@@ -1,0 +1,271 @@
+"""The simulated fleet: every request is answered once, the same input gives the same result, more is not worse,
+and the router finds prefixes."""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.errors import ConfigError
+from shoal.fleet.policy import POLICIES, RouterWeights
+from shoal.fleet.prefix_tree import DEVICE
+from shoal.fleet.sim_config import SimConfig, SimWorkers, read_sim_config
+from shoal.fleet.sim_trace import Trace, TraceRequest, make_customers, make_random, read_trace, write_trace
+from shoal.fleet.simulator import Simulation
+
+CUSTOMERS = make_customers(400, 30.0, num_customers=40, output_tokens=50, seed=2)
+FILE = 'model = "qwen3-8b"\n[[workers]]\nrole = "both"\ncount = 2\n[sim]\ngpu = "h200"\n'
+LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
+
+
+def simulation(trace=CUSTOMERS, policy="kv", count=4, **options):
+    options = {"cache_tokens": 100_000} | options
+    return Simulation(SimConfig("qwen3-8b", workers=[SimWorkers(count)], policy=policy, **options), trace)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_answers_every_request_once(policy):
+    s = simulation(policy=policy)
+    result = s.run()
+    assert result.requests == result.completed == 400
+    assert Counter(r.id for r in s.finished) == Counter(str(n) for n in range(400))
+    for r in s.finished:
+        asked = CUSTOMERS.requests[int(r.id)]
+        assert r.num_generated == asked.output_length
+        assert asked.timestamp_s == r.arrival_s < r.first_token_s <= r.end_s <= result.simulated_s + 1e-5
+        assert 0 <= r.cached_tokens < asked.input_length
+    assert all(s.router.books.load(rank).active_requests == 0 for rank in s.workers)
+    assert all(s.router.books.load(rank).active_tokens == 0 for rank in s.workers)
+    assert 0 < result.ttft_p50 <= result.ttft_p90 and 0 <= result.hit_rate <= CUSTOMERS.ideal_hit_rate
+    assert result.throughput == pytest.approx(400 * 50 / result.simulated_s, rel=1e-4)
+    assert result.gpu_hours == pytest.approx(4 * result.simulated_s / 3600, rel=1e-4)
+
+
+def test_the_index_knows_exactly_what_the_workers_have():
+    s = simulation(cache_tokens=60_000)
+    s.run()
+    assert s.router.indexer.num_unplaced == 0
+    for rank, worker in s.workers.items():
+        known = {name for tier, name, *_ in s.router.indexer.dump(rank).blocks if tier == DEVICE}
+        assert known == worker.cache.blocks()
+
+
+@pytest.mark.parametrize("policy", ["kv", "random", "power_of_two"])
+def test_a_seed_repeats_a_run(policy):
+    one, two = (simulation(policy=policy, seed=1) for _ in range(2))
+    assert one.run() == two.run()
+    assert [(r.id, r.end_s) for r in one.finished] == [(r.id, r.end_s) for r in two.finished]
+
+
+def test_another_seed_draws_otherwise():
+    assert simulation(policy="random", seed=1).run() != simulation(policy="random", seed=2).run()
+
+
+def test_the_order_of_hashes_and_dictionaries_has_no_part_in_the_result(tmp_path):
+    """Python draws the order of sets of texts anew in each process, unless it is told a seed."""
+    write_trace(tmp_path / "trace.jsonl", make_customers(150, 20.0, block_size=240).requests)
+    (tmp_path / "sim.toml").write_text(FILE + "block_size = 240\n")
+    command = [sys.executable, "-m", "shoal", "sim", "sim.toml", "--trace", "trace.jsonl", "--json"]
+    root = str(Path(__file__).parents[3])
+    results = {
+        subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": root},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("policy", ["kv", "round_robin", "least_loaded"])
+def test_more_workers_are_not_slower(policy):
+    results = [simulation(policy=policy, count=count).run() for count in (2, 4, 8)]
+    for fewer, more in itertools.pairwise(results):
+        assert more.ttft_p90 <= fewer.ttft_p90 and more.simulated_s <= fewer.simulated_s
+
+
+def test_more_load_is_not_quicker():
+    results = [simulation(make_random(300, rate)).run() for rate in (2.0, 20.0, 200.0)]
+    assert results[0].ttft_p90 <= results[1].ttft_p90 <= results[2].ttft_p90
+    assert results[0].itl_p99 <= results[1].itl_p99 <= results[2].itl_p99
+
+
+def test_a_larger_cache_finds_more():
+    hits = [simulation(cache_tokens=tokens).run().hit_rate for tokens in (30_000, 60_000, 400_000)]
+    assert hits[0] < hits[1] < hits[2]
+
+
+def test_one_worker_with_endless_cache_finds_all_that_there_is_but_what_is_still_computed():
+    trace = make_customers(300, 1.0, num_customers=20, output_tokens=5)
+    result = simulation(trace, count=1, cache_tokens=10_000_000).run()
+    assert result.hit_rate == pytest.approx(trace.ideal_hit_rate, abs=0.01)
+
+
+def test_routing_by_prefix_finds_more_and_answers_sooner_than_routing_by_chance():
+    results = {policy: simulation(policy=policy).run() for policy in ("kv", "kv_approx", "random")}
+    for policy in ("kv", "kv_approx"):
+        assert results[policy].hit_rate > 1.2 * results["random"].hit_rate
+        assert results[policy].ttft_p90 < results["random"].ttft_p90
+
+
+def test_sessions_stay_with_their_workers():
+    s = simulation(policy="affinity", count=8, cache_tokens=1_000_000)
+    s.run()
+    misses = sum(r.cached_tokens == 0 for r in s.finished)
+    assert 40 <= misses < 60  # each of 40 customers' contexts is computed once, or twice at the same time
+
+
+def test_late_events_cost_little_as_decisions_stand_for_them():
+    at_once, late = (simulation(event_delay_ms=delay).run() for delay in (0.0, 500.0))
+    assert late.completed == 400 and late != at_once
+    assert late.hit_rate > 0.9 * at_once.hit_rate
+
+
+def test_requests_of_one_instant_are_all_answered():
+    requests = [TraceRequest(1.0, 700, 1, [n]) for n in range(50)]
+    assert simulation(Trace(requests, 512)).run().completed == 50
+
+
+def test_what_a_trace_generator_makes_is_read_back(tmp_path):
+    write_trace(tmp_path / "t.jsonl", CUSTOMERS.requests)
+    read = read_trace(tmp_path / "t.jsonl", CUSTOMERS.block_size)
+    for one, two in zip(read.requests, CUSTOMERS.requests, strict=True):
+        assert one.timestamp_s == pytest.approx(two.timestamp_s)
+        assert (one.input_length, list(one.hash_ids), one.session) == (
+            two.input_length,
+            list(two.hash_ids),
+            two.session,
+        )
+
+
+def test_made_customers_share_their_contexts_and_nothing_else():
+    uses = Counter(block for r in CUSTOMERS.requests for block in r.hash_ids)
+    shared = [block for block, count in uses.items() if count > 1]
+    assert len(shared) == 40 * 6000 // 240
+    assert {len(r.hash_ids) * 240 for r in CUSTOMERS.requests} == {7200}
+    assert CUSTOMERS.requests[-1].timestamp_s == pytest.approx(400 / 30.0, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "no JSON object"),
+        (json.dumps({k: v for k, v in LINE.items() if k != "hash_ids"}), "'hash_ids' is missing"),
+        (json.dumps(LINE | {"timestamp": -1}), "timestamp -1"),
+        (json.dumps(LINE | {"timestamp": float("nan")}), "timestamp nan"),
+        (json.dumps(LINE | {"output_length": 0}), "output_length 0"),
+        (json.dumps(LINE | {"input_length": 1.5}), "input_length 1.5"),
+        (json.dumps(LINE | {"hash_ids": ["a", 2]}), "hash_ids is no list of integers"),
+        (json.dumps(LINE | {"hash_ids": []}), "0 hash_ids do not go with input_length 600"),
+        (json.dumps(LINE | {"hash_ids": [1, 2, 3]}), "3 hash_ids"),
+        (json.dumps(LINE | {"session": 7}), "session 7"),
+    ],
+)
+def test_a_broken_line_of_a_trace_is_named(tmp_path, line, wrong):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{json.dumps(LINE)}\n\n{line}\n")
+    with pytest.raises(ConfigError) as error:
+        read_trace(path)
+    assert f"{path}, line 3: " in str(error.value) and wrong in str(error.value)
+
+
+def test_a_trace_without_requests_or_without_a_file_is_a_mistake(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    for name in ("empty", "nowhere"):
+        with pytest.raises(ConfigError, match=name):
+            read_trace(tmp_path / name)
+
+
+def test_a_trace_out_of_order_is_put_into_order(tmp_path):
+    rng = random.Random(0)
+    times = [rng.randrange(10_000) for _ in range(50)]
+    (tmp_path / "t").write_text("".join(json.dumps(LINE | {"timestamp": t}) + "\n" for t in times))
+    read = read_trace(tmp_path / "t")
+    assert [r.timestamp_s * 1000 for r in read.requests] == sorted(times)
+    assert read.requests[0].hash_ids == [1]  # the second block of 600 tokens is not full
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("model = ", "cannot be read"),
+        ("[sim]", '"model" is missing'),
+        (FILE.replace("qwen3-8b", "qwen9"), "model 'qwen9' is none that can be simulated: qwen3-0.6b, "),
+        (FILE.replace("h200", "tpu"), "gpu 'tpu' is none that can be simulated: h200"),
+        (FILE.replace("gpu", "gpus"), "'gpus' is no key of [sim]; there are block_size, cache_tokens, "),
+        (FILE.replace("count", "number"), "'number' is no key of [[workers]]; there are count, "),
+        (FILE.replace("model", "modell"), "'modell' is no key of the file; there are model, plane, "),
+        (FILE.replace("2", '"2"', 1), "count '2' is not of the type int"),
+        (FILE.replace('"both"', '"prefill"'), "role 'prefill' is not simulated; there is both"),
+        (FILE + "cache_tokens = 3\n", "cache_tokens 3 has no room"),
+        (FILE + "block_size = 20\n", "block_size 20 is no multiple of 16"),
+        (FILE + "event_delay_ms = -1\n", "event_delay_ms -1 is no length of time"),
+        (FILE.replace("count = 2", "count = 0"), "there is no worker"),
+        (FILE.replace("count = 2", "options = {max_num_seqs = 0}"), "max_num_seqs 0 is not from 1"),
+        (FILE.replace("count = 2", "options = {swap = 0}"), "'swap' is no key of options of [[workers]]"),
+        (FILE + "[router]\npolicy = 'best'\n", "policy 'best' is none of kv, kv_approx"),
+        (FILE + "[router]\nweight = 1\n", "'weight' is no key of [router]"),
+        (FILE + "[router]\nprefill_load_scale = 'x'\n", "prefill_load_scale 'x' is not of the type float"),
+        ("model = 'qwen3-8b'\nworkers = 3\n", "workers is no list of tables"),
+        ("model = 'qwen3-8b'\nsim = 3\n", "sim 3 is no table"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_with_what_there_is(tmp_path, text, wrong):
+    path = tmp_path / "sim.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_sim_config(path)
+    assert str(path) in str(error.value) and wrong in str(error.value)
+
+
+def test_what_the_command_says_goes_before_the_file(tmp_path):
+    path = tmp_path / "sim.toml"
+    path.write_text(FILE + "[router]\npolicy = 'random'\nseed = 3\nprefill_load_scale = 2\n")
+    read = read_sim_config(path)
+    assert (read.policy, read.seed, read.workers) == ("random", 3, [SimWorkers(2)])
+    assert read.weights == RouterWeights(prefill_load_scale=2)
+    given = read_sim_config(path, policy="kv", num_workers=5, seed=0)
+    assert given == dataclasses.replace(read, policy="kv", workers=[SimWorkers(5)], seed=0)
+    path.write_text(FILE + "[[workers]]\n")
+    with pytest.raises(ConfigError, match="--workers 5 is not clear: there are 2"):
+        read_sim_config(path, num_workers=5)
+
+
+def test_the_command_prints_a_table_or_one_json_object(tmp_path, capsys):
+    (tmp_path / "sim.toml").write_text(FILE)
+    (tmp_path / "t.jsonl").write_text(json.dumps(LINE) + "\n")
+    words = ["sim", str(tmp_path / "sim.toml"), "--trace", str(tmp_path / "t.jsonl")]
+    assert main([*words, "--json", "--workers", "3", "--policy", "round_robin", "--seed", "4"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown) == [
+        "requests",
+        "completed",
+        "throughput",
+        "ttft_p50",
+        "ttft_p90",
+        "itl_p99",
+        "hit_rate",
+        "gpu_hours",
+        "simulated_s",
+    ]
+    assert main(words) == 0
+    assert "first token, p90" in capsys.readouterr().out
+    assert main([*words, "--policy", "best"]) == 1
+    assert "best" in capsys.readouterr().err
+
+
+def test_a_request_beyond_every_cache_is_a_mistake_that_names_it():
+    with pytest.raises(ConfigError, match="request 0 needs"):
+        simulation(Trace([TraceRequest(0.0, 200_000, 1, [])], 512)).run()
