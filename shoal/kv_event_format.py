@@ -8,9 +8,10 @@ where a block lies. All are read, maps are written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from shoal.hashing import UINT64_MAX
 
@@ -30,8 +31,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    token_ids: Sequence[int]
-    block_size: int
+    token_ids: Sequence[Annotated[int, Meta(ge=0, lt=2**32)]]
+    block_size: Annotated[int, Meta(ge=1)]
     lora_id: int | None
     medium: str | None
     lora_name: str | None
@@ -114,7 +115,9 @@ def _fields_of(event: Any) -> dict[str, Any] | None:
         if found["parent_block_hash"] is not None:
             found["parent_block_hash"] = _name(found["parent_block_hash"])
         salt = event.get("cache_salt")  # SGLang's
-        extra = found["extra_keys"] or ([[salt]] if salt and found["parent_block_hash"] is None else None)
+        extra = found["extra_keys"]
+        if not extra and salt and found["parent_block_hash"] is None:
+            extra = [[salt]]
         found["extra_keys"] = extra and [keys and _typed(keys, found["lora_name"]) for keys in extra]
     return found
 
@@ -131,6 +134,8 @@ def _typed(keys: Sequence[Any], lora_name: str | None) -> list[dict[str, Any]]:
     typed: list[dict[str, Any]] = []
     for key in keys:
         if isinstance(key, dict):
+            if key.get("type") == "cache_salt" and not isinstance(key.get("salt"), str):
+                raise ValueError(f"the cache salt {key.get('salt')!r:.80} is no text")
             typed.append(key)
         elif not isinstance(key, str):
             typed.append({"type": "legacy", "value": key})

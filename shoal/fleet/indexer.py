@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -262,9 +263,9 @@ class KvIndexer:
                 self.num_unplaced += len(event.block_hashes)
                 return
             seed = before.seed  # events tell of a salt at the start of a sequence alone
-        hashes: Sequence[int] = block_hashes(event.token_ids, event.block_size, seed)
-        if event.extra_keys is not None:
-            hashes = [_with_extra(own, extra) for own, extra in zip(hashes, event.extra_keys)]
+        hashes = block_hashes(event.token_ids, event.block_size, seed)
+        for number, extra in enumerate((event.extra_keys or ())[: len(hashes)]):
+            hashes[number] = _with_extra(hashes[number], extra)
         self._store(worker, tier, event.block_hashes, hashes, before, seed)
 
     def _store(
@@ -276,6 +277,9 @@ class KvIndexer:
         before: Node | None,
         seed: int,
     ) -> None:
+        if len(names) > len(hashes):  # the event has too few tokens for its blocks
+            self.num_unplaced += len(names) - len(hashes)
+            names = names[: len(hashes)]
         first = 0
         if tier == DEVICE:
             first, before = self._tree.add_new(worker.number, before, seed, names, hashes, worker.names[tier])
@@ -317,18 +321,22 @@ class KvIndexer:
             worker.doubles[tier, node] = others - 1
 
     def _forget_oldest(self) -> None:
-        """A block with known blocks behind it comes last once more, so that chains go from their ends."""
+        """Forgets the blocks that were told of longest ago, some at once, until the bound holds. A block that
+        has another of the same worker and tier behind it comes last once more, so chains go from their
+        ends."""
         while self._num_blocks > self.max_blocks:
             worker = max(self._workers.values(), key=lambda worker: worker.num_blocks)
             tier = max(range(NUM_LEVELS), key=lambda tier: len(worker.names[tier]))
             names = worker.names[tier]
-            name = next(iter(names))
-            node = names.pop(name)
-            if node.child is not None:
-                names[name] = node
-                continue
-            self._drop(worker, tier, node)
-            self.num_forgotten += 1
+            oldest = list(islice(names.items(), 1 + self.max_blocks // 1000))
+            oldest.sort(key=lambda entry: entry[1].depth, reverse=True)
+            for name, node in oldest:
+                del names[name]
+                if self._tree.holds_child(worker.number, tier, node):
+                    names[name] = node
+                else:
+                    self._drop(worker, tier, node)
+                    self.num_forgotten += 1
 
 
 def _with_extra(own: int, extra: Sequence[dict[str, Any]] | None) -> int:

@@ -12,6 +12,7 @@ No socket and no clock but the one that is given: the simulator and the served r
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -116,9 +117,9 @@ class KvRouter:
         return self.books.remove_worker(rank)
 
     def published(self, rank: WorkerRank, kv_usage: float, num_waiting: int) -> None:
-        """What a worker says of itself."""
+        """What a worker says of itself. A usage that is no finite number changes nothing."""
         candidate = self.candidates.get(rank)
-        if candidate is not None:
+        if candidate is not None and math.isfinite(kv_usage):
             candidate.kv_usage, candidate.num_waiting = kv_usage, num_waiting
 
     def schedule(

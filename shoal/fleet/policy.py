@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
@@ -48,7 +48,7 @@ class Candidate(msgspec.Struct, gc=False):
     rank: WorkerRank
     block_size: int = 16
     overlap: Overlap = Overlap()
-    load: Load = field(default_factory=Load)
+    load: Load = Load()
     kv_usage: float = 0.0  # as the worker publishes it: the share of its KV cache that is in use
     num_waiting: int = 0  # as the worker publishes it
 

@@ -87,6 +87,11 @@ class PrefixTree:
     def holds(self, worker: int, tier: int, node: Node) -> bool:
         return bool(self._in_tier[tier].get(node.chain, 0) >> worker & 1)
 
+    def holds_child(self, worker: int, tier: int, node: Node) -> bool:
+        """Whether the worker holds, in this tier, a block right behind this one."""
+        in_tier, bit = self._in_tier[tier], 1 << worker
+        return any(in_tier.get(child, 0) & bit for child in node.children)
+
     def add(self, worker: int, tier: int, chain: int, parent: Node | None, seed: int) -> Node:
         """Worker now holds this block in this tier; it lies behind `parent` (None: it is a chain's first)."""
         bit = 1 << worker
@@ -213,8 +218,10 @@ class PrefixTree:
 
     def _first_gap(self, worker: int, chain: Sequence[int], level: int) -> int:
         """The depth of a block that the worker lacks, with no gap above but one that reaches down to it."""
-        end = len(chain)
-        for orphan in self._orphans[level][worker]:
+        end, orphans = len(chain), self._orphans[level][worker]
+        if len(orphans) > len(chain):  # a worker may have very many of them
+            return next((depth - 1 for depth, block in enumerate(chain) if block in orphans), end)
+        for orphan in orphans:
             depth = self.nodes[orphan].depth
             if depth <= end and depth < len(chain) and chain[depth] == orphan:
                 end = depth - 1

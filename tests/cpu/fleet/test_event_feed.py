@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import msgspec
 import pytest
 import zmq.asyncio
 
@@ -145,6 +146,42 @@ def test_nonsense_is_counted_and_passed_over(caplog):
     feed.heard(2, batch(1, stored(1, [1, 2, 3, 4])))
     assert feed.num_unreadable == 2 and index.find_matches([1, 2, 3, 4]) == {RANK: Overlap(1)}
     assert len(caplog.records) == 1 and "cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_size": 0},
+        {"block_size": -4},
+        {"token_ids": [-1, 2, 3, 4]},
+        {"token_ids": [2**32, 2, 3, 4]},
+        {"extra_keys": [[{"type": "cache_salt", "salt": 7}]]},
+    ],
+    ids=str,
+)
+def test_an_event_with_impossible_values_is_counted_as_unreadable(wrong):
+    fields = {"block_hashes": [1], "parent_block_hash": None, "token_ids": [1, 2, 3, 4], "block_size": 4}
+    event = {"type": "BlockStored", **fields, **wrong}
+    feed = EventFeed(KvIndexer(4), RANK)
+    feed.replay_ended()
+    feed.heard(0, msgspec.msgpack.encode([1.0, [event]]))
+    assert feed.num_unreadable == 1
+
+
+def test_sglangs_salt_of_a_run_of_blocks_holds_for_all_of_them():
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+        "block_size": 4,
+        "cache_salt": "s",
+    }
+    index = KvIndexer(4)
+    feed = EventFeed(index, RANK)
+    feed.replay_ended()
+    feed.heard(0, msgspec.msgpack.encode([1.0, [event]]))
+    assert index.find_matches([1, 2, 3, 4, 5, 6, 7, 8], cache_salt="s") == {RANK: Overlap(2)}
 
 
 def test_a_rank_in_the_payload_wins():

@@ -186,3 +186,34 @@ def test_a_dump_rebuilds_the_index_elsewhere():
     index.apply(A, BlockRemoved([5], CPU))  # is known there under the same name
     other.apply(A, stored(tokens[20:24], [5], parent=4))
     assert other.find_matches(tokens) == {A: Overlap(8)}
+
+
+def test_the_bound_holds_where_the_end_of_a_chain_lies_in_another_tier():
+    """All blocks on the device have one behind them then, and it is not on the device."""
+    index, tokens = KvIndexer(4, max_blocks=5), list(range(24))
+    index.apply(A, stored(tokens[:20], list(range(5))))
+    index.apply(A, stored(tokens[20:], [5], parent=4, medium=CPU))
+    assert index.num_blocks() == 5 and index.find_matches(tokens) == {A: Overlap(4)}
+
+
+def test_the_bound_holds_where_another_worker_holds_the_end_of_a_chain():
+    index, tokens = KvIndexer(4, max_blocks=5), list(range(24))
+    index.apply(B, stored(tokens, list(range(6))))  # one too many: its last goes
+    index.apply(B, BlockRemoved([0, 1, 2, 3], GPU))
+    index.apply(B, stored(tokens[20:], [5], parent=4))
+    index.apply(A, stored(tokens[:20], list(range(5))))
+    assert index.num_blocks() == 5 and index.find_matches(tokens) == {A: Overlap(3)}
+
+
+def test_blocks_without_tokens_are_not_counted():
+    index = KvIndexer(4)
+    index.apply(A, stored([1, 2, 3, 4], [1, 2, 3]))
+    assert index.num_blocks() == 1 == index.num_blocks(A) and index.num_unplaced == 2
+
+
+def test_a_worker_with_more_orphans_than_the_prompt_has_blocks():
+    index, tokens = KvIndexer(4), list(range(400))
+    index.apply(A, stored(tokens, list(range(100))))
+    index.apply(A, BlockRemoved(list(range(3, 100, 2)), GPU))
+    assert index.find_matches(tokens[:24]) == {A: Overlap(3)} == index.find_matches(tokens)
+    assert index.find_matches(tokens[:8]) == {A: Overlap(2)}

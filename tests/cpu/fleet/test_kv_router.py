@@ -151,3 +151,10 @@ def test_all_blocks_cleared_forgets_one_worker_alone():
     store(index, B, PROMPT)
     index.apply(A, AllBlocksCleared())
     assert index.find_matches(PROMPT) == {B: Overlap(4)}
+
+
+def test_a_usage_that_is_no_number_does_not_stop_the_router():
+    r = router("kv_logit")
+    r.published(A, float("nan"), 3)
+    r.published(B, 0.9, 0)
+    assert r.schedule(PROMPT).rank == A

@@ -158,3 +158,8 @@ def test_what_a_request_did_fades_and_a_silent_one_is_given_up():
         assert books.expire() == []
     clock.now += 4000
     assert books.expire() == ["x"] and books.load(A).active_requests == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_worker_of_which_nothing_is_known_can_be_chosen(policy):
+    assert choose(policy, Ask(64), [Candidate(A)], RouterWeights(), random.Random(0), 16).rank == A
