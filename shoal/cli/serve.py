@@ -113,7 +113,9 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             llm, tokenizer = await _start(one, config)
             stack.push_async_callback(llm.close)
             engines.append(llm)
-            engine = llm if swapper is None else await swapper.add(one.names[0], llm, one.config.model)
+            engine: ServedEngine = llm
+            if swapper is not None:
+                engine = await swapper.add(one.names[0], llm, one.config.model, llm.info.vocab_size)
             models.append(_served(one, llm, engine, tokenizer, config))
         catalog = Catalog(models)
         app = create_app(catalog, config)

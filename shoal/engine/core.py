@@ -152,9 +152,9 @@ class EngineCore:
         """Takes a request. Raises RequestError if it is impossible for this model or cache, UnavailableError
         if no request is taken now: the engine sleeps, its weights are not whole, or it refuses them
         (`refuse`). A request that is not taken leaves no trace."""
+        check_request(request, self.model_config.vocab_size, self.config.max_logprobs)
         if (why := self.standstill or self.refused) is not None:
             raise UnavailableError(why)
-        check_request(request, self.model_config.vocab_size, self.config.max_logprobs)
         structured = request.params.structured_outputs
         if structured is not None and (request.embed or self.config.skip_tokenizer_init):
             without = "this engine runs without a tokenizer (skip_tokenizer_init)"

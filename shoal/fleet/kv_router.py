@@ -48,12 +48,6 @@ class Predictions:
             self._until[rank, block] = until
         self._due.append((until, rank, chain))
 
-    def correct(self, rank: WorkerRank, chain: Sequence[int], num_cached: int) -> None:
-        """A worker's answer says that it had so many blocks of the chain: what was thought to lie behind them
-        did not. Those that it has computed since are added by the next decision."""
-        for block in chain[num_cached:]:
-            self._drop(rank, block)
-
     def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
         self._expire()
         return self._index.find_chain(chain)
@@ -159,7 +153,9 @@ class KvRouter:
                     found[rank] = overlap
         candidates = []
         for rank in self.candidates if among is None else among:
-            candidate = self.candidates[rank]
+            candidate = self.candidates.get(rank)
+            if candidate is None:  # it has just been removed
+                continue
             candidate.overlap = found.get(rank, Overlap())
             candidate.block_size = self.indexer.block_size_of(rank)
             candidate.load = self.books.load(rank)

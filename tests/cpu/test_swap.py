@@ -9,7 +9,7 @@ import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams
 from shoal.engine.process.swap import Swapper, Turns
-from shoal.errors import ConfigError, EngineDeadError, UnavailableError
+from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
 from shoal.fake import FakeEngine
 from tests.fake_server import FakeServer
 
@@ -86,7 +86,7 @@ async def build(patience=0.05, available=lambda: 1000, ready=0, **settings):
         engine.group, engine.ready = group, ready
         group.append(engine)
         engines[name] = engine
-        models[name] = await swapper.add(name, engine, f"/{name}")
+        models[name] = await swapper.add(name, engine, f"/{name}", engine.vocab_size)
     return swapper, engines, models
 
 
@@ -121,6 +121,17 @@ async def test_a_request_wakes_its_model_and_puts_the_other_to_sleep():
         assert swapper.turns.awake == name
         assert [n for n in NAMES if not (await models[n].sleep_state()).is_sleeping] == [name]
     assert all(engines[n].state.level == 1 for n in "ab")
+
+
+@scenario
+async def test_a_request_that_no_model_could_take_wakes_none():
+    swapper, _, models = await build()
+    assert await run(models["a"], 0) == (4, FinishReason.LENGTH)
+    for ids in ([], [10**6]):
+        with pytest.raises(RequestError, match="prompt"):
+            async for _ in models["b"].generate(Request("bad", ids, SamplingParams())):
+                pass
+    assert swapper.turns.awake == "a"
 
 
 @scenario

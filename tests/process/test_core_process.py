@@ -272,7 +272,9 @@ def test_models_that_take_turns_without_host_memory_come_back_from_their_files(c
         try:
             for path in (checkpoint, other):
                 engines.append(await AsyncLLM.start(config(path, enable_sleep_mode=True)))
-                models[path] = await swapper.add(path.name, engines[-1], str(path))
+                models[path] = await swapper.add(
+                    path.name, engines[-1], str(path), engines[-1].info.vocab_size
+                )
             first = [await run(models[path], request(0)) for path in models]
             again = [await run(models[path], request(0)) for path in models]
             assert first == again and first[0] != first[1]

@@ -23,8 +23,11 @@ from shoal.api import Engine, FinishReason, Output, Request, Stats
 from shoal.control import CheckWeights, Command, Control, Result, Sleep, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError
 from shoal.memory.available import available_bytes
+from shoal.request_builder import check_request
 
 logger = logging.getLogger(__name__)
+
+NO_LIMIT = -1  # on log-probabilities: the engine itself refuses what is beyond its own
 
 HOST_MARGIN = 0.1  # of the host's available memory, never taken for sleeping weights
 WEIGHTS = "weights"
@@ -76,6 +79,7 @@ class _Swapped:
 
     engine: SwapEngine
     path: str  # where its weights are
+    vocab_size: int
     level: int | None = None  # the level at which it sleeps; None: awake
     queue: deque[asyncio.Future[None]] = field(default_factory=deque)  # the requests of Turns.waiting
 
@@ -102,9 +106,9 @@ class Swapper:
         self._available = available or available_bytes
         self._switch: asyncio.Task[None] | None = None
 
-    async def add(self, name: str, engine: SwapEngine, path: str) -> SwappedModel:
+    async def add(self, name: str, engine: SwapEngine, path: str, vocab_size: int) -> SwappedModel:
         """Takes an awake engine and puts it to sleep, so that the next one has room to start."""
-        self.models[name] = _Swapped(engine, path)
+        self.models[name] = _Swapped(engine, path, vocab_size)
         await self._put_to_sleep(name)
         return SwappedModel(self, name)
 
@@ -288,6 +292,8 @@ class SwappedModel(Control):
         self._turns: dict[str, asyncio.Future[None]] = {}  # of requests that wait
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        # Before it waits for its turn: a request that is refused wakes no model.
+        check_request(request, self._model.vocab_size, max_logprobs=NO_LIMIT)
         request_id, arrived = request.request_id, time.monotonic()
         try:
             await self.swapper.begin(self.name, lambda turn: self._turns.__setitem__(request_id, turn))
