@@ -234,10 +234,7 @@ class PrefixTree:
         if orphans:
             orphans.difference_update(node.children)
         if parent is not None and not self._held[level].get(parent, 0) & bit:
-            if orphans is None:
-                orphans = self._orphans[level][worker] = set()
-            orphans.add(node.chain)
-            self._with_orphans[level] |= bit
+            self._add_orphan(level, worker, bit, node.chain)
         elif orphans is not None and not orphans:
             self._no_orphans(level, worker, bit)
 
@@ -249,12 +246,16 @@ class PrefixTree:
         held = self._held[level]
         for child in node.children:
             if held.get(child, 0) & bit:
-                if orphans is None:
-                    orphans = self._orphans[level][worker] = set()
-                orphans.add(child)
-                self._with_orphans[level] |= bit
+                orphans = self._add_orphan(level, worker, bit, child)
         if orphans is not None and not orphans:
             self._no_orphans(level, worker, bit)
+
+    def _add_orphan(self, level: int, worker: int, bit: int, chain: int) -> set[int]:
+        """All orphans of the worker, this one among them."""
+        orphans = self._orphans[level].setdefault(worker, set())
+        orphans.add(chain)
+        self._with_orphans[level] |= bit
+        return orphans
 
     def _no_orphans(self, level: int, worker: int, bit: int) -> None:
         del self._orphans[level][worker]
