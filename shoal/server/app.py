@@ -102,7 +102,7 @@ class Server:
         """Refuses new requests, waits for the running ones, and ends what still runs after `grace`
         seconds."""
         for model in self.port.models:
-            model.admission.draining = True
+            model.admission.drain()
         try:
             async with asyncio.timeout(grace):
                 for model in self.port.models:
