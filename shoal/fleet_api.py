@@ -4,7 +4,7 @@ to workers that speak HTTP themselves; neither imports the other. Torch-free."""
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -120,7 +120,7 @@ class ForeignAnswer:
 
     status: int
     headers: list[tuple[bytes, bytes]]
-    chunks: AsyncIterator[bytes]
+    chunks: AsyncGenerator[bytes]
     content_type: bytes = field(default=b"application/json")
 
 
@@ -129,6 +129,6 @@ class Forwarder(Protocol):
 
     async def forward(self, call: ForeignCall) -> ForeignAnswer:
         """Returns when the answer begins: its head, and for a stream its first token, are there. Whoever
-        leaves `chunks` early (aclose) leaves the worker too. A stream that breaks and cannot be taken up
-        elsewhere ends with an error event, which `chunks` yields. Raises BusyError, UnavailableError."""
+        leaves `chunks` early (aclose) leaves the worker too. Both raise BusyError and UnavailableError: from
+        `chunks` they come where a stream breaks and cannot be taken up elsewhere."""
         ...
