@@ -26,6 +26,7 @@ STREAMS = ("text/event-stream", "application/x-ndjson")
 REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it does not know
 MIN_TRIES = 2  # of a request without a token, even if there is one worker alone
 MAX_ERROR_BYTES = 1000
+MOST_HALF_TOKENS = 4  # at the end of a chunk, whose last character is not whole
 
 
 class _Details(msgspec.Struct):
@@ -98,6 +99,8 @@ class ForeignForwarder:
                     raise
             except WorkerFailedError as error:
                 stream.break_off()
+                if stream.has_begun and stream.obstacle() is None:
+                    await self._settle(stream)
                 if stream.is_whole:
                     yield stream.finish()
                     return
@@ -224,6 +227,28 @@ class ForeignForwarder:
         if details is not None and details.cached_tokens is not None:
             place.cached(details.cached_tokens)
         yield body
+
+    async def _settle(self, stream: ForeignStream) -> None:
+        """Finds out which tokens the text that was sent is of. Workers hold text back that may begin a stop
+        string, and a chunk of several tokens may end with half a character. Raises UnavailableError if nobody
+        can say and it matters."""
+        request, ids, sent = stream.request, stream.token_ids, stream.text
+        if request.get("echo"):
+            return  # the text has the prompt in it
+        model, prompt_ids = request.model, stream.prompt_ids or []
+        text = await self._tokens.text_of(model, prompt_ids, ids)
+        count = len(ids)
+        least = count if request.wants_token_ids else count - MOST_HALF_TOKENS
+        while text is not None and text != sent and text.endswith("\ufffd") and count > max(least, 0):
+            count -= 1
+            text = await self._tokens.text_of(model, prompt_ids, ids[:count])
+        if text is not None and text.startswith(sent):
+            stream.settle(count, text[len(sent) :])
+        elif any(len(stop) > 1 for stop in request.stops):
+            raise UnavailableError(
+                "the stream broke, and nobody can tell the text of its tokens (/detokenize, --tokenizer), of "
+                "which some may have been held back as they may begin a stop string"
+            )
 
     def _check_migration(self, stream: ForeignStream, num_migrations: int, error: WorkerFailedError) -> None:
         """Raises UnavailableError if the stream ends here."""
