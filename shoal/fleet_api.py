@@ -28,6 +28,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     role: str  # "both", "prefill", "decode"
     model: str
     state: WorkerState
+    why: str = ""  # it gets nothing, where that is not plain
     pid: int | None = None  # of a worker on this host
     tags: list[str] = []
     active_requests: int = 0
@@ -68,7 +69,8 @@ class FleetControl(Protocol):
     def view(self) -> FleetView: ...
 
     async def select(self, model: str | None, body: Mapping[str, Any]) -> Selected:
-        """`body` has `token_ids`, `prompt` or `messages`. Nothing is sent to a worker for tokens."""
+        """`body` has `token_ids`, `prompt` or `messages`, and may have `session`, `tags` and `cache_salt`. No
+        worker is asked to generate. Raises UnavailableError where no worker can take it."""
         ...
 
     async def drain(self, worker_id: str) -> None:
