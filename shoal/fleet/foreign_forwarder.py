@@ -187,20 +187,28 @@ class ForeignForwarder:
         self, exchange: ForeignExchange, place: Place[ForeignLink], stream: ForeignStream
     ) -> AsyncGenerator[bytes]:
         reader = SseReader()
+        failure: WorkerFailedError | None = None
         async with aclosing(exchange.pieces()) as pieces:
             async for piece in pieces:
                 events: list[bytes] = []
                 num_tokens = 0
-                for data in reader.feed(piece):
-                    event, count = stream.push(data)
-                    events.append(event)
-                    num_tokens += count
+                try:
+                    for data in reader.feed(piece):
+                        event, count = stream.push(data)
+                        events.append(event)
+                        num_tokens += count
+                        if stream.is_done:
+                            break
+                except WorkerFailedError as error:
+                    failure = error
                 if num_tokens:
                     place.generated(num_tokens)
                 if stream.is_done and stream.cached_tokens is not None:
                     place.cached(stream.cached_tokens)
-                if shown := b"".join(events):
+                if shown := b"".join(events):  # what came before a failure counts as sent
                     yield shown
+                if failure is not None:
+                    raise failure
                 if stream.is_done:
                     return
         raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
@@ -243,7 +251,7 @@ class ForeignForwarder:
             count -= 1
             text = await self._tokens.text_of(model, prompt_ids, ids[:count])
         if text is not None and text.startswith(sent):
-            stream.settle(count, text[len(sent) :])
+            stream.settle(count, text[len(sent) :].rstrip("\ufffd"))
         elif any(len(stop) > 1 for stop in request.stops):
             raise UnavailableError(
                 "the stream broke, and nobody can tell the text of its tokens (/detokenize, --tokenizer), of "
@@ -274,6 +282,7 @@ class ForeignForwarder:
         priority, session, salt = request.get("priority"), request.get("user"), request.get("cache_salt")
         if b"x-session-id" in headers:
             session = headers[b"x-session-id"].decode("latin-1")
+        tags = headers.get(b"x-shoal-tags", b"").decode("latin-1")
         adapters = [worker.info.adapters for worker in self._dispatcher.workers.values()]
         is_adapter = any(model in names for names in adapters)
         return Wanted(
@@ -284,6 +293,7 @@ class ForeignForwarder:
             session=session if isinstance(session, str) else None,
             cache_salt=salt if isinstance(salt, str) else None,
             lora_name=model if is_adapter else None,
+            tags=frozenset(tag for one in tags.split(",") if (tag := one.strip())),
         )
 
     async def _prompt_tokens(self, request: ForeignRequest) -> Any:

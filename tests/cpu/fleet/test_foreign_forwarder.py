@@ -279,8 +279,8 @@ async def test_a_stop_string_that_two_workers_write_ends_the_answer(seed):
     at = rng.randrange(2, 30)
     stop = whole[at : at + 4]
     at = whole.index(stop)
-    a, b = (ForeignWorker(chunk_sizes=(1, 2), seed=seed + i) for i in range(2))
-    async with front(a, b) as router:
+    a, b, c = (ForeignWorker(chunk_sizes=(1, 2), seed=seed + i) for i in range(3))
+    async with front(a, b, c) as router:
         for after in range(1, at + 4):
             a.faults = [Fault("break", after, times=1)]
             b.faults = [Fault("break", after, times=1)]
@@ -288,7 +288,9 @@ async def test_a_stop_string_that_two_workers_write_ends_the_answer(seed):
                 "completion", max_tokens=40, stop=[stop, "never"], stream_options={"include_usage": True}
             )
             assert answer.text == whole[:at] and answer.finish == "stop" and answer.is_done, (after, stop)
-            assert answer.usage["completion_tokens"] <= at + 5
+            assert answer.usage["completion_tokens"] <= at + 12, (
+                "what was held back counts, as it was generated"
+            )
 
 
 @running
@@ -452,5 +454,6 @@ async def test_the_operators_tokenizer_comes_first():
         assert await tokens.tokens_of({"prompt": "text"}) == tokenizer.encode("text")
         long = "many words " * 1000
         assert await tokens.tokens_of({"prompt": long}) == tokenizer.encode(long)
-        assert await tokens.tokens_of({"messages": MESSAGES}) == ids_of(MESSAGES[0]["content"])
+        chat = tokenizer.encode(MESSAGES[0]["content"], add_special_tokens=False)
+        assert await tokens.tokens_of({"messages": MESSAGES}) == chat
         assert "/tokenize" not in a.asked

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from shoal.errors import WorkerFailedError
 from shoal.fleet import sse
 from shoal.fleet.sse import SseReader
 
@@ -60,6 +61,6 @@ def test_a_line_of_megabytes_passes_in_time_that_grows_with_its_length():
 def test_an_event_without_end_is_refused(monkeypatch):
     monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1000)
     reader = SseReader()
-    with pytest.raises(ValueError, match="1000 bytes"):
+    with pytest.raises(WorkerFailedError, match="1000 bytes"):
         for _ in range(20):
             reader.feed(b"data: " + b"x" * 80 + b"\n")
