@@ -292,7 +292,7 @@ DAMAGES = {
     "bit in the padding": (flipped(PAGE - 1), "damaged"),
     "bit in the data": (flipped(PAGE + BYTES // 2), "damaged"),
     "last bit": (flipped(-1), "damaged"),
-    "another version": (lambda path: path.write_bytes(MAGIC[:-1] + b"2" + path.read_bytes()[8:]), "foreign"),
+    "another version": (lambda path: path.write_bytes(MAGIC[:-1] + b"1" + path.read_bytes()[8:]), "foreign"),
     "another model's": (swapped_for(another_models), "foreign"),
     "another layout's": (swapped_for(another_layouts), "foreign"),
     "another block's": (a_lie(key=b"k" * 16), "different"),
