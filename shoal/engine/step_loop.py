@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shoal.api import Logprob, Output, TokenLogprobs
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.standstill import Standstill
+from shoal.engine.standstill import Standstill
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from shoal.api import MemoryReport, check_sleep, check_tags
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.standstill import Standstill
+from shoal.engine.standstill import Standstill
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.ranks.ranks import Ranks

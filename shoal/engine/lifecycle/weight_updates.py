@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.standstill import Standstill
+from shoal.engine.standstill import Standstill
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
