@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +97,10 @@ class RankKv:
         self.tiers.update(open_tiers(config, TierPlace(fingerprint, spec, record_events)))
 
     def close_tiers(self) -> None:
-        for tier in self.tiers.values():
-            tier.close()
-        self.tiers.clear()
+        with ExitStack() as ends:
+            for tier in self.tiers.values():
+                ends.callback(tier.close)
+            self.tiers.clear()
 
     # Measuring
 
@@ -249,10 +251,12 @@ class RankKv:
         self._done.clear()
 
     def close(self) -> None:
-        """Waits for copies, closes the tiers and gives the slab back."""
-        self._settle()
-        self.close_tiers()
-        self.slab.close()
+        """Waits for copies, closes the tiers and gives the slab back, all of it even if a part of that
+        fails."""
+        with ExitStack() as ends:  # It runs the last entry first.
+            ends.callback(self.slab.close)
+            ends.callback(self.close_tiers)
+            ends.callback(self._settle)
 
     def _settle(self) -> None:
         if self.device.type == "cuda":
