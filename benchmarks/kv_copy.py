@@ -13,11 +13,11 @@ import argparse
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
+from msgspec.structs import replace
 from report import write_json
 
 from shoal.kv import copy
@@ -114,8 +114,8 @@ def over_pcie(rows: list[dict[str, Any]]) -> None:
 def layer_by_layer(rows: list[dict[str, Any]], slab: torch.Tensor, kv: torch.Tensor, plain: float) -> None:
     """256 blocks of qwen3-8b, each layer on its own, 64 KiB or two halves of it."""
     for layout in (Layout.WHOLE_BLOCKS, Layout.KV_FIRST):
-        spec = replace(QWEN3_8B, layout=layout)
-        host, device = (BlockView.over(spec, 256, memory_of(memory)) for memory in (slab, kv))
+        spec = replace(QWEN3_8B, layout=layout, num_blocks=256)
+        host, device = (BlockView.over(spec, memory_of(memory)) for memory in (slab, kv))
         ids = [random.Random(seed).sample(range(256), 256) for seed in (2, 3)]
         for way, threshold in WAYS.items():
             with mock.patch.object(copy, "DMA_BYTES", threshold):
@@ -130,12 +130,13 @@ def layer_by_layer(rows: list[dict[str, Any]], slab: torch.Tensor, kv: torch.Ten
 
                 assert copying.stream is not None
                 took = seconds(run, copying.stream, 3)
-            row(rows, f"host to device, 8b by layer, {layout}", way, 256 * spec.block_bytes, took, plain)
+            row(rows, f"host to device, 8b by layer, {layout}", way, spec.num_bytes, took, plain)
 
 
 def within_the_device(rows: list[dict[str, Any]]) -> None:
     num_blocks, rng = 1024, random.Random(2)
-    num_bytes = num_blocks * QWEN3_8B.block_bytes
+    whole = replace(QWEN3_8B, num_blocks=num_blocks)
+    num_bytes = whole.num_bytes
     storages = [device_memory(num_bytes) for _ in range(2)]
     stream = torch.cuda.Stream()
 
@@ -161,12 +162,9 @@ def within_the_device(rows: list[dict[str, Any]]) -> None:
     ):
         sides = []
         for storage, layout, size in zip(storages, layouts, sizes):
-            shards = [replace(QWEN3_8B, layout=layout, tp_size=size, tp_rank=rank) for rank in range(size)]
+            shards = [replace(whole, layout=layout, tp_size=size, tp_rank=rank) for rank in range(size)]
             sides.append(
-                [
-                    BlockView.over(shard, num_blocks, storage, i * shard.block_bytes * num_blocks)
-                    for i, shard in enumerate(shards)
-                ]
+                [BlockView.over(shard, storage, i * shard.num_bytes) for i, shard in enumerate(shards)]
             )
         start = time.perf_counter()
         reshard(sides[0], ids[0], sides[1], ids[1], stream)  # compiles

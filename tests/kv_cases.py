@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from shoal.kv.copy import BlockCopyError, CopyStream, copy_blocks
 from shoal.kv.layout import CacheSpec, Layout, contiguous_strides
@@ -52,8 +52,9 @@ def contents(cache: BlockView) -> torch.Tensor:
 
 def new_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate, rng: random.Random) -> BlockView:
     """Of random bytes, not at the beginning of its storage."""
+    spec = replace(spec, num_blocks=num_blocks)
     offset = 64 * rng.randrange(3)
-    storage = allocate(offset + num_blocks * spec.block_bytes + rng.randrange(3))
+    storage = allocate(offset + spec.num_bytes + rng.randrange(3))
     noise = TensorView(host_memory(storage.num_bytes), (storage.num_bytes,), torch.uint8)
     noise.tensor().copy_(
         torch.randint(
@@ -61,7 +62,13 @@ def new_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate, rng: random.
         )
     )
     noise.copy_to(TensorView(storage, (storage.num_bytes,), torch.uint8))
-    return BlockView.over(spec, num_blocks, storage, offset)
+    return BlockView.over(spec, storage, offset)
+
+
+def empty_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate = host_memory) -> BlockView:
+    """In a storage of its own."""
+    spec = replace(spec, num_blocks=num_blocks)
+    return BlockView.over(spec, allocate(spec.num_bytes))
 
 
 def random_spec(rng: random.Random) -> CacheSpec:
@@ -98,8 +105,8 @@ def check_random_copies(
         from_memory, to_memory = allocators[i % len(allocators)]
         src = new_cache(spec, rng.randint(1, 9), from_memory, rng)
         dst = new_cache(replace(spec, layout=rng.choice(list(Layout))), rng.randint(1, 9), to_memory, rng)
-        dst_ids = rng.sample(range(dst.num_blocks), rng.randint(0, dst.num_blocks))
-        src_ids = [rng.randrange(src.num_blocks) for _ in dst_ids]
+        dst_ids = rng.sample(range(dst.spec.num_blocks), rng.randint(0, dst.spec.num_blocks))
+        src_ids = [rng.randrange(src.spec.num_blocks) for _ in dst_ids]
         before, expected = contents(src), contents(dst)
         expected[:, dst_ids] = before[:, src_ids]
         copy_blocks(src, src_ids, dst, dst_ids)
@@ -217,12 +224,12 @@ def check_random_reshards(
             rng,
         )
         wanted = rng.sample(dsts, rng.randint(1, len(dsts)))
-        dst_ids = rng.sample(range(dsts[0].num_blocks), rng.randint(0, dsts[0].num_blocks))
-        src_ids = [rng.randrange(srcs[0].num_blocks) for _ in dst_ids]
+        dst_ids = rng.sample(range(dsts[0].spec.num_blocks), rng.randint(0, dsts[0].spec.num_blocks))
+        src_ids = [rng.randrange(srcs[0].spec.num_blocks) for _ in dst_ids]
         whole, expected = merged(srcs), [contents(dst) for dst in dsts]
         for dst, data in zip(dsts, expected):
             if dst in wanted:
-                first = dst.spec.tp_rank * dst.spec.heads
+                first = dst.spec.first_head
                 data[:, dst_ids] = whole[:, src_ids, :, :, first : first + dst.spec.heads]
         reshard(rng.sample(srcs, len(srcs)), src_ids, wanted, dst_ids)
         for dst, data in zip(dsts, expected):
@@ -232,18 +239,16 @@ def check_random_reshards(
 def check_the_permutation(allocate: Allocate) -> None:
     """16 heads for four ranks, value = 1000 kv + 100 block + 10 token + head + 0.1 item: reshape and
     permute(3, 0, 1, 2, 4, 5)."""
-    spec = CacheSpec(Layout.KV_FIRST, 1, 16, 6, "float32", 2)
+    spec = CacheSpec(Layout.KV_FIRST, 1, 16, 6, "float32", 2, num_blocks=8)
     rng = random.Random(3)
     src = new_cache(spec, 8, allocate, rng)
-    grid = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in spec.layer_shape(8)), indexing="ij")
+    grid = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in spec.layer_shape), indexing="ij")
     values = sum(scale * axis for scale, axis in zip((1000, 100, 10, 1, 0.1), grid))
     assert isinstance(values, torch.Tensor)
     TensorView.of(values).copy_to(src.layer(0, mutable=True))
-    storage = allocate(src.spec.block_bytes * 8)
-    dsts = [
-        BlockView.over(replace(spec, tp_size=4, tp_rank=rank), 8, storage, rank * 8 * spec.block_bytes // 4)
-        for rank in range(4)
-    ]
+    storage = allocate(spec.num_bytes)
+    ranks = [replace(spec, tp_size=4, tp_rank=rank) for rank in range(4)]
+    dsts = [BlockView.over(rank, storage, rank.tp_rank * rank.num_bytes) for rank in ranks]
     reshard([src], range(8), dsts, range(8))
     expected = values.reshape(2, 8, 2, 4, 4, 6).permute(3, 0, 1, 2, 4, 5).contiguous()
     shape = tuple(expected.shape)

@@ -9,16 +9,16 @@ current stream.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from shoal.errors import UnavailableError, UserError
 from shoal.kernels.block_copy import Pieces, bytes_at, copy_by_dma, copy_on_host, join, runs
-from shoal.kv.layout import ITEM_BYTES, LayoutError, compatibility
+from shoal.kv.layout import ITEM_BYTES, shared_heads
 from shoal.kv.storage import Kind, host_memory, in_flight, pinned_memory
 from shoal.kv.view import BlockView
 
@@ -138,7 +138,7 @@ def copy_blocks(
     """dst block dst_ids[i] = src block src_ids[i], in all layers; layouts and numbers of blocks may differ.
     Returns the event of the end, or None if it is done. What the device can't reach, plain memory and files,
     passes through pinned memory, and is done when it returns. Raises LayoutError and BlockCopyError."""
-    check_compatible(src, dst, besides=("layout",))
+    shared_heads([src.spec], [dst.spec])
     return copy_shards([src], src_ids, [dst], dst_ids, stream)
 
 
@@ -151,9 +151,8 @@ def copy_shards(
 ) -> torch.cuda.Event | None:
     """The same blocks of several ranks' caches, whose heads are told apart by their specs; reshard.py checks
     that they cover each other."""
-    from_ids, to_ids = check_ids(
-        src_ids, min(view.num_blocks for view in srcs), dst_ids, min(view.num_blocks for view in dsts)
-    )
+    num_src, num_dst = (min(view.spec.num_blocks for view in views) for views in (srcs, dsts))
+    from_ids, to_ids = check_ids(src_ids, num_src, dst_ids, num_dst)
     for src in srcs:
         for dst in dsts:
             check_memory(src, dst, from_ids, to_ids)
@@ -176,11 +175,6 @@ def copy_shards(
     return event
 
 
-def check_compatible(src: BlockView, dst: BlockView, besides: Iterable[str]) -> None:
-    if reasons := compatibility(src.spec, dst.spec, besides):
-        raise LayoutError("these blocks do not go together: " + "; ".join(reasons))
-
-
 def check_memory(src: BlockView, dst: BlockView, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
     """Blocks may be copied within a cache, other blocks onto other blocks; not between other views of the
     same memory."""
@@ -192,9 +186,7 @@ def check_memory(src: BlockView, dst: BlockView, src_ids: np.ndarray, dst_ids: n
         )
     if not src.overlaps(dst):
         return
-    if (src.spec, src.num_blocks, src.strides) != (dst.spec, dst.num_blocks, dst.strides) or (
-        src.addresses != dst.addresses
-    ).any():
+    if (src.spec, src.strides) != (dst.spec, dst.strides) or (src.addresses != dst.addresses).any():
         raise BlockCopyError("source and destination overlap in memory, but are not the same blocks")
     if len(both := np.intersect1d(src_ids, dst_ids)):
         raise BlockCopyError(
@@ -216,27 +208,26 @@ def pieces_between(
 ) -> list[Pieces]:
     """What to copy so that every head of every destination comes from the source that has it. One element,
     unless the shards of a side differ in their strides."""
-    a, b = srcs[0].spec, dsts[0].spec
-    heads, item = math.gcd(a.heads, b.heads), ITEM_BYTES[a.dtype]  # so many lie together on both sides
-    owners = {view.spec.tp_rank: view for view in srcs}
-    which = list(layers)
+    spec, which = srcs[0].spec, list(layers)
+    item = ITEM_BYTES[spec.dtype]
+    src_of = {view.spec.tp_rank: view for view in srcs}
+    dst_of = {view.spec.tp_rank: view for view in dsts}
+    shares = shared_heads([view.spec for view in srcs], [view.spec for view in dsts])
+    heads = shares[0].num_heads
     found: dict[tuple[tuple[int, int], ...], list[tuple[np.ndarray, np.ndarray]]] = {}
-    for dst in dsts:
-        for head in range(dst.spec.tp_rank * b.heads, (dst.spec.tp_rank + 1) * b.heads, heads):
-            src = owners[head // a.heads]
-            strides = tuple(
-                (src.strides[axis], dst.strides[axis]) for axis in ("block", "kv", "token", "head")
+    for shared in shares:
+        src, dst = src_of[shared.src_rank], dst_of[shared.dst_rank]
+        strides = tuple((src.strides[axis], dst.strides[axis]) for axis in ("block", "kv", "token", "head"))
+        found.setdefault(strides, []).append(
+            (
+                src.addresses[which] + shared.src_head * src.strides["head"],
+                dst.addresses[which] + shared.dst_head * dst.strides["head"],
             )
-            found.setdefault(strides, []).append(
-                (
-                    src.addresses[which] + head % a.heads * src.strides["head"],
-                    dst.addresses[which] + head % b.heads * dst.strides["head"],
-                )
-            )
+        )
     pieces = []
     for (block, kv, token, head_strides), starts in found.items():
         src_starts, dst_starts = (np.concatenate(side) for side in zip(*starts))
-        dims = [(2, *kv), (a.block_size, *token), (heads, *head_strides), (a.head_dim, item, item)]
+        dims = [(2, *kv), (spec.block_size, *token), (heads, *head_strides), (spec.head_dim, item, item)]
         pieces.append(join(src_starts, dst_starts, *block, dims, item))
     return pieces
 
@@ -256,8 +247,8 @@ def _copy_staged(
     num_blocks = min(len(src_ids), max(1, STAGING_BYTES // block_bytes))
     allocate = pinned_memory if Kind.DEVICE in kinds else host_memory
     staged = [
-        BlockView.over(shard.spec, num_blocks, allocate(num_blocks * shard.spec.block_bytes))
-        for shard in shards
+        BlockView.over(spec, allocate(spec.num_bytes))
+        for spec in (replace(shard.spec, num_blocks=num_blocks) for shard in shards)
     ]
     for start in range(0, len(src_ids), num_blocks):
         from_ids, to_ids = src_ids[start : start + num_blocks], dst_ids[start : start + num_blocks]
@@ -352,7 +343,7 @@ class CopyStream:
         device, and LayoutError."""
         if self._views is not None:
             raise BlockCopyError("a block map is staged already: reset() first")
-        check_compatible(src, dst, besides=("layout",))
+        shared_heads([src.spec], [dst.spec])
         check_memory(src, dst, *(np.empty(0, np.int64),) * 2)
         kinds = {src.storage.kind, dst.storage.kind}
         if not reachable(kinds) or (Kind.DEVICE in kinds) != (self.device.type == "cuda"):
@@ -378,7 +369,7 @@ class CopyStream:
         if self._views is None:
             raise BlockCopyError("no block map is staged: prepare_block_map() first")
         src, dst = self._views
-        from_ids, to_ids = check_ids(src_ids, src.num_blocks, dst_ids, dst.num_blocks)
+        from_ids, to_ids = check_ids(src_ids, src.spec.num_blocks, dst_ids, dst.spec.num_blocks)
         check_memory(src, dst, from_ids, to_ids)
         if self.stream is not None:
             with torch.cuda.stream(self.stream):

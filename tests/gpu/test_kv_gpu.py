@@ -6,12 +6,12 @@ import itertools
 import random
 import threading
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from shoal.kv import copy
 from shoal.kv import storage as storage_module
@@ -179,8 +179,9 @@ def test_addresses_beyond_31_bits():
 
 
 def test_memory_is_kept_while_a_copy_is_in_flight():
-    memories = [device_memory(4 * SPEC.block_bytes), pinned_memory(4 * SPEC.block_bytes)]
-    views = [BlockView.over(SPEC, 4, memory) for memory in memories]
+    spec = replace(SPEC, num_blocks=4)
+    memories = [device_memory(spec.num_bytes), pinned_memory(spec.num_bytes)]
+    views = [BlockView.over(spec, memory) for memory in memories]
     views[0].layer(1, mutable=True).fill(3)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -194,7 +195,7 @@ def test_memory_is_kept_while_a_copy_is_in_flight():
         with pytest.raises(StorageInUseError, match="in flight"):
             memory.close()
     stream.synchronize()
-    assert (BlockView.over(SPEC, 4, memories[1]).layer(1, mutable=True).tensor() == 3).all()
+    assert (BlockView.over(spec, memories[1]).layer(1, mutable=True).tensor() == 3).all()
     for memory in memories:
         memory.close()
 

@@ -20,11 +20,10 @@ import torch
 from shoal.config import ResolvedConfig
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockMeta, BlockSpec
+from shoal.kv.block_file import BlockMeta
 from shoal.kv.copy import gather_blocks, scatter_blocks
 from shoal.kv.tier import Tier
 from shoal.kv.tier_registry import TierPlace, open_tiers
-from shoal.layers.parallel import TensorParallel
 from shoal.memory.slab import CHUNK_BYTES, HostSlab
 
 MEASURED_BLOCKS = 32
@@ -52,22 +51,17 @@ class RankKv:
     """Every transfer has a ticket, a number that rank 0 chose. `poll` says which have ended."""
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        tp: TensorParallel,
-        cache: KvCache,
-        device: torch.device,
-        num_host_blocks: int,
+        self, config: ResolvedConfig, cache: KvCache, device: torch.device, num_host_blocks: int
     ) -> None:
         """Takes the host slab. Raises ConfigError if there is no memory for it."""
-        self.config, self.tp, self.cache, self.device = config, tp, cache, device
+        self.config, self.cache, self.device = config, cache, device
         try:
-            self.slab = HostSlab(num_host_blocks, cache.block_bytes, device)
+            self.slab = HostSlab(num_host_blocks, cache.spec.block_bytes, device)
         except (MemoryError, OSError) as error:
             what = "the host memory on the way to kv_disk_path or kv_store"
             if config.kv_host_bytes:
                 what = f"kv_host_bytes {config.kv_host_bytes}"
-            num_bytes = num_host_blocks * cache.block_bytes
+            num_bytes = num_host_blocks * cache.spec.block_bytes
             raise ConfigError(
                 f"{what} can't be had, {num_bytes} bytes a rank: {error}; lower or drop it"
             ) from None
@@ -86,15 +80,7 @@ class RankKv:
         ConfigError."""
         self.close_tiers()
         config = self.config
-        spec = BlockSpec(
-            str(list(self.cache.block_shape)),
-            config.dtype,
-            self.cache.block_bytes,
-            config.block_size,
-            self.tp.rank,
-            self.tp.size,
-        )
-        self.tiers.update(open_tiers(config, TierPlace(fingerprint, spec, record_events)))
+        self.tiers.update(open_tiers(config, TierPlace(fingerprint, self.cache.spec, record_events)))
 
     def close_tiers(self) -> None:
         with ExitStack() as ends:
@@ -116,7 +102,7 @@ class RankKv:
             scatter_blocks(rows, blocks, cache, blocks)
             self._settle()
 
-        pinned = CHUNK_BYTES // self.cache.block_bytes
+        pinned = CHUNK_BYTES // self.cache.spec.block_bytes
         num_blocks = max(1, min(MEASURED_BLOCKS, pinned, len(rows), len(cache)))
         seconds = measure_block_s(copy, num_blocks, time.perf_counter)
         self.slab.pin_rest()

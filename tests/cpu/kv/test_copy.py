@@ -6,11 +6,11 @@ import gc
 import itertools
 import os
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from triton_compile import check_kernels
 
 from shoal.errors import UnavailableError
@@ -64,10 +64,7 @@ def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
 
 
 def test_whole_blocks_are_one_run_and_layers_of_other_layouts_are_not():
-    caches = {
-        layout: BlockView.over(replace(SPEC, layout=layout), 3, host_memory(3 * SPEC.block_bytes))
-        for layout in Layout
-    }
+    caches = {layout: kv_cases.empty_cache(replace(SPEC, layout=layout), 3) for layout in Layout}
 
     def shape(a, b):
         (pieces,) = copy.pieces_between([caches[a]], [caches[b]], range(2))
@@ -83,17 +80,17 @@ def test_whole_blocks_are_one_run_and_layers_of_other_layouts_are_not():
 
 def test_layers_in_storages_of_their_own(tmp_path):
     """As other engines have them; two files may then have equal offsets."""
-    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=3)
     rng = random.Random(4)
 
     def cache(allocate):
         layers = [
-            TensorView(allocate(3 * spec.block_layer_bytes, i), spec.layer_shape(3), torch.float16)
+            TensorView(allocate(3 * spec.block_layer_bytes, i), spec.layer_shape, torch.float16)
             for i in range(2)
         ]
         for layer in layers:
             layer.fill(rng.randrange(100))
-        return BlockView(spec, 3, layers)
+        return BlockView(spec, layers)
 
     memory, file = cache(lambda n, i: host_memory(n)), cache(lambda n, i: DirectFile(tmp_path / str(i), n))
     other = cache(lambda n, i: DirectFile(tmp_path / f"other{i}", n))
@@ -116,7 +113,7 @@ def test_layers_in_storages_of_their_own(tmp_path):
     ],
 )
 def test_ids_that_are_refused(src_ids, dst_ids, said):
-    src, dst = (BlockView.over(SPEC, n, host_memory(n * SPEC.block_bytes)) for n in (3, 4))
+    src, dst = (kv_cases.empty_cache(SPEC, n) for n in (3, 4))
     staged = CopyStream("cpu")
     staged.prepare_block_map(src, dst)
     tensors = [torch.zeros(n, 10, dtype=torch.uint8) for n in (3, 4)]
@@ -132,20 +129,12 @@ def test_ids_that_are_refused(src_ids, dst_ids, said):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        dict(num_layers=3),
-        dict(num_heads=2),
-        dict(head_dim=4),
-        dict(dtype="bfloat16"),
-        dict(block_size=8),
-        dict(tp_size=2),
-        dict(tp_size=4, tp_rank=1),
-    ],
+    [dict(num_layers=3), dict(num_heads=2), dict(head_dim=4), dict(dtype="bfloat16"), dict(block_size=8)],
     ids=str,
 )
 def test_caches_that_do_not_go_together(change):
     other = replace(SPEC, **change)
-    src, dst = (BlockView.over(spec, 2, host_memory(2 * spec.block_bytes)) for spec in (SPEC, other))
+    src, dst = (kv_cases.empty_cache(spec, 2) for spec in (SPEC, other))
     for refused in (
         lambda: copy_blocks(src, [0], dst, [0]),
         lambda: CopyStream("cpu").prepare_block_map(src, dst),
@@ -156,29 +145,29 @@ def test_caches_that_do_not_go_together(change):
 
 def test_copies_within_one_memory():
     memory = host_memory(8 * SPEC.block_bytes)
-    cache = BlockView.over(SPEC, 4, memory)
+    spec = replace(SPEC, num_blocks=4)
+    cache = BlockView.over(spec, memory)
     for block in range(4):
         cache.layer(0, mutable=True).slice(0, block, block + 1).fill(block)
     copy_blocks(cache, [0, 0], cache, [2, 3])
     assert [cache.layer(0)[block, 0, 0, 0, 0] for block in range(4)] == [0, 1, 0, 0]
     with pytest.raises(BlockCopyError, match="block 1 is read and written"):
         copy_blocks(cache, [0, 1], cache, [1, 2])
-    transposed = BlockView.over(replace(SPEC, layout=Layout.KV_FIRST), 4, memory)
-    for other in (BlockView.over(SPEC, 4, memory, offset=SPEC.block_bytes), transposed):
+    transposed = BlockView.over(replace(spec, layout=Layout.KV_FIRST), memory)
+    for other in (BlockView.over(spec, memory, offset=SPEC.block_bytes), transposed):
         with pytest.raises(BlockCopyError, match="overlap"):
             copy_blocks(cache, [0], other, [3])
-    copy_blocks(cache, [1], BlockView.over(SPEC, 4, memory, offset=4 * SPEC.block_bytes), [1])
+    copy_blocks(cache, [1], BlockView.over(spec, memory, offset=4 * SPEC.block_bytes), [1])
 
 
 def test_caches_whose_layers_lie_between_each_other():
-    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=3)
     memory, layer = host_memory(4 * 3 * spec.block_layer_bytes), 3 * spec.block_layer_bytes
     caches = [
         BlockView(
             spec,
-            3,
             [
-                TensorView(memory, spec.layer_shape(3), torch.float16, offset=(2 * i + first) * layer)
+                TensorView(memory, spec.layer_shape, torch.float16, offset=(2 * i + first) * layer)
                 for i in range(2)
             ],
         )
@@ -190,14 +179,14 @@ def test_caches_whose_layers_lie_between_each_other():
 
 
 def test_a_read_only_destination():
-    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=2)
     layers = [
-        TensorView(host_memory(1 << 16), spec.layer_shape(2), torch.float16, mutable=False) for _ in range(2)
+        TensorView(host_memory(1 << 16), spec.layer_shape, torch.float16, mutable=False) for _ in range(2)
     ]
-    cache = BlockView(spec, 2, layers)
+    cache = BlockView(spec, layers)
     with pytest.raises(BlockCopyError, match="read-only"):
         copy_blocks(cache, [0], cache, [1])
-    copy_blocks(cache, [0], BlockView.over(spec, 2, host_memory(2 * spec.block_bytes)), [0])
+    copy_blocks(cache, [0], kv_cases.empty_cache(spec, 2), [0])
 
 
 def test_an_engines_cache_to_a_slab_and_back():
@@ -227,7 +216,7 @@ def test_a_round_trip_layer_by_layer(way):
 
 
 def test_copy_streams_say_what_is_missing():
-    caches = [BlockView.over(SPEC, 3, host_memory(3 * SPEC.block_bytes)) for _ in range(2)]
+    caches = [kv_cases.empty_cache(SPEC, 3) for _ in range(2)]
     stream = CopyStream("cpu")
     for staged in (False, True):
         with pytest.raises(BlockCopyError, match="no block map"):
@@ -255,8 +244,8 @@ def test_copy_streams_say_what_is_missing():
 
 
 def test_copy_streams_do_not_reach_files(tmp_path):
-    memory = BlockView.over(SPEC, 3, host_memory(3 * SPEC.block_bytes))
-    file = BlockView.over(SPEC, 3, DirectFile(tmp_path / "blocks", 3 * SPEC.block_bytes))
+    memory = kv_cases.empty_cache(SPEC, 3)
+    file = kv_cases.empty_cache(SPEC, 3, lambda n: DirectFile(tmp_path / "blocks", n))
     with pytest.raises(BlockCopyError, match="from host to direct"):
         CopyStream("cpu").prepare_block_map(memory, file)
 
@@ -264,7 +253,7 @@ def test_copy_streams_do_not_reach_files(tmp_path):
 def test_a_staged_copy_keeps_its_storages_open():
     memories = [host_memory(3 * SPEC.block_bytes) for _ in range(2)]
     stream = CopyStream("cpu")
-    stream.prepare_block_map(*(BlockView.over(SPEC, 3, memory) for memory in memories))
+    stream.prepare_block_map(*(BlockView.over(replace(SPEC, num_blocks=3), memory) for memory in memories))
     with pytest.raises(StorageInUseError):
         memories[0].close()
     stream.reset()
@@ -289,12 +278,9 @@ def test_dropped_copy_streams_return_to_their_pool():
 
 def _launch(src_layout, dst_layout, tp=1, spec=QWEN3_8B):
     """The kernel at real sizes; the launch is all that counts, so the memory is not touched."""
-    srcs = [BlockView.over(replace(spec, layout=src_layout), 4, host_memory(4 * spec.block_bytes))]
+    srcs = [kv_cases.empty_cache(replace(spec, layout=src_layout), 4)]
     shard = replace(spec, layout=dst_layout, tp_size=tp)
-    dsts = [
-        BlockView.over(replace(shard, tp_rank=rank), 4, host_memory(4 * shard.block_bytes))
-        for rank in range(tp)
-    ]
+    dsts = [kv_cases.empty_cache(replace(shard, tp_rank=rank), 4) for rank in range(tp)]
     (pieces,) = copy.pieces_between(srcs, dsts, range(spec.num_layers))
     by_kernel(pieces, np.arange(4), np.arange(4))
 
