@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +88,10 @@ class RankKv:
         self.tiers.update(open_tiers(config, TierPlace(fingerprint, self.spec, record_events)))
 
     def close_tiers(self) -> None:
-        for tier in self.tiers.values():
-            tier.close()
-        self.tiers.clear()
+        with ExitStack() as ends:
+            for tier in self.tiers.values():
+                ends.callback(tier.close)
+            self.tiers.clear()
 
     # Measuring
 
@@ -221,16 +223,20 @@ class RankKv:
         self._done.clear()
 
     def close(self) -> None:
-        """Waits for copies, closes the tiers and gives the slab back."""
-        for copying in (self._out, self._in):
-            copying.synchronize()
-        del self._out_map, self._in_map  # they hold the cache and the slab
-        self.close_tiers()
-        self.slab.close()
+        """Waits for copies, closes the tiers and gives the slab back, all of it even if a part of that
+        fails."""
+        with ExitStack() as ends:  # It runs the last entry first.
+            ends.callback(self.slab.close)
+            ends.callback(self.close_tiers)
+            ends.callback(self._settle)
 
     def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Waits for copies, and lets go of the maps, which hold the cache and the slab."""
+        try:
+            for copying in (self._out, self._in):
+                copying.synchronize()
+        finally:
+            del self._out_map, self._in_map
 
 
 def measure_block_s(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
