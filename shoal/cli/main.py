@@ -246,6 +246,8 @@ def build_parser() -> Parser:
     sim.add_argument(
         "--seed", type=integer, metavar="N", help="of random choices (default: the file's, or 0)"
     )
+    sim.add_argument("--planner", metavar="MODE", help="add and remove workers as the load changes: load")
+    sim.add_argument("--max-gpu-budget", type=integer, metavar="N", help="GPUs that the planner may use")
     sim.add_argument("--json", action="store_true", help="print JSON")
     sim.set_defaults(run=run_sim)
 
@@ -395,25 +397,29 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
     from shoal.cli.serve import serve
 
-    config = _server_config(arguments)
+    given = _server_options(arguments)
+    if "plane" in given:  # workers of one host need no different --port
+        given.setdefault("port", 0)
+    config = ServerConfig(**given)
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
     return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
 
 
-def _server_config(arguments: argparse.Namespace) -> ServerConfig:
+def _server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     given = given_options(arguments, ServerConfig)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         # vLLM's spelling: a JSON list
         if len(values := given.get(name, ())) == 1 and values[0].startswith("["):
             given[name] = _json_list(name, values[0])
-    return ServerConfig(**given)
+    return given
 
 
 def run_route(arguments: argparse.Namespace) -> int:
     """As run_serve."""
     from shoal.cli.route import route
 
-    server = _server_config(arguments)
+    given = _server_options(arguments)
+    server = ServerConfig(**{name: given[name] for name in given if name not in NOT_OF_A_ROUTER})
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, server.log_format)
     return route(FleetConfig(**given_options(arguments, FleetConfig)), server)
 
@@ -475,8 +481,17 @@ def run_sim(arguments: argparse.Namespace) -> int:
     from shoal.fleet.sim_trace import read_trace
     from shoal.fleet.simulator import Simulation
 
+    planner: dict[str, Any] = {}
+    if arguments.planner is not None:
+        planner |= {"enabled": True, "mode": arguments.planner}
+    if arguments.max_gpu_budget is not None:
+        planner["max_gpu_budget"] = arguments.max_gpu_budget
     config = read_sim_config(
-        arguments.file, policy=arguments.policy, num_workers=arguments.workers, seed=arguments.seed
+        arguments.file,
+        policy=arguments.policy,
+        num_workers=arguments.workers,
+        seed=arguments.seed,
+        planner=planner,
     )
     result = Simulation(config, read_trace(arguments.trace, config.block_size)).run()
     print(json.dumps(dataclasses.asdict(result)) if arguments.json else result.table())

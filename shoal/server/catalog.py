@@ -27,7 +27,8 @@ class Catalog:
         return iter(self._models)
 
     def add(self, model: ServedModel | ForeignModel) -> None:
-        model.admission.draining = self.draining
+        if self.draining:
+            model.admission.drain()
         if isinstance(model, ForeignModel):
             self.foreign.append(model)
         else:
@@ -81,7 +82,7 @@ class Catalog:
         """Nobody gets in any more, whatever model comes."""
         self.draining = True
         for admission in self.admissions:
-            admission.draining = True
+            admission.drain()
 
 
 M = TypeVar("M", ServedModel, ForeignModel)
