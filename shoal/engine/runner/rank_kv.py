@@ -228,15 +228,13 @@ class RankKv:
         with ExitStack() as ends:  # It runs the last entry first.
             ends.callback(self.slab.close)
             ends.callback(self.close_tiers)
+            ends.callback(self._maps.clear)  # They hold the cache and the slab.
             ends.callback(self._settle)
 
     def _settle(self) -> None:
-        """Waits for copies, and lets go of the maps, which hold the cache and the slab."""
-        try:
-            for copying in (self._out, self._in):
-                copying.synchronize()
-        finally:
-            self._maps.clear()
+        """Waits for copies."""
+        for copying in (self._out, self._in):
+            copying.synchronize()
 
 
 def measure_block_s(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
