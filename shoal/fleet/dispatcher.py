@@ -236,7 +236,7 @@ class Dispatcher(Generic[L]):
         fresh = [worker for worker in ready if worker.id not in wanted.tried] or ready
         ranks: list[WorkerRank] = []
         for worker in fresh:
-            if worker.has_room:
+            if worker.has_room(self._num_active(worker)):
                 ranks += [rank for rank in worker.ranks if not self._is_busy(rank)]
         if not ranks:
             return None
@@ -263,6 +263,13 @@ class Dispatcher(Generic[L]):
             lacks = f"the tags {', '.join(sorted(wanted.tags))}" if wanted.tags else f"{wanted.lora_name!r}"
             raise UnavailableError(f"no worker that is ready has {lacks}; ask for others, or try again later")
         return fit
+
+    def _num_active(self, worker: Worker[L]) -> int:
+        """The requests that it has of this router, or for this model of all routers."""
+        if not worker.info.max_running:
+            return worker.active
+        loads = [self.router.books.load(rank) for rank in worker.ranks]
+        return max(worker.active, sum(load.active_requests for load in loads))
 
     def _is_busy(self, rank: WorkerRank) -> bool:
         """Whether it is beyond a threshold that is configured."""
