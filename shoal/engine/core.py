@@ -18,7 +18,6 @@ import torch
 from shoal.api import FinishReason, MemoryReport, Output, Request, SleepState, Stats
 from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import Sleeper
-from shoal.engine.lifecycle.standstill import Standstill
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.ranks.ranks import Ranks
@@ -28,6 +27,7 @@ from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.step_costs import StepCosts
+from shoal.engine.standstill import Standstill
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.kv.event_publisher import KvEvents

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -257,10 +257,15 @@ class ModelRunner:
         gc.collect()
 
     def exit(self) -> None:
-        """Waits for the device and frees its memory. The runner is of no use afterwards."""
-        if self._kv is not None:
-            self._kv.close()
-        self.weights.close()
+        """Waits for the device and frees its memory, all of it even if a part of that fails. The runner is of
+        no use afterwards."""
+        with ExitStack() as ends:  # It runs the last entry first.
+            ends.callback(self._free)
+            ends.callback(self.weights.close)
+            if self._kv is not None:
+                ends.callback(self._kv.close)
+
+    def _free(self) -> None:
         # Nothing may hold a tensor of a region when it is closed.
         del self.model, self.state, self.shaper, self.cache, self.steps, self.memory, self.weights, self._kv
         gc.collect()
