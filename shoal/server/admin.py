@@ -148,7 +148,7 @@ def _one(query: Query, name: str, default: str = "") -> str:
 
 
 def _model(exchange: Exchange, query: Query) -> ServedModel:
-    return exchange.models.find(_one(query, "model", exchange.models.first.name))
+    return exchange.models.find(_one(query, "model") or None)
 
 
 ADMIN_ROUTES: tuple[Route, ...] = (

@@ -101,12 +101,13 @@ class Server:
     async def drain(self, grace: float) -> None:
         """Refuses new requests, waits for the running ones, and ends what still runs after `grace`
         seconds."""
-        for model in self.port.models:
-            model.admission.draining = True
+        admissions = self.port.models.admissions
+        for admission in admissions:
+            admission.draining = True
         try:
             async with asyncio.timeout(grace):
-                for model in self.port.models:
-                    await model.admission.wait_idle()
+                for admission in admissions:
+                    await admission.wait_idle()
         except TimeoutError:
             self.stop("the server is shutting down and its grace period is over")
 
