@@ -33,6 +33,10 @@ class ProcessLog:
         finally:
             os.close(writer)
 
+    def stream_of(self, name: str) -> _Lines:
+        """A stream for this process's own handler of log records."""
+        return _Lines(self, name)
+
     def write(self, name: str, text: str) -> None:
         if self._style == "json":
             line = self._object(name, text)
@@ -59,3 +63,17 @@ class ProcessLog:
         except ValueError:
             said = None
         return json.dumps({"process": name, **(said if isinstance(said, dict) else {"message": text})})
+
+
+class _Lines:
+    """What is written here goes to the log, a line at a time."""
+
+    def __init__(self, log: ProcessLog, name: str) -> None:
+        self._log, self._name = log, name
+
+    def write(self, text: str) -> None:
+        for line in text.splitlines():
+            self._log.write(self._name, line)
+
+    def flush(self) -> None:
+        """The log is written through."""
