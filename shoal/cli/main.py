@@ -360,6 +360,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         # vLLM's spelling: a JSON list
         if len(values := given.get(name, ())) == 1 and values[0].startswith("["):
             given[name] = _json_list(name, values[0])
+    if "plane" in given:  # workers of one host need no different --port
+        given.setdefault("port", 0)
     config = ServerConfig(**given)
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
     return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)

@@ -103,7 +103,7 @@ class Server:
         seconds."""
         admissions = self.port.models.admissions
         for admission in admissions:
-            admission.draining = True
+            admission.drain()
         try:
             async with asyncio.timeout(grace):
                 for admission in admissions:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from shoal.api import Engine, ModelSummary, SleepState, Stats, sampling_defaults
+from shoal.config import ServerConfig
 from shoal.control import Control
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
+from shoal.model_card import ModelCard
 from shoal.request_builder import RequestBuilder
 from shoal.server.admission import Admission
 from shoal.server.errors import ApiError
@@ -229,6 +231,34 @@ class ServedModel:
 
     def close(self) -> None:
         self._threads.close()
+
+
+def served_model(
+    card: ModelCard, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig
+) -> ServedModel:
+    """The model of this card, behind this engine."""
+    info = card.info
+    return ServedModel(
+        card.names,
+        engine,
+        tokenizer,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        max_num_seqs=info.max_num_seqs,
+        generation_config=info.generation_config,
+        seed=card.seed,
+        max_queued_requests=config.max_queued_requests,
+        request_timeout=config.request_timeout,
+        tool_call_parser=card.tool_call_parser,
+        reasoning_parser=card.reasoning_parser,
+        trust_request_chat_template=config.trust_request_chat_template,
+        max_logprobs=card.max_logprobs,
+        closes_objects=card.closes_objects,
+        cache_config=card.cache_config,
+        on_gpu=info.device != "cpu",
+        summary=card.summary,
+    )
 
 
 def text_size(values: Sequence[str], enough: int) -> int:
