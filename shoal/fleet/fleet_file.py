@@ -35,12 +35,26 @@ ROLES = ("both", "prefill", "decode")
 MAX_COUNT = 4096
 # Options of `shoal serve` that the fleet gives to its workers itself.
 GIVEN_OPTIONS = frozenset(
-    {"model", "served_model_name", "host", "port", "uds", "admin_host", "admin_port", "swap", "swap_patience"}
+    {
+        "model",
+        "served_model_name",
+        "host",
+        "port",
+        "uds",
+        "admin_host",
+        "admin_port",
+        "swap",
+        "swap_patience",
+        "plane",
+        "role",
+        "worker_id",
+        "fleet_key_file",
+        "fleet_port",
+    }
 )
 WORKER_OPTIONS = frozenset([*keys_of(EngineConfig), *keys_of(ServerConfig)]) - GIVEN_OPTIONS
-# Options of the server that say something of an engine, which workers have and the router has not. The queue
-# is one of [router].
-ENGINE_OPTIONS = frozenset(
+# Options of the server that say something of an engine or of a worker, and those that [router] has.
+NO_ROUTERS = frozenset(
     {
         "served_model_name",
         "swap",
@@ -50,10 +64,16 @@ ENGINE_OPTIONS = frozenset(
         "tool_call_parser",
         "reasoning_parser",
         "profile_dir",
+        "plane",
+        "role",
+        "worker_id",
+        "fleet_host",
+        "fleet_port",
+        "fleet_key_file",
         "max_queued_requests",
     }
 )
-SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - ENGINE_OPTIONS
+SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - NO_ROUTERS
 ROUTER_OPTIONS = frozenset(keys_of(FleetConfig)) - {"plane"}
 TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "sim"}
 

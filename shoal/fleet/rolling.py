@@ -56,9 +56,11 @@ async def _run(worker: Worker[Any], command: Command[Any]) -> Any:
     """Carries it out, and notes what it means for the choice among workers."""
     if isinstance(command, Sleep):
         worker.set_sleep_level(command.level)  # from now on, so that nothing more is sent there
+    worker.num_commands += 1
     try:
         result = await worker.link.control(command)
     finally:
+        worker.num_commands -= 1
         if isinstance(command, Sleep | WakeUp):
             state = await worker.link.control(ReadSleepState())
             worker.set_sleep_level(state.level)

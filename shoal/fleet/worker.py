@@ -85,6 +85,7 @@ class Worker(Generic[L]):
         self.has_events = False  # it tells what it caches
         self.is_draining = False
         self.is_held = False  # an operator's command is at work: it gets nothing until that has ended
+        self.num_commands = 0  # of an operator that are at work: it may answer nothing else meanwhile
         self.sleep_level: int | None = None  # None: awake, 0: paused, 1 and 2: asleep
         self.weights_version = 0
         self.is_reached = False  # a probe has succeeded since it came, or since it broke
