@@ -211,6 +211,8 @@ def build_parser() -> Parser:
     sim.add_argument(
         "--seed", type=integer, metavar="N", help="of random choices (default: the file's, or 0)"
     )
+    sim.add_argument("--planner", metavar="MODE", help="add and remove workers as the load changes: load")
+    sim.add_argument("--max-gpu-budget", type=integer, metavar="N", help="GPUs that the planner may use")
     sim.add_argument("--json", action="store_true", help="print JSON")
     sim.set_defaults(run=run_sim)
 
@@ -424,8 +426,17 @@ def run_sim(arguments: argparse.Namespace) -> int:
     from shoal.fleet.sim_trace import read_trace
     from shoal.fleet.simulator import Simulation
 
+    planner: dict[str, Any] = {}
+    if arguments.planner is not None:
+        planner |= {"enabled": True, "mode": arguments.planner}
+    if arguments.max_gpu_budget is not None:
+        planner["max_gpu_budget"] = arguments.max_gpu_budget
     config = read_sim_config(
-        arguments.file, policy=arguments.policy, num_workers=arguments.workers, seed=arguments.seed
+        arguments.file,
+        policy=arguments.policy,
+        num_workers=arguments.workers,
+        seed=arguments.seed,
+        planner=planner,
     )
     result = Simulation(config, read_trace(arguments.trace, config.block_size)).run()
     print(json.dumps(dataclasses.asdict(result)) if arguments.json else result.table())

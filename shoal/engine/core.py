@@ -18,7 +18,6 @@ import torch
 from shoal.api import FinishReason, MemoryReport, Output, Request, SleepState, Stats
 from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import Sleeper
-from shoal.engine.lifecycle.standstill import Standstill
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.ranks.ranks import Ranks
@@ -28,6 +27,7 @@ from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.step_costs import StepCosts
+from shoal.engine.standstill import Standstill
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
 from shoal.kv.event_publisher import KvEvents
@@ -127,7 +127,7 @@ class EngineCore:
         """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
         blocks."""
         config, ranks = self.config, self.ranks
-        block_bytes = ranks.runner.block_bytes
+        block_bytes = ranks.runner.cache.spec.block_bytes
         if config.device == "cuda":
             ranks.call(commands.COMPILE_AHEAD)
         num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.NUM_BLOCKS_THAT_FIT))

@@ -14,6 +14,7 @@ import dataclasses
 import torch
 
 from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, StructuredOutputsConfig
+from shoal.engine.runner.kv_cache import cache_spec
 from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes, total_bytes
@@ -91,9 +92,7 @@ def _check_memory(
     gpu, ranks = config.device == "cuda", config.tensor_parallel_size
     itemsize = getattr(torch, config.dtype).itemsize
     blocks = -(-config.max_model_len // config.block_size)  # of the longest sequence
-    block_bytes = (
-        model.num_layers * 2 * model.kv_heads_per_rank(ranks) * config.block_size * model.head_dim * itemsize
-    )
+    block_bytes = cache_spec(config, model).block_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks).row_stride
     state = row + PENALTY_BYTES * model.vocab_size

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from shoal.api import Logprob, Output, TokenLogprobs
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.standstill import Standstill
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks
@@ -26,6 +25,7 @@ from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.step_costs import StepCosts
+from shoal.engine.standstill import Standstill
 from shoal.errors import EngineDeadError, ShoalError
 from shoal.kv.event_publisher import KvEvents
 

@@ -108,12 +108,12 @@ def _worker_of(
         block_size=card.info.block_size,
         total_blocks=card.info.num_blocks,
         max_running=card.info.max_num_seqs,
-        details=_identity(details),
+        identity=_identity(details),
     )
     link = RemoteEngine(info, card, details.port, key)
     worker = Worker(info, link, clock)
     worker.is_draining = details.is_draining
-    link.on_lost = lambda error: worker.failed(error, at_once=True)
+    link.on_lost = worker.failed
     return worker
 
 

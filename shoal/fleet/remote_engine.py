@@ -7,6 +7,7 @@ connection broke ends with WorkerFailedError: another worker may go on with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
@@ -23,7 +24,7 @@ from shoal.errors import BusyError, RequestError, ShoalError, WorkerFailedError
 from shoal.fleet.event_feed import EventFeed
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.socket_reader import SocketReader
-from shoal.fleet.worker import WorkerInfo
+from shoal.fleet.worker import WorkerInfo, WorkerLoad
 from shoal.fleet.worker_wire import (
     HEARTBEAT_MS,
     SILENCE_MS,
@@ -42,7 +43,6 @@ from shoal.wire import Abort, Add, Call, CoreCommand, Message, Outputs, ReadStat
 T = TypeVar("T")
 
 CHECK_S = 5.0  # a worker that does not answer a check within it fails it
-CANARY_S = 20.0  # likewise, for one token
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class RemoteEngine(Control):
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._feed: EventFeed | None = None
-        self._asks_replay = False
+        self._replayed = asyncio.Event()  # the replay that was asked for has ended, or broke
         self._is_connected = False  # the worker has answered our Hello on this connection
         self._connected = asyncio.Event()
         self._is_closed = False
@@ -131,7 +131,7 @@ class RemoteEngine(Control):
 
     # Link
 
-    async def check(self) -> None:
+    async def check(self) -> WorkerInfo:
         try:
             async with asyncio.timeout(CHECK_S):
                 await self._connected.wait()
@@ -142,24 +142,29 @@ class RemoteEngine(Control):
             raise
         except ShoalError as error:
             raise WorkerFailedError(f"worker {self.info.id}: {error}") from None
+        return self.info
 
     async def canary(self) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         request = Request(f"canary-{next(self._call_ids)}", [0], params)
         try:
-            async with asyncio.timeout(CANARY_S):
-                async for _ in self.generate(request):
-                    pass
-        except TimeoutError:
-            raise WorkerFailedError(
-                f"worker {self.info.id} generated no token within {CANARY_S:g} s"
-            ) from None
-        except BusyError:
-            return
-        except WorkerFailedError:
+            async for _ in self.generate(request):
+                pass
+        except (BusyError, WorkerFailedError):
             raise
         except ShoalError as error:
             raise WorkerFailedError(f"worker {self.info.id}: {error}") from None
+
+    async def loads(self) -> list[WorkerLoad]:
+        """Those of the last report, which come by themselves."""
+        if self.report is None:
+            return []
+        stats = self.report.stats
+        return [
+            WorkerLoad(
+                num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_cache_usage
+            )
+        ]
 
     async def close(self) -> None:
         """What is under way ends with WorkerFailedError."""
@@ -175,28 +180,33 @@ class RemoteEngine(Control):
 
     # KV events
 
-    def follow_events(self, feed: EventFeed) -> None:
-        """The worker's KV events go to `feed` from now on, those of the past first."""
+    async def follow_events(self, feed: EventFeed) -> None:
+        """Gives `feed` the worker's KV events, those of the past first, until it is cancelled."""
         self._feed = feed
-        self._fill_gaps()
-
-    def _fill_gaps(self) -> None:
-        feed = self._feed
-        if feed is None or feed.replay_from is None or self._asks_replay or not self._is_connected:
-            return
-        self._asks_replay = True
-        self._send(AskEvents(feed.replay_from))
+        try:
+            while True:
+                await self._connected.wait()
+                feed.missing.clear()
+                if feed.replay_from is not None:
+                    self._replayed.clear()
+                    with contextlib.suppress(WorkerFailedError):  # the connection's end is told next
+                        self._send(AskEvents(feed.replay_from))
+                    await self._replayed.wait()
+                else:
+                    await feed.missing.wait()
+        finally:
+            self._feed = None
 
     # Inside
 
     def _send(self, message: Message) -> None:
         """Raises WorkerFailedError where nobody is connected."""
         if not self._is_connected and not isinstance(message, Hello):
-            raise WorkerFailedError(f"worker {self.info.id} is not reached")
+            raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True)
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:
-            raise WorkerFailedError(f"worker {self.info.id} is not reached") from None
+            raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True) from None
         self._reader.look()
 
     async def _call(self, command: Command[T]) -> T:
@@ -237,7 +247,6 @@ class RemoteEngine(Control):
         if not self._is_connected:
             self._is_connected = True
             self._connected.set()
-            self._fill_gaps()
         self.on_report(report)
 
     def _take_reply(self, reply: Reply) -> None:
@@ -258,9 +267,8 @@ class RemoteEngine(Control):
         elif isinstance(message, KvReplayed):
             feed.replayed(message.number, message.payload)
         else:
-            self._asks_replay = False
             feed.replay_ended()
-        self._fill_gaps()
+            self._replayed.set()
 
     def _take_event(self, frames: list[bytes]) -> None:
         """What libzmq tells of the connection."""
@@ -275,8 +283,10 @@ class RemoteEngine(Control):
     def _lose(self, why: str) -> None:
         was_connected, self._is_connected = self._is_connected, False
         self._connected.clear()
-        self._asks_replay = False
-        error = WorkerFailedError(f"worker {self.info.id}: {why}")
+        self._replayed.set()
+        if self._feed is not None:
+            self._feed.check()  # the worker sends events to those alone who have asked on this connection
+        error = WorkerFailedError(f"worker {self.info.id}: {why}", is_absent=True)
         for collector in self._collectors.values():
             if collector.error is None:
                 collector.fail(error)

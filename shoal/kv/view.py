@@ -232,21 +232,20 @@ class TensorView:
 
 
 class BlockView:
-    """The blocks of one rank's cache: what they look like, and each layer as a view. Raises LayoutError for
-    layers that are not that."""
+    """The blocks of one rank's cache, each layer as a view. Raises LayoutError for layers that are not what
+    the spec says."""
 
-    def __init__(self, spec: CacheSpec, num_blocks: int, layers: Sequence[TensorView]) -> None:
-        self.spec, self.num_blocks = spec, num_blocks
+    def __init__(self, spec: CacheSpec, layers: Sequence[TensorView]) -> None:
+        self.spec = spec
         self._layers = list(layers)
         if len(layers) != spec.num_layers:
             raise LayoutError(f"{len(layers)} layers were given, but the cache has {spec.num_layers}")
-        dtype, shape, first = getattr(torch, spec.dtype), spec.layer_shape(num_blocks), layers[0]
+        dtype, shape, first = getattr(torch, spec.dtype), spec.layer_shape, layers[0]
         for i, layer in enumerate(layers):
             if (layer.shape, layer.dtype) != (shape, dtype):
                 raise LayoutError(
-                    f"layer {i} has shape {layer.shape} of {layer.dtype}, but {num_blocks} blocks of a "
-                    f"{spec.layout} cache "
-                    f"have {shape} of {dtype}"
+                    f"layer {i} has shape {layer.shape} of {layer.dtype}, but {spec.num_blocks} blocks of a "
+                    f"{spec.layout} cache have {shape} of {dtype}"
                 )
             if layer.strides != first.strides or layer.strides[-1] != 1:
                 raise LayoutError(
@@ -267,22 +266,12 @@ class BlockView:
         self.extents = _united((start, start + first.span) for start in self.addresses.tolist())
 
     @classmethod
-    def over(cls, spec: CacheSpec, num_blocks: int, storage: Storage, offset: int = 0) -> BlockView:
-        """All layers in one piece of `num_blocks * spec.block_bytes` bytes of a storage."""
-        if num_blocks < 1:
-            raise LayoutError(f"a cache of {num_blocks} blocks cannot be: it takes 1 or more")
-        shape, strides, dtype = (
-            spec.layer_shape(num_blocks),
-            spec.layer_strides(num_blocks),
-            getattr(torch, spec.dtype),
-        )
+    def over(cls, spec: CacheSpec, storage: Storage, offset: int = 0) -> BlockView:
+        """All layers in one piece of `spec.num_bytes` bytes of a storage, from byte `offset` on."""
+        shape, strides, dtype = spec.layer_shape, spec.layer_strides, getattr(torch, spec.dtype)
+        layers = range(spec.num_layers)
         return cls(
-            spec,
-            num_blocks,
-            [
-                TensorView(storage, shape, dtype, strides, offset + spec.layer_offset(layer, num_blocks))
-                for layer in range(spec.num_layers)
-            ],
+            spec, [TensorView(storage, shape, dtype, strides, offset + spec.layer_offset(i)) for i in layers]
         )
 
     @classmethod
@@ -294,14 +283,11 @@ class BlockView:
                 f"{spec.layout}"
             )
         storage = memory_of(kv)
-        return cls(
-            spec,
-            kv.shape[0],
-            [
-                TensorView(storage, layer.shape, kv.dtype, layer.stride(), i * kv.stride(1) * kv.itemsize)
-                for i, layer in enumerate(kv.unbind(1))
-            ],
-        )
+        layers = [
+            TensorView(storage, layer.shape, kv.dtype, layer.stride(), i * kv.stride(1) * kv.itemsize)
+            for i, layer in enumerate(kv.unbind(1))
+        ]
+        return cls(spec, layers)
 
     @property
     def storage(self) -> Storage:

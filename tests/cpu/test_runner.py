@@ -306,6 +306,28 @@ def test_what_lies_in_unused_slots_of_the_cache_reaches_no_answer(folder, rank):
     assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 8) for prompt in PROMPTS]
 
 
+# The end
+
+
+def test_an_end_that_fails_in_one_part_ends_the_others(folder, tmp_path, monkeypatch):
+    """A tier's disk may hang, or be gone."""
+    kv_options = dict(kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=1 << 20)
+    runner = Rank(folder, **kv_options).runner
+    runner.open_kv(num_host_blocks=4)
+    runner.kv.open_tiers(bytes(16), False)
+    slab, ended = runner.kv.slab, []
+    monkeypatch.setattr(runner.weights, "close", lambda: ended.append("weights"))
+    monkeypatch.setattr(runner._regions, "close", lambda: ended.append("regions"))
+
+    def fails():
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(runner.kv.tiers["disk"], "close", fails)
+    with pytest.raises(OSError, match="the disk is gone"):
+        runner.exit()
+    assert ended == ["weights", "regions"] and not len(slab.rows) and not hasattr(runner, "model")
+
+
 # KV blocks below the device
 
 

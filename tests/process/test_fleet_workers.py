@@ -127,7 +127,8 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path, h
         index = KvIndexer(block_size=16)
         prompt = list(range(100, 180))
         first = await ids_of(worker.link, request("1", prompt))
-        worker.link.follow_events(EventFeed(index, WorkerRank("a")))  # late: what is cached is asked for
+        # it begins late, so what is cached is asked for
+        following = asyncio.create_task(worker.link.follow_events(EventFeed(index, WorkerRank("a"))))
         await eventually(lambda: index.find_matches(prompt).get(WorkerRank("a")) is not None)
         assert index.find_matches(prompt)[WorkerRank("a")].device == 5
         other = list(range(300, 380))
@@ -145,3 +146,4 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path, h
         await eventually(lambda: site.processes["a"].poll() is not None)
         assert site.processes["a"].returncode == 0 and "Traceback" not in site.log("a"), site.log("a")
         assert not list(tmp_path.glob("shoal-*"))
+        following.cancel()

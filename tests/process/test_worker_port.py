@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import zmq
 
-from shoal.api import FinishReason, Request, SamplingParams
+from shoal.api import FinishReason, Output, Request, SamplingParams
+from shoal.collector import Collector
 from shoal.control import Sleep
 from shoal.errors import (
     BusyError,
@@ -117,13 +118,27 @@ async def test_two_routers_may_use_one_request_id_at_a_time():
 
 
 @asynchronous
-async def test_tokens_of_one_moment_come_in_one_message():
-    async with joined() as (_, remote):
+async def test_the_tokens_of_a_step_come_in_one_message():
+    async with joined() as (site, remote):
         seen, take = [], remote._take
         remote._reader._take = lambda frames: (seen.append(frames[0]), take(frames))
-        await asyncio.gather(*[tokens(remote, request(f"r{i}", 8)) for i in range(4)])
+        collectors = {}
+
+        async def generate(request):
+            collector = collectors[request.request_id] = Collector()
+            for _ in range(3):
+                yield await collector.get()
+
+        site.engine.generate = generate
+        running = [asyncio.create_task(tokens(remote, request(f"r{i}"))) for i in range(4)]
+        for step in range(3):
+            await eventually(lambda: len(collectors) == 4 and all(c._waiter for c in collectors.values()))
+            for name, collector in collectors.items():
+                collector.put(Output(name, [step], finish_reason=FinishReason.LENGTH if step == 2 else None))
+            await asyncio.sleep(0.02)
+        assert await asyncio.gather(*running) == [([0, 1, 2], "length")] * 4
         outputs = [m[1] for m in map(msgspec.msgpack.decode, seen) if m[0] == "Outputs"]
-        assert max(map(len, outputs)) == 4
+        assert list(map(len, outputs)) == [4, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.standstill import Standstill
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.standstill import Standstill
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.check import verify_weights
