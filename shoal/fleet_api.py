@@ -4,11 +4,12 @@ to workers that speak HTTP themselves; neither imports the other. Torch-free."""
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from prometheus_client.core import Metric
 
 from shoal.control import Command
 from shoal.errors import ShoalError
@@ -100,6 +101,10 @@ class FleetControl(Protocol):
 
     async def configure(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Changes settings while running; returns all that can be changed, as they are now."""
+        ...
+
+    def metrics(self) -> Iterable[Metric]:
+        """What Prometheus reads of the router, beside its models."""
         ...
 
     async def command(

@@ -20,9 +20,9 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.model_card import ModelCard
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.catalog import Catalog
-from shoal.server.keys import check_admin_port, is_loopback, read_keys
+from shoal.server.keys import check_admin_port
 from shoal.server.model import ServedEngine, served_model
-from shoal.server.run import check_tls, open_ports, url_of
+from shoal.server.run import check_tls, open_ports, url_of, warn_of_open_port
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
@@ -147,17 +147,6 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             for llm in engines:
                 await llm.close(flush=False)
         return 0 if drained else 1
-
-
-def warn_of_open_port(config: ServerConfig, port: int) -> None:
-    """Says so if others than this machine's users may use the server without a key."""
-    if not is_loopback(config.host) and not read_keys(config):
-        logger.warning(
-            "whoever reaches port %d on %s may use this server, as it has no key; set one with "
-            "--api-key or SHOAL_API_KEY, or leave --host at 127.0.0.1",
-            port,
-            config.host,
-        )
 
 
 async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:

@@ -67,9 +67,20 @@ class Place(Generic[L]):
         self.on_broken: Callable[[], None] = lambda: None
         self._wanted, self._dispatcher = wanted, dispatcher
         self._has_token = False
+        self._cached_tokens = min(len(wanted.token_ids), dispatcher.router.num_cached_tokens(choice))
+        worker.prompt_tokens += len(wanted.token_ids)
+        worker.cached_tokens += self._cached_tokens
+        worker.on_broken.add(self.interrupt)
 
     def interrupt(self) -> None:
         self.on_broken()
+
+    def leave(self) -> None:
+        """The request has ended here. A prompt of which nothing came is no hit and no miss."""
+        self.worker.on_broken.discard(self.interrupt)
+        if not self._has_token:
+            self.worker.prompt_tokens -= len(self._wanted.token_ids)
+            self.worker.cached_tokens -= self._cached_tokens
 
     def generated(self, num_tokens: int) -> None:
         """The worker has sent so many tokens."""
@@ -82,9 +93,10 @@ class Place(Generic[L]):
         books.generated(self._wanted.request_id, num_tokens)
 
     def cached(self, num_tokens: int) -> None:
-        """The worker says how many tokens of the prompt it had cached."""
-        self.worker.prompt_tokens += len(self._wanted.token_ids)
-        self.worker.cached_tokens += num_tokens
+        """The worker says how many tokens of the prompt it had cached; until then the router's guess
+        stands."""
+        self.worker.cached_tokens += num_tokens - self._cached_tokens
+        self._cached_tokens = num_tokens
         self._dispatcher.router.was_cached(self._wanted.request_id, num_tokens)
 
 
@@ -138,7 +150,6 @@ class Dispatcher(Generic[L]):
             raise
         place = Place(worker, choice, wanted, self)
         is_again = False  # the caller comes back with this request
-        worker.on_broken.add(place.interrupt)
         try:
             yield place
         except BusyError as error:
@@ -152,7 +163,7 @@ class Dispatcher(Generic[L]):
             worker.failed(error)
             raise
         finally:
-            worker.on_broken.discard(place.interrupt)
+            place.leave()
             worker.active -= 1
             self.router.books.end(wanted.request_id)
             if not is_again:

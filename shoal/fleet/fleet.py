@@ -7,10 +7,11 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import zmq.asyncio
+from prometheus_client.core import Metric
 
 from shoal.control import Command, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, RequestError, ShoalError, UnavailableError, UnknownWorkerError
@@ -106,6 +107,7 @@ class Fleet:
         self._listening[worker.id] = listening
         if worker.info.models:
             self._place(worker)
+        self.changed.set()
         self.prober.watch(worker)
 
     def leave(self, worker_id: str) -> None:
@@ -353,6 +355,9 @@ class Fleet:
             for name, value in settings.items():
                 model.configure(name, value)
         return dict(self._settings)
+
+    def metrics(self) -> Iterable[Metric]:
+        return []
 
     async def command(
         self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool

@@ -26,6 +26,7 @@ STREAMS = ("text/event-stream", "application/x-ndjson")
 REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it does not know
 MIN_TRIES = 2  # of a request without a token, even if there is one worker alone
 MAX_ERROR_BYTES = 1000
+MOST_HALF_TOKENS = 4  # at the end of a chunk, whose last character is not whole
 
 
 class _Details(msgspec.Struct):
@@ -98,6 +99,8 @@ class ForeignForwarder:
                     raise
             except WorkerFailedError as error:
                 stream.break_off()
+                if stream.has_begun and stream.obstacle() is None:
+                    await self._settle(stream)
                 if stream.is_whole:
                     yield stream.finish()
                     return
@@ -184,20 +187,28 @@ class ForeignForwarder:
         self, exchange: ForeignExchange, place: Place[ForeignLink], stream: ForeignStream
     ) -> AsyncGenerator[bytes]:
         reader = SseReader()
+        failure: WorkerFailedError | None = None
         async with aclosing(exchange.pieces()) as pieces:
             async for piece in pieces:
                 events: list[bytes] = []
                 num_tokens = 0
-                for data in reader.feed(piece):
-                    event, count = stream.push(data)
-                    events.append(event)
-                    num_tokens += count
+                try:
+                    for data in reader.feed(piece):
+                        event, count = stream.push(data)
+                        events.append(event)
+                        num_tokens += count
+                        if stream.is_done:
+                            break
+                except WorkerFailedError as error:
+                    failure = error
                 if num_tokens:
                     place.generated(num_tokens)
                 if stream.is_done and stream.cached_tokens is not None:
                     place.cached(stream.cached_tokens)
-                if shown := b"".join(events):
+                if shown := b"".join(events):  # what came before a failure counts as sent
                     yield shown
+                if failure is not None:
+                    raise failure
                 if stream.is_done:
                     return
         raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
@@ -225,6 +236,28 @@ class ForeignForwarder:
             place.cached(details.cached_tokens)
         yield body
 
+    async def _settle(self, stream: ForeignStream) -> None:
+        """Finds out which tokens the text that was sent is of. Workers hold text back that may begin a stop
+        string, and a chunk of several tokens may end with half a character. Raises UnavailableError if nobody
+        can say and it matters."""
+        request, ids, sent = stream.request, stream.token_ids, stream.text
+        if request.get("echo"):
+            return  # the text has the prompt in it
+        model, prompt_ids = request.model, stream.prompt_ids or []
+        text = await self._tokens.text_of(model, prompt_ids, ids)
+        count = len(ids)
+        least = count if request.wants_token_ids else count - MOST_HALF_TOKENS
+        while text is not None and text != sent and text.endswith("\ufffd") and count > max(least, 0):
+            count -= 1
+            text = await self._tokens.text_of(model, prompt_ids, ids[:count])
+        if text is not None and text.startswith(sent):
+            stream.settle(count, text[len(sent) :].rstrip("\ufffd"))
+        elif any(len(stop) > 1 for stop in request.stops):
+            raise UnavailableError(
+                "the stream broke, and nobody can tell the text of its tokens (/detokenize, --tokenizer), of "
+                "which some may have been held back as they may begin a stop string"
+            )
+
     def _check_migration(self, stream: ForeignStream, num_migrations: int, error: WorkerFailedError) -> None:
         """Raises UnavailableError if the stream ends here."""
         obstacle = stream.obstacle()
@@ -249,6 +282,7 @@ class ForeignForwarder:
         priority, session, salt = request.get("priority"), request.get("user"), request.get("cache_salt")
         if b"x-session-id" in headers:
             session = headers[b"x-session-id"].decode("latin-1")
+        tags = headers.get(b"x-shoal-tags", b"").decode("latin-1")
         adapters = [worker.info.adapters for worker in self._dispatcher.workers.values()]
         is_adapter = any(model in names for names in adapters)
         return Wanted(
@@ -259,6 +293,7 @@ class ForeignForwarder:
             session=session if isinstance(session, str) else None,
             cache_salt=salt if isinstance(salt, str) else None,
             lora_name=model if is_adapter else None,
+            tags=frozenset(tag for one in tags.split(",") if (tag := one.strip())),
         )
 
     async def _prompt_tokens(self, request: ForeignRequest) -> Any:

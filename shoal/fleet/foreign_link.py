@@ -75,7 +75,8 @@ class ForeignExchange:
             async with self._wait_for_head:
                 self._response = await self._link.session.request(self._method, self._url, **self._options)
         except aiohttp.ClientError as error:  # comes first, as some of them are TimeoutErrors too
-            raise self._link.failure(f"{type(error).__name__}: {error}") from None
+            is_absent = isinstance(error, aiohttp.ClientConnectorError)
+            raise self._link.failure(f"{type(error).__name__}: {error}", is_absent) from None
         except TimeoutError:
             raise self._link.failure("it gave no answer, and is taken for dead") from None
         except OSError as error:
@@ -242,8 +243,8 @@ class ForeignLink:
         text = answer.get("prompt")
         return text if isinstance(text, str) else None
 
-    def failure(self, why: str) -> WorkerFailedError:
-        return WorkerFailedError(f"the worker {self._spec.id} ({self._url}) failed: {why}")
+    def failure(self, why: str, is_absent: bool = False) -> WorkerFailedError:
+        return WorkerFailedError(f"the worker {self._spec.id} ({self._url}) failed: {why}", is_absent)
 
     def busy(self, retry_after: str | None) -> BusyError:
         """What its answer 429 means. `retry_after`: the header of this name."""

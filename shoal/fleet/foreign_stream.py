@@ -5,7 +5,8 @@ ask for. When its stream breaks off, another worker is given the prompt and the 
 and its chunks are put into the shape of the first worker's.
 
 "So far" is what the client was sent. Tokens without text, such as half a character, wait for the chunk that
-shows them; they are lost with their worker and generated again.
+shows them; they are lost with their worker and generated again. Where a worker held back text that may begin
+a stop string, the client is owed it: it goes out before the next worker's text.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class ForeignStream:
         self._head: Chunk = {}  # what all chunks have in common
         self._held: list[Chunk | bytes] = []  # chunks that show nothing yet; bytes: as they came
         self._num_given = 0  # tokens of output that the present worker got with its prompt
-        self._text_length = 0  # characters sent
+        self._texts: list[str] = []  # sent
         self._begun_at = 0  # characters that were sent before the present worker
+        self._owed = ""  # text of the tokens so far that was not sent
+        self._is_stopped = False  # by a stop string that two workers wrote
         self._has_finished = False  # the client was sent the reason why the answer ends
         self._lacks_ids = False  # something was sent whose token ids are not known
         self._is_reasoning = False  # the last that was sent are thoughts, not the answer
@@ -83,15 +86,26 @@ class ForeignStream:
             return "it was in the middle of its reasoning, which cannot be taken up by another worker"
         return None
 
+    @property
+    def text(self) -> str:
+        """The text of the output, as far as it was sent."""
+        return "".join(self._texts)
+
     def break_off(self) -> None:
         """The worker is lost, and with it what it sent and the client was not shown."""
         self._held.clear()
+        self._owed = ""
         if not self.has_begun:
             self._head, self.prompt_ids = {}, None
 
+    def settle(self, num_tokens: int, owed: str) -> None:
+        """So many of the tokens so far count, and this is the end of their text, which was not sent."""
+        del self.token_ids[num_tokens:]
+        self._owed = owed
+
     def go_on(self) -> list[int]:
         """Another worker is given the tokens so far, which are returned with those of the prompt."""
-        self._num_given, self._begun_at = len(self.token_ids), self._text_length
+        self._num_given, self._begun_at = len(self.token_ids), len(self.text)
         return [*(self.prompt_ids or ()), *self.token_ids]
 
     def finish(self) -> bytes:
@@ -99,7 +113,10 @@ class ForeignStream:
         tokens."""
         events = b""
         if not self._has_finished:
-            shown: Chunk = {"delta": {}} if self.request.is_chat else {"text": ""}
+            text = self._owed
+            shown: Chunk = (
+                {"delta": {"content": text} if text else {}} if self.request.is_chat else {"text": text}
+            )
             choice = {"index": 0, **shown, "logprobs": None, "finish_reason": "length"}
             events = self._encode({**self._head, "choices": [choice]})
         if self.request.wants_usage and self._usage is None and self.prompt_ids is not None:
@@ -159,16 +176,38 @@ class ForeignStream:
         num_tokens = len(choice.get("token_ids") or ())
         if not self._shows_something(choice):
             return b"", num_tokens
-        return self._release(), num_tokens or 1
+        events = self._release()
+        return events + self.finish() if self._is_stopped else events, num_tokens or 1
 
     def _reshape(self, choice: Chunk) -> None:
         """The choice of a completion's chunk becomes one of the first worker's."""
         choice.pop("prompt_logprobs", None)
+        if self._owed:
+            self._pay(choice)
         if self.request.is_chat:
             choice["delta"] = {"content": choice.pop("text", "")}
         logprobs = choice.get("logprobs")
         if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
             logprobs["text_offset"] = [offset + self._begun_at for offset in logprobs["text_offset"]]
+
+    def _pay(self, choice: Chunk) -> None:
+        """Puts the text that the client is owed before the choice's. Here a stop string is found that begins
+        in it: the present worker did not write its beginning, and cannot see it."""
+        text, stops = self._owed + (choice.get("text") or ""), self.request.stops
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        may_begin = any(stop.startswith(text[at:]) for stop in stops for at in range(len(self._owed)))
+        if found:
+            at, stop = min(found)
+            keeps_stop = bool(self.request.get("include_stop_str_in_output"))
+            choice["text"] = text[: at + len(stop)] if keeps_stop else text[:at]
+            choice["finish_reason"], choice["stop_reason"] = "stop", stop
+            self._is_stopped = True
+        elif may_begin and choice.get("finish_reason") is None:
+            choice["text"], self._owed = "", text
+            return
+        else:
+            choice["text"] = text
+        self._owed = ""
 
     def _shows_something(self, choice: Chunk) -> bool:
         if choice.get("finish_reason") is not None:
@@ -192,7 +231,7 @@ class ForeignStream:
             self.token_ids += ids
         elif text or thoughts:
             self._lacks_ids = True
-        self._text_length += len(text)
+        self._texts.append(text)
         self._has_finished = self._has_finished or choice.get("finish_reason") is not None
         if not self.request.wants_token_ids:
             choice.pop("token_ids", None)

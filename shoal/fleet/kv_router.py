@@ -175,6 +175,10 @@ class KvRouter:
             if rank in self._without_events:
                 self.predictions.correct(rank, chain, num_tokens // block_size)
 
+    def num_cached_tokens(self, choice: Choice) -> int:
+        """How many tokens of the prompt the chosen worker is thought to have."""
+        return choice.overlap.total * self.indexer.block_size_of(choice.rank)
+
     def num_cached_blocks(self, rank: WorkerRank) -> int:
         """How many blocks it has, as far as is known."""
         return max(self.indexer.num_blocks(rank), self.predictions.num_blocks(rank))

@@ -24,6 +24,7 @@ TEMPLATE_FIELDS = (
     "add_special_tokens",
 )
 PROMPT_FIELDS = ("model", "token_ids", "prompt", "messages", *TEMPLATE_FIELDS)
+CONTEXT_TOKENS = 8  # of a prompt, before the tokens whose text is asked for: some decoders drop a first space
 BYTES_A_NUMBER = 4  # about a token of English
 MOST_TEXT_BYTES = 1 << 22  # of a text that is taken for tokens; what follows hardly changes the choice
 
@@ -49,6 +50,28 @@ class PromptTokens:
         if isinstance(body.get("messages"), list):
             return await self._messages(body["messages"], body)
         raise RequestError("prompt is missing; give token_ids, prompt or messages")
+
+    async def text_of(self, model: str | None, before: list[int], token_ids: list[int]) -> str | None:
+        """The text of output tokens behind the last tokens of their prompt. None if nobody can say."""
+        before = before[-CONTEXT_TOKENS:]
+        beginning = await self._decode(model, before)
+        whole = await self._decode(model, before + token_ids)
+        if beginning is None or whole is None or not whole.startswith(beginning):
+            return None
+        return whole[len(beginning) :]
+
+    async def _decode(self, model: str | None, token_ids: list[int]) -> str | None:
+        if self._tokenizer is not None:
+            return await asyncio.to_thread(self._tokenizer.decode, token_ids)
+        for link in self._links():
+            if (text := await link.detokenize(model, token_ids)) is not None:
+                return text
+        return None
+
+    def _links(self) -> list[ForeignLink]:
+        """Those of workers that are well, the least busy first."""
+        workers = [worker for worker in self._dispatcher.workers.values() if worker.takes_requests]
+        return [worker.link for worker in sorted(workers, key=lambda worker: worker.active)]
 
     async def _text(self, text: str, body: Mapping[str, Any]) -> Sequence[int]:
         adds_special_tokens = body.get("add_special_tokens") is not False
@@ -79,10 +102,9 @@ class PromptTokens:
         """Asks the worker with the least to do that may have /tokenize."""
         if isinstance(body.get("model"), str):
             asked["model"] = body["model"]
-        workers = [worker for worker in self._dispatcher.workers.values() if worker.takes_requests]
-        for worker in sorted(workers, key=lambda worker: worker.active):
-            if worker.link.may_tokenize(form):
-                return await worker.link.tokenize(form, asked)
+        for link in self._links():
+            if link.may_tokenize(form):
+                return await link.tokenize(form, asked)
         return None
 
 

@@ -3,6 +3,8 @@ tokens."""
 
 from __future__ import annotations
 
+from shoal.errors import WorkerFailedError
+
 MAX_EVENT_BYTES = 1 << 28
 
 
@@ -15,13 +17,13 @@ class SseReader:
         self._size = 0  # bytes of both
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Returns the data of the events that end in this piece. Raises ValueError for an event that is too
-        large."""
+        """Returns the data of the events that end in this piece. Raises WorkerFailedError for an event
+        that is too large."""
         first, *more = piece.split(b"\n")
         self._line.append(first)
         self._size += len(first)
         if self._size > MAX_EVENT_BYTES:
-            raise ValueError(f"an event of the stream has more than {MAX_EVENT_BYTES} bytes")
+            raise WorkerFailedError(f"an event of the stream has more than {MAX_EVENT_BYTES} bytes")
         if not more:
             return []
         events: list[bytes] = []

@@ -101,12 +101,10 @@ class Server:
     async def drain(self, grace: float) -> None:
         """Refuses new requests, waits for the running ones, and ends what still runs after `grace`
         seconds."""
-        admissions = self.port.models.admissions
-        for admission in admissions:
-            admission.drain()
+        self.port.models.drain()
         try:
             async with asyncio.timeout(grace):
-                for admission in admissions:
+                for admission in self.port.models.admissions:
                     await admission.wait_idle()
         except TimeoutError:
             self.stop("the server is shutting down and its grace period is over")

@@ -20,11 +20,15 @@ class Catalog:
         """The first model answers requests that name none."""
         self._models = list(models)
         self.foreign = list(foreign)
+        self.awaited: list[str] = []  # workers that were not reached yet: they may bring further models
+        self.draining = False  # the server is shutting down
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
 
     def add(self, model: ServedModel | ForeignModel) -> None:
+        if self.draining:
+            model.admission.drain()
         if isinstance(model, ForeignModel):
             self.foreign.append(model)
         else:
@@ -47,7 +51,7 @@ class Catalog:
 
     def find(self, name: str | None) -> ServedModel:
         """The model of a request; the first if it names none. As in Ollama, a name may have the tag `:latest`
-        or do without. Raises ApiError (404) for a name that no model has."""
+        or do without. Raises ApiError for a name that no model has: 404, or 503 while it may still come."""
         if name is None and self._models:
             return self._models[0]
         found = _find(self._models, name)
@@ -55,7 +59,11 @@ class Catalog:
             return found
         if _find(self.foreign, name) is not None:
             raise ApiError(404, f"the workers of {name!r:.100} have no such route", param="model")
-        there_are = f"there are {', '.join(self.names)}" if self.names else "no worker has come yet"
+        if self.awaited or not self.names:
+            awaited = f" ({', '.join(self.awaited)})" if self.awaited else ""
+            asked = "no model" if name is None else f"no model {name!r:.100}"
+            raise ApiError(503, f"there is {asked} yet: workers were not reached{awaited}; try again later")
+        there_are = f"there are {', '.join(self.names)}"
         raise ApiError(
             404, f"the model {name!r:.100} does not exist; {there_are}", param="model", code="model_not_found"
         )
@@ -70,10 +78,11 @@ class Catalog:
     def admissions(self) -> list[Admission]:
         return [model.admission for model in self._models] + [model.admission for model in self.foreign]
 
-    @property
-    def draining(self) -> bool:
-        """Whether the server is shutting down."""
-        return any(admission.draining for admission in self.admissions)
+    def drain(self) -> None:
+        """Nobody gets in any more, whatever model comes."""
+        self.draining = True
+        for admission in self.admissions:
+            admission.drain()
 
 
 M = TypeVar("M", ServedModel, ForeignModel)

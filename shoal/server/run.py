@@ -22,6 +22,7 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.server.app import Server
 from shoal.server.connection import Connection, Connections
+from shoal.server.keys import is_loopback, read_keys
 from shoal.server.request_log import RefusalLog
 from shoal.server.throughput import report_throughput
 
@@ -226,6 +227,17 @@ def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host) if reachable else config.host
     host = f"[{host}]" if ":" in host else host
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
+
+
+def warn_of_open_port(config: ServerConfig, port: int) -> None:
+    """Says so if others than this machine's users may use the server without a key."""
+    if not is_loopback(config.host) and not read_keys(config):
+        logger.warning(
+            "whoever reaches port %d on %s may use this server, as it has no key; set one with "
+            "--api-key or SHOAL_API_KEY, or leave --host at 127.0.0.1",
+            port,
+            config.host,
+        )
 
 
 def max_connections(config: ServerConfig) -> int:

@@ -73,11 +73,13 @@ async def load(exchange: Exchange) -> None:
     await exchange.json({"server_load": sum(admission.active for admission in exchange.models.admissions)})
 
 
-async def metrics(exchange: Exchange) -> None:
+async def metrics(exchange: Exchange, more: Iterable[Metric] = ()) -> None:
+    """`more`: what is measured beside models and port."""
     families: list[Metric] = []
     for model in exchange.models:
         families += await _families(model)
     families += exchange.port.metrics.collect()
+    families += more
     await exchange.respond(exposition(families), content_type=METRICS_TYPE)
 
 

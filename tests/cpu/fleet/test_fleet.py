@@ -429,8 +429,9 @@ def test_without_events_decisions_stand_in_and_the_answers_correct_them():
         assert router.schedule(longer).overlap.total == 8
         async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
             place.cached(16)
+            place.generated(1)
         assert router.schedule(longer).overlap.total == 4, "it has dropped what lay behind the first block"
-        assert s.fleet.view().workers[0].hit_rate == pytest.approx(16 / 70)
+        assert s.fleet.view().workers[0].hit_rate == pytest.approx(16 / 198)
         await asyncio.sleep(121)
         assert router.schedule(PROMPT).overlap.total == 0
 
