@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from shoal import logs
-from shoal.cli.route import prepare, run_router
+from shoal.cli.route import check_router, run_router
 from shoal.cli.serve import plan
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
@@ -27,8 +27,7 @@ from shoal.fleet.process_log import ProcessLog
 from shoal.fleet.processes import Component, Processes
 from shoal.fleet.toml_file import keys_of
 from shoal.server.keys import read_keys
-from shoal.server.run import open_ports, stop_signals
-from shoal.tokenizer import Tokenizer
+from shoal.server.run import heeding_signals, open_ports
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,11 @@ def fleet_up(path: str, verbose: bool = False) -> int:
         log = ProcessLog(sys.stderr, file.server.log_format, width=_width(components, file.workers))
         level = logging.DEBUG if verbose else logging.INFO
         logs.set_up(level, file.server.log_format, log.stream_of(ROUTER))
-        tokenizer = prepare(file.router, file.server)
-        _check_models(file, path)
         config = dataclasses.replace(file.router, plane=plane_url)
+        check_router(config, file.server)
+        _check_models(file, path)
         try:
-            return asyncio.run(_up(file, config, tokenizer, components, log))
+            return asyncio.run(_up(file, config, components, log))
         finally:
             log.close()
 
@@ -75,18 +74,18 @@ def _check_models(file: FleetFile, path: str) -> None:
 async def _up(
     file: FleetFile,
     config: FleetConfig,
-    tokenizer: Tokenizer | None,
     components: Sequence[Component],
     log: ProcessLog,
 ) -> int:
     is_hopeless = False
-    with stop_signals() as (drain, force), ExitStack() as stack:
+    drain, force = asyncio.Event(), asyncio.Event()
+    with heeding_signals(drain, force), ExitStack() as stack:
         ports = [stack.enter_context(port) for port in open_ports(file.server)]
         processes = Processes(log)
         try:
             specs = _start(file, components, processes)
             config = dataclasses.replace(config, worker=[*(config.worker or ()), *specs])
-            router = asyncio.create_task(run_router(config, file.server, tokenizer, ports, drain, force))
+            router = asyncio.create_task(run_router(config, file.server, ports, drain, force))
             hopeless = asyncio.create_task(processes.until_hopeless())
             await asyncio.wait([router, hopeless], return_when=asyncio.FIRST_COMPLETED)
             is_hopeless = not router.done()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import socket
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from shoal.config import ServerConfig
@@ -24,14 +22,13 @@ from shoal.fleet.planes import open_plane
 from shoal.fleet.prompt_tokens import PromptTokens
 from shoal.server.app import Server
 from shoal.server.catalog import Catalog
-from shoal.server.fleet_admin import fleet_admin_routes
 from shoal.server.fleet_routes import FleetRoutes
 from shoal.server.foreign_model import ForeignModel
 from shoal.server.foreign_routes import with_foreign_models
 from shoal.server.keys import check_admin_port
 from shoal.server.model import ServedModel
 from shoal.server.routes import PUBLIC_ROUTES, described
-from shoal.server.run import check_tls, open_ports, serve_until, stop_signals, url_of, warn_of_open_port
+from shoal.server.run import check_tls, open_ports, serve, url_of, warn_of_open_port
 from shoal.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,42 +36,24 @@ logger = logging.getLogger(__name__)
 
 def route(config: FleetConfig, server: ServerConfig) -> int:
     """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served."""
+    started = time.monotonic()
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    check_admin_port(server)
+    check_tls(server)
     if config.plane is None and not config.workers and server.admin_port is None:
         raise ConfigError(
             "no worker could ever come; name one (--worker http://127.0.0.1:9001), the plane on which ours "
             "join (--plane tcp://127.0.0.1:5600), or an --admin-port on which workers are added"
         )
-    return asyncio.run(_route(config, server, prepare(config, server)))
+    tokenizer = None if config.tokenizer is None else _read_tokenizer(config.tokenizer)
+    return asyncio.run(_route(config, server, tokenizer, started))
 
 
-async def _route(config: FleetConfig, server: ServerConfig, tokenizer: Tokenizer | None) -> int:
-    with stop_signals() as (drain, force), ExitStack() as stack:
-        ports = [stack.enter_context(port) for port in open_ports(server)]
-        await run_router(config, server, tokenizer, ports, drain, force)
-    return 1 if force.is_set() else 0
-
-
-def prepare(config: FleetConfig, server: ServerConfig) -> Tokenizer | None:
-    """Finds mistakes before a port is open. Returns the tokenizer of foreign models, if one is named. Raises
-    ConfigError."""
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    check_admin_port(server)
-    check_tls(server)
-    return None if config.tokenizer is None else _read_tokenizer(config.tokenizer)
-
-
-async def run_router(
-    config: FleetConfig,
-    server: ServerConfig,
-    tokenizer: Tokenizer | None,
-    ports: Sequence[socket.socket],
-    drain: asyncio.Event,
-    force: asyncio.Event,
-) -> None:
-    """A router until `drain` is set, and until its running answers have ended then; until `force` is set, at
-    once. ports: those of open_ports. Raises ShoalError for what cannot be served."""
-    started = time.monotonic()
+async def _route(
+    config: FleetConfig, server: ServerConfig, tokenizer: Tokenizer | None, started: float
+) -> int:
     async with AsyncExitStack() as stack:
+        ports = [stack.enter_context(port) for port in open_ports(server)]
         clock, plane = LoopClock(), None
         if config.plane is not None:
             plane = open_plane(config.plane, may_host=True, lease_s=config.lease, clock=clock)
@@ -89,9 +68,7 @@ async def run_router(
             catalog, server, described([*with_foreign_models(public), routes.metrics, *routes.public()])
         )
         admin = (
-            Server(catalog, server, [*routes.admin(), *fleet_admin_routes(fleet)], is_admin=True)
-            if server.admin_port is not None
-            else None
+            Server(catalog, server, routes.admin(), is_admin=True) if server.admin_port is not None else None
         )
 
         def ready(port: int, admin_port: int | None) -> None:
@@ -111,9 +88,10 @@ async def run_router(
         await fleet.start()
         task = start(offer.follow())
         try:
-            await serve_until(drain, force, app, admin, server, ports, ready=ready)
+            drained = await serve(app, admin, server, ports, ready=ready)
         finally:
             await stop([task])
+        return 0 if drained else 1
 
 
 class Offer:

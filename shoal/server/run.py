@@ -42,25 +42,6 @@ ACCEPT_LOG_SECONDS = 10.0  # between two lines that say that files have run out
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Two events for the block: SIGTERM or SIGINT sets the first, which means to drain, and another one the
-    second, which means to end at once."""
-    loop = asyncio.get_running_loop()
-    drain, force = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (force if drain.is_set() else drain).set()
-
-    for number in SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield drain, force
-    finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-
-
 async def serve(
     app: Server,
     admin: Server | None,
@@ -71,8 +52,19 @@ async def serve(
 ) -> bool:
     """Serves until SIGTERM or SIGINT, then drains. A second signal ends it at once. Returns whether it has
     drained. The rest is as in serve_until."""
-    with stop_signals() as (drain, force):
+    loop = asyncio.get_running_loop()
+    drain, force = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (force if drain.is_set() else drain).set()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
         await serve_until(drain, force, app, admin, config, ports, ready=ready)
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
     return not force.is_set()
 
 
