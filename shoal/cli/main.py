@@ -407,28 +407,29 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
     from shoal.cli.serve import serve
 
-    given = given_options(arguments, ServerConfig)
+    given = _server_options(arguments)
     if "plane" in given:  # workers of one host need no different --port
         given.setdefault("port", 0)
-    config = _server_config(given)
+    config = ServerConfig(**given)
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
     return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
 
 
-def _server_config(given: dict[str, Any]) -> ServerConfig:
+def _server_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = given_options(arguments, ServerConfig)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         # vLLM's spelling: a JSON list
         if len(values := given.get(name, ())) == 1 and values[0].startswith("["):
             given[name] = _json_list(name, values[0])
-    return ServerConfig(**given)
+    return given
 
 
 def run_route(arguments: argparse.Namespace) -> int:
     """As run_serve."""
     from shoal.cli.route import route
 
-    given = given_options(arguments, ServerConfig)
-    server = _server_config({name: given[name] for name in given if name not in NOT_OF_A_ROUTER})
+    given = _server_options(arguments)
+    server = ServerConfig(**{name: given[name] for name in given if name not in NOT_OF_A_ROUTER})
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, server.log_format)
     return route(FleetConfig(**given_options(arguments, FleetConfig)), server)
 

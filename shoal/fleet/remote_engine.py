@@ -87,6 +87,10 @@ class RemoteEngine(Control):
         self._monitor_reader = SocketReader(self._monitor, self._take_event)
         socket.connect(address)
 
+    @property
+    def is_connected(self) -> bool:
+        return self._is_connected
+
     # Engine
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
