@@ -20,6 +20,8 @@ from shoal.fleet.foreign_request import ForeignRequest
 
 DONE = b"data: [DONE]\n\n"
 Chunk = dict[str, Any]
+decode = msgspec.json.Decoder(dict[str, Any]).decode
+encode = msgspec.json.Encoder().encode
 
 
 class ForeignStream:
@@ -53,7 +55,7 @@ class ForeignStream:
         if data == b"[DONE]":
             return self._end(), 0
         try:
-            chunk = msgspec.json.decode(data, type=dict[str, Any])
+            chunk = decode(data)
         except ValueError as error:
             raise WorkerFailedError(f"a worker's stream has an event that is no JSON: {error}") from None
         if "error" in chunk or chunk.get("object") == "error":
@@ -240,7 +242,7 @@ class ForeignStream:
             chunk.pop("prompt_token_ids", None)
         if not self.request.wants_usage:
             chunk.pop("usage", None)
-        return msgspec.json.encode({**chunk, **self._head})
+        return encode({**chunk, **self._head} if self._num_given else chunk)
 
     def _whole_usage(self, usage: Chunk) -> Chunk:
         """What the present worker says of itself, as one worker would have said of all."""
@@ -261,4 +263,4 @@ class ForeignStream:
 
     @staticmethod
     def _encode(chunk: Chunk) -> bytes:
-        return b"data: %b\n\n" % msgspec.json.encode(chunk)
+        return b"data: %b\n\n" % encode(chunk)
