@@ -71,12 +71,7 @@ def _check_models(file: FleetFile, path: str) -> None:
                 raise ConfigError(f"{path}: [[workers]] {number}: {error}") from None
 
 
-async def _up(
-    file: FleetFile,
-    config: FleetConfig,
-    components: Sequence[Component],
-    log: ProcessLog,
-) -> int:
+async def _up(file: FleetFile, config: FleetConfig, components: Sequence[Component], log: ProcessLog) -> int:
     is_hopeless = False
     drain, force = asyncio.Event(), asyncio.Event()
     with heeding_signals(drain, force), ExitStack() as stack:

@@ -33,6 +33,7 @@ from shoal.fleet.worker_wire import Report
 from shoal.model_card import ModelCard
 from shoal.server.app import Server
 from shoal.server.catalog import Catalog
+from shoal.server.fleet_admin import fleet_admin_routes
 from shoal.server.fleet_routes import FleetRoutes
 from shoal.server.foreign_model import UNBOUNDED, ForeignModel
 from shoal.server.foreign_routes import with_foreign_models
@@ -105,7 +106,7 @@ async def run_router(
         )
         admin = None
         if server.admin_port is not None:
-            admin = Server(catalog, server, routes.admin(), is_admin=True)
+            admin = Server(catalog, server, [*routes.admin(), *fleet_admin_routes(fleet)], is_admin=True)
 
         def ready(port: int, admin_port: int | None) -> None:
             gc.freeze()  # what exists now stays
@@ -141,7 +142,8 @@ def _join(fleet: Fleet, worker: Worker[RemoteEngine]) -> None:
         load = WorkerLoad(
             num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_cache_usage
         )
-        worker.is_asleep = report.sleep.is_sleeping
+        worker.set_sleep_level(report.sleep.level)
+        worker.weights_version = report.weights_version
         fleet.published(worker.id, [load])
 
     link.on_report = take

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import tomllib
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,7 +17,9 @@ from tests.serving import PYTHON, ROOT, free_port, until
 
 LAPTOP = ROOT / "examples" / "fleet" / "laptop.toml"
 OPTIONS = "{ dtype = 'float32', max_model_len = 1024, kv_cache_memory_bytes = 200_000_000 }"
-STORY = "Every morning the fishermen went down to the harbour, looked at the sky, and talked about the wind. " * 5
+STORY = (
+    "Every morning the fishermen went down to the harbour, looked at the sky, and talked about the wind. " * 5
+)
 PATIENCE_S = 240
 
 
@@ -74,6 +75,7 @@ class Fleet:
 
     def ready(self, count=2):
         self.until(lambda: [w["state"] for w in self.workers().values()].count("ready") >= count)
+        self.until(lambda: self.json("/v1/models")["data"])
         return self
 
     def workers(self):
@@ -175,7 +177,9 @@ def test_new_weights_empty_the_index(fleet, checkpoint):
 
 
 def test_a_roll_that_fails_names_the_worker_and_the_versions(fleet):
-    status, _, text = fleet.request("/update_weights?rolling=true", {"path": "/none"}, method="POST", admin=True)
+    status, _, text = fleet.request(
+        "/update_weights?rolling=true", {"path": "/none"}, method="POST", admin=True
+    )
     told = json.loads(text)["error"]["message"]
     assert status == 400 and "/none" in told and "It ended there; not asked: smollm2-" in told
     assert "Versions of the weights: smollm2-" in told
@@ -184,7 +188,10 @@ def test_a_roll_that_fails_names_the_worker_and_the_versions(fleet):
 
 def test_a_paused_worker_gets_nothing(fleet):
     fleet.operate("/pause?workers=smollm2-1")
-    assert {name: w["asleep"] for name, w in fleet.workers().items()} == {"smollm2-1": True, "smollm2-2": False}
+    assert {name: w["asleep"] for name, w in fleet.workers().items()} == {
+        "smollm2-1": True,
+        "smollm2-2": False,
+    }
     assert {fleet.ask(f"Paused {number}. {STORY}", 2)[1] for number in range(4)} == {"smollm2-2"}
     fleet.operate("/pause?workers=smollm2-2")
     status, headers, text = fleet.request("/v1/completions", {"model": "smollm2", "prompt": "x"})
@@ -201,7 +208,9 @@ def test_a_worker_that_dies_is_started_again(fleet):
     fleet.until(lambda: f"{name} ended" in fleet.text())
     fleet.ready()
     assert fleet.workers()[name]["pid"] != pid
-    assert re.search(rf"{name} ended after [\d.]+ s \(killed by SIGKILL\); it is started again in 1 s", fleet.text())
+    assert re.search(
+        rf"{name} ended after [\d.]+ s \(killed by SIGKILL\); it is started again in 1 s", fleet.text()
+    )
 
 
 SLEEPY = "{ dtype = 'float32', max_model_len = 512, kv_cache_memory_bytes = 200_000_000, enable_sleep_mode = true }"
@@ -300,10 +309,17 @@ def nats_url(tmp_path):
 
     def start():
         port = free_port()
-        command = [nats_server.find(), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "nats")]
-        started.append(
-            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        )
+        command = [
+            nats_server.find(),
+            "-a",
+            "127.0.0.1",
+            "-p",
+            str(port),
+            "-js",
+            "-sd",
+            str(tmp_path / "nats"),
+        ]
+        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         return f"nats://127.0.0.1:{port}"
 
     yield start
