@@ -5,7 +5,8 @@
             place.generated(len(output.token_ids))
 
 Leaving the block gives the place back. A WorkerFailedError that leaves the block counts against the worker,
-and a BusyError says that the worker is full. Both are raised on: the caller asks for another place.
+and a BusyError says that the worker is full. Both are raised on: the caller asks for another place, or says
+`dispatcher.forget(wanted)`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Wanted:
     tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
     # The dispatcher's own:
     number: int = -1
+    has_begun: bool = False  # it has had a token: it waits for another worker, however long the queue is
     queued_at: float | None = None  # since when it waits; None: it never had to, or has its first token
 
     @property
@@ -92,8 +94,8 @@ class Place(Generic[L]):
         self.worker.delivered()
         books = self._dispatcher.router.books
         if not self._has_token:
-            self._has_token = True
-            self._wanted.queued_at = None
+            self._has_token = self._wanted.has_begun = True
+            self._dispatcher.forget(self._wanted)
             books.first_token(self._wanted.request_id)
         books.generated(self._wanted.request_id, num_tokens)
 
@@ -141,6 +143,11 @@ class Dispatcher(Generic[L]):
     def queue(self) -> QueueView:
         since = [wanted.queued_at for wanted in self._queued if wanted.queued_at is not None]
         return QueueView(len(since), max(0.0, self._clock.now() - min(since)) if since else 0.0)
+
+    def forget(self, wanted: Wanted) -> None:
+        """The request waits no longer: it has its first token, or its caller gives it up after a failure."""
+        self._queued.discard(wanted)
+        wanted.queued_at = None
 
     @asynccontextmanager
     async def place(self, wanted: Wanted) -> AsyncIterator[Place[L]]:
@@ -204,7 +211,7 @@ class Dispatcher(Generic[L]):
             if found is not None:
                 return found
         if wanted not in self._queued:
-            if len(self._queued) >= self.max_queued:
+            if len(self._queued) >= self.max_queued and not wanted.has_begun:
                 self.num_refused += 1
                 raise BusyError(
                     f"all workers are full, and the queue has {len(self._queued)} of {self.max_queued} "

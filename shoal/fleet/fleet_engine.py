@@ -68,6 +68,7 @@ class FleetEngine(Control):
                 wanted.token_ids = progress.token_ids
         finally:
             del self._running[request.request_id]
+            self._dispatcher.forget(wanted)
 
     async def abort(self, request_id: str) -> None:
         """A request that still waits for a worker ends when it gets one."""
@@ -231,8 +232,8 @@ def _sum_of(parts: Sequence[Any]) -> Any:
         names = [field.name for field in dataclasses.fields(first)]
         return type(first)(**{name: _sum_of([getattr(one, name) for one in parts]) for name in names})
     if isinstance(first, dict):
-        names = dict.fromkeys(name for one in parts for name in one)
-        return {name: _sum_of([one[name] for one in parts if name in one]) for name in names}
+        keys = dict.fromkeys(key for one in parts for key in one)
+        return {key: _sum_of([one[key] for one in parts if key in one]) for key in keys}
     if isinstance(first, list):
         return [sum(values) for values in zip(*parts)]
     return sum(parts) / len(parts) if isinstance(first, float) else sum(parts)

@@ -61,7 +61,8 @@ class Generation:
         cuts_max_tokens: bool = False,
     ) -> None:
         """params.max_tokens: None is as many tokens as fit. timeout: seconds from entering; the model's own
-        limit holds too. session: see Request. cuts_max_tokens: a max_tokens that does not fit is lowered, otherwise it is refused.
+        limit holds too. session: see Request. cuts_max_tokens: a max_tokens that does not fit is lowered,
+        otherwise it is refused.
         """
         self.model, self.prompts, self.params, self.request_id = model, prompts, params, request_id
         self.priority, self.cache_salt, self.session, self.embed = priority, cache_salt, session, embed

@@ -73,7 +73,7 @@ class RankKv:
         inside = BlockView.of(cache.spec, cache.blocks)
         outside = BlockView.over(host_spec, memory_of(self.slab.rows))
         self._out, self._in = CopyStream(device), CopyStream(device)
-        self._out_map, self._in_map = BlockMap(inside, outside), BlockMap(outside, inside)
+        self._maps = {"out": BlockMap(inside, outside), "in": BlockMap(outside, inside)}
         self._copies: deque[_CopyInFlight] = deque()
         self._files: list[_FilesInFlight] = []
         self._done: list[tuple[int, list[bool], float]] = []  # ticket, whether each block is intact, seconds
@@ -103,7 +103,7 @@ class RankKv:
 
         def copy(num_blocks: int) -> None:
             blocks = list(range(num_blocks))
-            self._in.stage(self._in_map, blocks, blocks).trigger_all_layers()
+            self._in.stage(self._maps["in"], blocks, blocks).trigger_all_layers()
             self._settle()
 
         spec = self.spec
@@ -117,7 +117,7 @@ class RankKv:
 
     @torch.inference_mode()
     def copy_out(self, ticket: int, blocks: Sequence[int], host_blocks: Sequence[int], wait: bool) -> None:
-        self._copy(ticket, self._out, self._out_map, blocks, host_blocks, wait)
+        self._copy(ticket, self._out, self._maps["out"], blocks, host_blocks, wait)
 
     @torch.inference_mode()
     def copy_in(
@@ -125,7 +125,7 @@ class RankKv:
     ) -> None:
         if self._in.stream is not None:
             self._order_behind(behind, self._in.stream)
-        self._copy(ticket, self._in, self._in_map, host_blocks, blocks, wait)
+        self._copy(ticket, self._in, self._maps["in"], host_blocks, blocks, wait)
 
     def _copy(
         self,
@@ -228,15 +228,13 @@ class RankKv:
         with ExitStack() as ends:  # It runs the last entry first.
             ends.callback(self.slab.close)
             ends.callback(self.close_tiers)
+            ends.callback(self._maps.clear)  # They hold the cache and the slab.
             ends.callback(self._settle)
 
     def _settle(self) -> None:
-        """Waits for copies, and lets go of the maps, which hold the cache and the slab."""
-        try:
-            for copying in (self._out, self._in):
-                copying.synchronize()
-        finally:
-            del self._out_map, self._in_map
+        """Waits for copies."""
+        for copying in (self._out, self._in):
+            copying.synchronize()
 
 
 def measure_block_s(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
