@@ -98,6 +98,7 @@ class ForeignWorker:
         self.received: list[Received] = []  # but questions of the router itself
         self.asked: list[str] = []  # paths of these
         self.url = ""
+        self.tokenize_delay = 0.0
 
     async def __aenter__(self) -> ForeignWorker:
         app = web.Application(client_max_size=1 << 28)
@@ -130,6 +131,7 @@ class ForeignWorker:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
+        await asyncio.sleep(self.tokenize_delay)
         if not self.has_tokenizer:
             return web.json_response({"error": {"message": "nothing here"}}, status=404)
         body = await request.json()
@@ -189,6 +191,8 @@ class ForeignWorker:
                 return await self._misbehave(request, stream, received, fault)
             await stream.write(chunk)
             await asyncio.sleep(self.delay)
+        if fault is not None:
+            return await self._misbehave(request, stream, received, fault)
         if (body.get("stream_options") or {}).get("include_usage"):
             await stream.write(answer.usage_chunk())
         await stream.write(b"data: [DONE]\n\n")
