@@ -75,10 +75,9 @@ class Books:
         request = _Request(rank, prefill, chain, block_size, num_tokens - len(chain) * block_size, now)
         worker.requests[request_id] = request
         self._ranks[request_id] = rank
-        for block in chain:
-            worker.blocks[block] += 1
-            if worker.blocks[block] == 1:
-                worker.block_tokens += block_size
+        num_before = len(worker.blocks)
+        worker.blocks.update(chain)  # counts in C; prompts have hundreds of blocks
+        worker.block_tokens += (len(worker.blocks) - num_before) * block_size
         worker.tail_tokens += request.tail_tokens
         worker.prefill_tokens += prefill
         worker.recent_tokens = _faded(worker, now) + prefill
@@ -109,11 +108,14 @@ class Books:
         request = worker.requests.pop(request_id)
         worker.prefill_tokens -= request.prefill_tokens
         worker.tail_tokens -= request.tail_tokens
+        blocks, num_before = worker.blocks, len(worker.blocks)
         for block in request.chain:
-            worker.blocks[block] -= 1
-            if not worker.blocks[block]:
-                del worker.blocks[block]
-                worker.block_tokens -= request.block_size
+            count = blocks[block]
+            if count == 1:
+                blocks.pop(block)  # a Counter's `del` is not in C
+            else:
+                blocks[block] = count - 1
+        worker.block_tokens -= (num_before - len(blocks)) * request.block_size
 
     def chain_of(self, request_id: str) -> tuple[WorkerRank, Sequence[int], int] | None:
         """Where a request runs, its chain of blocks, and their size."""
