@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from shoal.errors import UnavailableError
-from shoal.fleet.books import Books, Load
+from shoal.fleet.books import AnyChange, Books, Ended, FirstToken, Load
 from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.fleet.policy import Ask, Candidate, Choice, RouterWeights, check_policy, choose
 from shoal.hashing import block_hashes, sequence_hashes, wire_seed
@@ -326,9 +326,28 @@ class KvRouter:
         chain = chains[size]
         self._turn += 1
         self.books.begin(request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size)
-        is_alone = self._policy == "kv_approx" or choice.rank in self._without_events
+        self._predict(choice.rank, chain)
+
+    def take(self, change: AnyChange, own_id: str) -> None:
+        """What another router has written. `own_id`: the request's id here."""
+        if isinstance(change, Ended):
+            self.books.end(own_id)
+        elif isinstance(change, FirstToken):
+            self.books.first_token(own_id)
+        else:
+            rank, chain = WorkerRank(change.worker, change.rank), change.chain
+            if rank in self.candidates:
+                size = change.block_size
+                self.books.begin(
+                    own_id, rank, change.num_tokens, change.cached_tokens, chain, size, is_own=False
+                )
+                self._predict(rank, chain)
+
+    def _predict(self, rank: WorkerRank, chain: Sequence[int]) -> None:
+        """It was sent these blocks."""
+        is_alone = self._policy == "kv_approx" or rank in self._without_events
         if self._policy in PREDICTS or (is_alone and self._policy == "kv_logit"):
-            self.predictions.add(choice.rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
+            self.predictions.add(rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
 
     def _choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Choice:
         return choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)
