@@ -52,8 +52,16 @@ async def serve(
 ) -> bool:
     """Serves until SIGTERM or SIGINT, then drains. A second signal ends it at once. Returns whether it has
     drained. The rest is as in serve_until."""
-    loop = asyncio.get_running_loop()
     drain, force = asyncio.Event(), asyncio.Event()
+    with heeding_signals(drain, force):
+        await serve_until(drain, force, app, admin, config, ports, ready=ready)
+    return not force.is_set()
+
+
+@contextlib.contextmanager
+def heeding_signals(drain: asyncio.Event, force: asyncio.Event) -> Iterator[None]:
+    """Inside of the block SIGTERM and SIGINT set `drain`, and `force` the second time."""
+    loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         (force if drain.is_set() else drain).set()
@@ -61,11 +69,10 @@ async def serve(
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
-        await serve_until(drain, force, app, admin, config, ports, ready=ready)
+        yield
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-    return not force.is_set()
 
 
 async def serve_until(
