@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +116,9 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             engine: ServedEngine = llm
             if swapper is not None:
                 engine = await swapper.add(one.names[0], llm, one.config.model, llm.info.vocab_size)
-            models.append(_served(one, llm, engine, tokenizer, config))
+            model = _served(one, llm, engine, tokenizer, config)
+            model.reread = _rereading(one, llm, engine, config)
+            models.append(model)
         catalog = Catalog(models)
         app = create_app(catalog, config)
         admin = create_admin_app(catalog, config) if config.admin_port is not None else None
@@ -162,17 +164,38 @@ async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenize
     )
     try:
         await asyncio.sleep(0)  # the engine's process first: it takes longer
-        tokenizer = (
-            None
-            if engine.skip_tokenizer_init
-            else await asyncio.to_thread(load_tokenizer, one.files, engine.tokenizer, engine.chat_template)
-        )
+        tokenizer = await _load_tokenizer(engine, one.files)
     except BaseException:
         starting.cancel()
         with contextlib.suppress(ShoalError, asyncio.CancelledError):
             await (await starting).close()
         raise
     return await starting, tokenizer
+
+
+async def _load_tokenizer(config: EngineConfig, files: CheckpointFiles) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    return await asyncio.to_thread(load_tokenizer, files, config.tokenizer, config.chat_template)
+
+
+def _rereading(
+    planned: Planned, llm: AsyncLLM, engine: ServedEngine, config: ServerConfig
+) -> Callable[[], Awaitable[ServedModel | None]]:
+    """The function that a served model asks what it has become (ServedModel.reread)."""
+    known = llm.info
+
+    async def reread() -> ServedModel | None:
+        nonlocal known
+        info, now = llm.info, llm.config
+        if info.model == known.model:
+            return None
+        files = await asyncio.to_thread(resolve, now.model, now.revision, now.download_dir)
+        tokenizer = await _load_tokenizer(now, files)
+        known = info
+        return _served(Planned(planned.names, now, files), llm, engine, tokenizer, config)
+
+    return reread
 
 
 def _served(

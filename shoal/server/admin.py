@@ -100,7 +100,9 @@ async def update_weights(exchange: Exchange) -> None:
             "path and model: give exactly one of them, a checkpoint's folder or file, or a model's name",
             param="path",
         )
-    await exchange.json({"version": await model.engine.update_weights(request.path or request.model or "")})
+    version = await model.engine.update_weights(request.path or request.model or "")
+    await model.follow()
+    await exchange.json({"version": version})
 
 
 async def start_profile(exchange: Exchange) -> None:
@@ -157,7 +159,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     Route("POST", "/pause", pause, "Stop scheduling"),
     Route("POST", "/resume", resume, "Schedule again"),
     Route("GET", "/is_paused", is_paused, "Whether scheduling is stopped"),
-    Route("POST", "/update_weights", update_weights, "Load other weights in place", UpdateWeightsRequest),
+    Route("POST", "/update_weights", update_weights, "Load other weights", UpdateWeightsRequest),
     Route("POST", "/start_profile", start_profile, "Trace what runs, for ui.perfetto.dev"),
     Route("GET", "/health", health, "Whether the server works", public=True, quiet=True),
     Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True, quiet=True),

@@ -75,7 +75,7 @@ Outbox = SimpleQueue[wire.Message | None]
 
 
 class CoreLoop:
-    """Drives an EngineCore by what lies in `inbox`."""
+    """Drives an engine by what lies in `inbox`. A message may put another core in the place of `core`."""
 
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
@@ -86,16 +86,15 @@ class CoreLoop:
 
     def run(self) -> NoReturn:
         """Steps until the engine ends. Raises the error that ended it."""
-        core = self.core
         while True:
-            if self.postponed and not core.has_work:
+            if self.postponed and not self.core.has_work:
                 self._sleep_at_last()
-            while not core.has_work and core.tick():  # KV blocks are on their way to lower tiers
+            while not self.core.has_work and self.core.tick():  # KV blocks are on their way to lower tiers
                 self.take_in(block=True, timeout_s=TICK_S)
-            self.take_in(block=not core.has_work)
-            if core.has_work:
+            self.take_in(block=not self.core.has_work)
+            if self.core.has_work:
                 self.doing = "step"
-                outputs = core.step()
+                outputs = self.core.step()
                 self.progress += 1
                 if outputs:
                     self.outbox.put(Outputs(outputs))
