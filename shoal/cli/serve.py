@@ -188,7 +188,7 @@ def _rereading(
     async def reread() -> ServedModel | None:
         nonlocal known
         info, now = llm.info, llm.config
-        if info.model == known.model:
+        if info is known:
             return None
         files = await asyncio.to_thread(resolve, now.model, now.revision, now.download_dir)
         tokenizer = await _load_tokenizer(now, files)

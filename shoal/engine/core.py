@@ -344,17 +344,23 @@ class EngineCore:
 
     def _hand_over(self, successor: EngineCore) -> None:
         """Ends this core, whose requests are aborted: their tokens mean nothing to another model."""
-        successor.weights.version = self.weights.version + 1
-        successor.refused = self.refused
-        self.scheduler.abort_all()
-        successor.loop.tell(self.loop.step())
-        logger.info("weights version %d: another model, %s", successor.weights.version, successor.files.path)
-        self.tiers = self.events = None  # They are the successor's, or gone.
+        self.tiers = None  # They have given their memory back.
         try:
-            self.ranks.close()
-        except (RuntimeError, OSError, ShoalError) as error:
-            logger.warning("%s did not end in order: %s", self.config.model, error)
-        successor.ranks.use_threads()
+            successor.weights.version = self.weights.version + 1
+            successor.refused = self.refused
+            self.scheduler.abort_all()
+            successor.loop.tell(self.loop.step())
+            self.events = None  # They are the successor's from now on.
+            try:
+                self.ranks.close()
+            except (RuntimeError, OSError, ShoalError) as error:
+                logger.warning("%s did not end in order: %s", self.config.model, error)
+            successor.ranks.use_threads()
+        except BaseException:  # An interrupt: neither of the two is whole.
+            successor.exit()
+            self.exit()
+            raise
+        logger.info("weights version %d: another model, %s", successor.weights.version, successor.files.path)
 
     # The cache
 

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
 from shoal.engine.runner import runner as runner_module
-from shoal.errors import CheckpointError, ConfigError, UnavailableError
+from shoal.engine.step_loop import StepLoop
+from shoal.errors import CheckpointError, ConfigError, EngineDeadError, UnavailableError
 from shoal.kv_event_format import AllBlocksCleared, BlockStored
 from tests import tiny
 from tests.cpu.test_weights_gguf import write_gguf
@@ -337,6 +339,20 @@ def test_an_interrupt_while_the_other_model_is_built_leaves_the_old_one(build, f
     assert ids_of(llm) == of_the_oracle(other)
 
 
+def test_an_interrupt_while_one_hands_over_to_the_other_ends_both(build, folder, other, monkeypatch):
+    llm = build(folder, kv_host_bytes=4 << 20)
+    llm.sleep(level=2)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepLoop, "tell", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.update_weights(other)
+    with pytest.raises(EngineDeadError, match="build a new one"):
+        llm.wake_up()
+
+
 # What is refused
 
 
@@ -359,6 +375,16 @@ def test_an_engine_that_has_not_given_its_model_up_takes_no_other(build, folder,
     if sleep is not None and sleep["level"] == 2:
         llm.update_weights(folder)
     assert ids_of(llm) == of_the_oracle(folder) and llm.config.model == str(folder)
+
+
+def test_an_engine_in_a_trainers_group_takes_no_other_model(build, folder, other):
+    llm = build(folder)
+    llm.core.ranks.runner.weights.groups["trainer"] = SimpleNamespace(close=lambda: None)
+    llm.sleep(level=2)
+    with pytest.raises(ConfigError, match=r"groups \['trainer'\]; destroy them first"):
+        llm.update_weights(other)
+    llm.destroy_weights_update_group("trainer")
+    assert llm.update_weights(other) == 1
 
 
 def test_an_engine_without_sleep_mode_takes_no_other_model(build, folder, other):
