@@ -194,6 +194,6 @@ def _serve(connection: Connection) -> None:
                 owner, answer = Owner(*given[0], **given[1]), None
             else:
                 answer = getattr(owner, name)(*given)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the caller gets it)
             answer = error
         connection.send(answer)

@@ -14,7 +14,16 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shoal.kv.ticket import DIGEST_BYTES, ID_BYTES, Failure, Progress, TransferError, digest_of, unseal
+from shoal.kv.ticket import (
+    DIGEST_BYTES,
+    ID_BYTES,
+    NO_MESSAGE,
+    Failure,
+    Progress,
+    TransferError,
+    digest_of,
+    unseal,
+)
 
 MAX_FRAME_BYTES = 4096
 ANSWER_S = 10.0  # an owner that takes longer for an answer is given up
@@ -183,7 +192,7 @@ class Lease:
         del received[:end]
         try:
             return _decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except NO_MESSAGE as error:
             raise self._nonsense(str(error)) from None
 
     def _lost(self, error: OSError) -> TransferError:

@@ -32,7 +32,7 @@ from shoal.kv.lease import (
     frame,
 )
 from shoal.kv.offers import Offers
-from shoal.kv.ticket import TransferError
+from shoal.kv.ticket import NO_MESSAGE, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class OfferServer:
         except TransferError as error:
             self._send(connection, Refused(error.failure, str(error)))
             return False
-        except (msgspec.DecodeError, _OutOfTurnError):
+        except (*NO_MESSAGE, _OutOfTurnError):
             return False
         return answer is None or self._send(connection, answer)
 

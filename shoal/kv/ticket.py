@@ -22,6 +22,7 @@ ID_BYTES = 16
 DIGEST_BYTES = 16
 MAX_BLOCKS = 1 << 18  # of a ticket: four million tokens in blocks of 16
 MAX_TICKET_BYTES = 8 << 20
+NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises for garbage
 
 
 class Failure(StrEnum):
@@ -113,7 +114,7 @@ def unseal(sealed: bytes) -> Ticket:
         raise TransferError(Failure.DAMAGED, f"{len(sealed)} bytes are no whole ticket for KV blocks")
     try:
         ticket = _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except NO_MESSAGE as error:
         raise TransferError(Failure.DAMAGED, f"no ticket for KV blocks: {error}") from None
     if reason := _flaw(ticket):
         raise TransferError(Failure.DAMAGED, f"no ticket for KV blocks: {reason}")

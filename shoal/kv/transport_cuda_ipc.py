@@ -18,7 +18,7 @@ import torch
 from shoal.kv.storage import Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_mapped import ForeignMemory, MappedPeer, boot_id, check_fit, one_piece
+from shoal.kv.transport_mapped import ForeignMemory, MappedPeer, boot_id, check_fit, decode, one_piece
 from shoal.kv.view import BlockView
 
 HANDLE_BYTES = 64
@@ -103,10 +103,7 @@ class CudaIpc:
 
 
 def _decode(window: WindowAddress) -> _Address:
-    try:
-        address = msgspec.msgpack.decode(window.memory, type=_Address)
-    except msgspec.DecodeError as error:
-        raise TransferError(Failure.DAMAGED, f"no address of GPU memory: {error}") from None
+    address = decode(window, _Address)
     if len(address.handle) != HANDLE_BYTES or not 0 <= address.offset < 1 << 48:
         raise TransferError(
             Failure.DAMAGED, "no address of GPU memory: a handle of the wrong size, or an offset"

@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach
-from shoal.kv.transport_mapped import MappedPeer, check_fit
+from shoal.kv.transport_mapped import MappedPeer, check_fit, decode
 from shoal.kv.view import BlockView
 
 
@@ -49,12 +49,7 @@ class InProcess:
         check_fit([window.spec for window in windows], into.spec)
         views = []
         for window in windows:
-            try:
-                address = msgspec.msgpack.decode(window.memory, type=_Address)
-            except msgspec.DecodeError as error:
-                raise TransferError(
-                    Failure.DAMAGED, f"no address of a window in a process: {error}"
-                ) from None
+            address = decode(window, _Address)
             opened = _windows.get(address.key)
             if address.pid != os.getpid() or opened is None or opened.view.spec != window.spec:
                 raise TransferError(Failure.UNREACHABLE, "the blocks are not in a window of this process")

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -13,9 +15,11 @@ from msgspec.structs import replace
 from shoal.kv.copy import copy_shards
 from shoal.kv.layout import CacheSpec, LayoutError, shared_heads
 from shoal.kv.storage import Kind, Storage, StorageError
-from shoal.kv.ticket import Failure, TransferError
+from shoal.kv.ticket import NO_MESSAGE, Failure, TransferError, WindowAddress
 from shoal.kv.transport import TransportError
 from shoal.kv.view import BlockView
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -79,6 +83,16 @@ class ForeignMemory(Storage):
         raise StorageError("another process's memory is only read")
 
     def _let_go(self) -> None: ...
+
+
+def decode(window: WindowAddress, kind: type[T]) -> T:
+    """A transport's own part of an address. Raises TransferError for anything else."""
+    try:
+        return msgspec.msgpack.decode(window.memory, type=kind)
+    except NO_MESSAGE as error:
+        raise TransferError(
+            Failure.DAMAGED, f"no address of a window of {window.transport}: {error}"
+        ) from None
 
 
 class CopyPull:

@@ -23,7 +23,7 @@ from shoal.kv.copy import check_ids, pieces_between
 from shoal.kv.storage import Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_mapped import ForeignMemory, check_fit, one_piece, some_layers
+from shoal.kv.transport_mapped import ForeignMemory, check_fit, decode, one_piece, some_layers
 from shoal.kv.view import BlockView
 
 # Each window of a peer gets a range of made-up addresses of its own, as windows of two processes may lie at
@@ -65,8 +65,8 @@ class NixlWindow:
                 metadata = self._agent.get_agent_metadata()
             except nixl.errors as error:
                 raise TransportError(
-                    f"NIXL can't register a cache in {view.storage.kind} memory: {error}; is its UCX built for "
-                    "it?"
+                    f"NIXL can't register a cache in {view.storage.kind} memory: {error}; is its UCX built "
+                    "for it?"
                 ) from None
         memory = self._memory
         address = _Address(name, metadata, memory.segment, memory.address, memory.device)
@@ -247,10 +247,7 @@ MISSING = "NIXL, which moves blocks between hosts, is not installed: pip install
 
 
 def _decode(window: WindowAddress) -> _Address:
-    try:
-        address = msgspec.msgpack.decode(window.memory, type=_Address)
-    except msgspec.DecodeError as error:
-        raise TransferError(Failure.DAMAGED, f"no address of NIXL's: {error}") from None
+    address = decode(window, _Address)
     if address.segment not in ("DRAM", "VRAM") or window.spec.num_bytes >= 1 << RANGE_BITS:
         raise TransferError(
             Failure.DAMAGED, f"no address of NIXL's: {window.spec.num_bytes} bytes of {address.segment}"

@@ -21,7 +21,7 @@ import torch
 from shoal.kv.storage import KEY_BYTES, Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_mapped import ForeignMemory, MappedPeer, boot_id, check_fit, one_piece
+from shoal.kv.transport_mapped import ForeignMemory, MappedPeer, boot_id, check_fit, decode, one_piece
 from shoal.kv.view import BlockView
 
 
@@ -78,10 +78,7 @@ class SharedMemory:
 
 def _map(window: WindowAddress) -> tuple[mmap.mmap, int]:
     """The owner's memory, and where its cache begins in it."""
-    try:
-        address = msgspec.msgpack.decode(window.memory, type=_Address)
-    except msgspec.DecodeError as error:
-        raise TransferError(Failure.DAMAGED, f"no address of shared memory: {error}") from None
+    address = decode(window, _Address)
     if address.host != boot_id():
         raise TransferError(Failure.UNREACHABLE, "the blocks are in another host's memory")
     try:

@@ -1,23 +1,13 @@
 """KV blocks between real processes: tickets, layer by layer, and what is left when either side is killed."""
 
 import os
-import signal
-import threading
-import time
 
 import pytest
-import torch
-from msgspec.structs import replace
 
-from shoal.kv.fetch import Peers
-from shoal.kv.lease import Lease
 from shoal.kv.storage import host_memory
-from shoal.kv.ticket import Failure, TransferError, unseal
-from shoal.kv.transport_registry import TRANSPORTS, Transports
+from shoal.kv.transport_registry import TRANSPORTS
 from tests import transport_cases
-from tests.kv_cases import contents
-from tests.kv_owner import SPAWN, logical, ranks_of, share_of
-from tests.transport_cases import MEMORY, SPEC, empty, owner_process
+from tests.transport_cases import MEMORY, SPEC, owner_process
 
 ACROSS = [kind.name for kind in TRANSPORTS if kind.name != "in_process"]
 NAMES = pytest.mark.parametrize("name", transport_cases.transports_here(ACROSS))
