@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -28,9 +28,9 @@ GAP = -1
 MAX_BLOCKS = 10_000_000  # of all workers together: some 3 GB of a router's memory
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class WorkerRank:
-    """A data-parallel rank of a worker: each has a cache of its own."""
+class WorkerRank(NamedTuple):
+    """A data-parallel rank of a worker: each has a cache of its own. It is a tuple because it is the key of
+    every answer, and a tuple's hash is computed in C."""
 
     worker: str
     rank: int = 0

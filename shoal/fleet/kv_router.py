@@ -167,6 +167,10 @@ class KvRouter:
             self._write(request_id, choice, num_tokens, chains)
         return choice
 
+    def block_sizes(self) -> set[int]:
+        """Each block size that a worker has."""
+        return {self.indexer.block_size_of(rank) for rank in self.candidates}
+
     def _write(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:
         size = self.indexer.block_size_of(choice.rank)
         chain = chains[size]
@@ -180,5 +184,5 @@ class KvRouter:
 
     def _chains(self, token_ids: Sequence[int], seed: int) -> dict[int, list[int]]:
         """The chain hashes of the prompt for each block size that a worker has."""
-        sizes = {self.indexer.block_size_of(rank) for rank in self.candidates}
+        sizes = self.block_sizes()
         return {size: sequence_hashes(block_hashes(token_ids, size, seed)) for size in sizes}

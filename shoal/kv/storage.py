@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from enum import StrEnum
 
 import numpy as np
@@ -328,18 +329,20 @@ class InFlight:
     """What copies use that devices have not done yet."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.cuda.Event, tuple[object, ...]]] = []
+        self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
         self._lock = threading.RLock()  # letting go of one thing may end in asking for the rest
 
     def keep(self, event: torch.cuda.Event, *used: object) -> None:
-        """Until the event has come, and the next call of either method."""
-        self.settle()
+        """Keeps what a copy uses until its event has come, and some time longer unless `settle` is called."""
         with self._lock:
+            while self._kept and self._kept[0][0].query():
+                self._kept.popleft()
             self._kept.append((event, used))
 
     def settle(self) -> None:
+        """Lets go of all whose event has come."""
         with self._lock:
-            self._kept = [entry for entry in self._kept if not entry[0].query()]
+            self._kept = deque(entry for entry in self._kept if not entry[0].query())
 
 
 in_flight = InFlight()

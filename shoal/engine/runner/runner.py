@@ -236,11 +236,6 @@ class ModelRunner:
 
     # KV blocks below the device
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a KV block on this rank."""
-        return self.cache.spec.block_bytes
-
     def open_kv(self, num_host_blocks: int) -> None:
         """Makes `kv`, with a slab of `num_host_blocks` blocks on the host. Raises ConfigError."""
         assert self._kv is None

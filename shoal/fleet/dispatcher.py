@@ -1,0 +1,210 @@
+"""Requests on their way to workers: one model's queue, and the place that a request gets at a worker.
+
+    async with dispatcher.place(wanted) as place:  # waits while every worker is full
+        async for output in place.worker.link.generate(request):
+            place.generated(len(output.token_ids))
+
+Leaving the block gives the place back. A WorkerFailedError that leaves the block counts against the worker,
+and a BusyError says that the worker is full. Both are raised on: the caller asks for another place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Generic
+
+from shoal.errors import BusyError, UnavailableError, WorkerFailedError
+from shoal.fleet.clock import Clock
+from shoal.fleet.indexer import WorkerRank
+from shoal.fleet.kv_router import KvRouter
+from shoal.fleet.policy import Choice
+from shoal.fleet.worker import L, Worker
+from shoal.fleet_api import QueueView, WorkerState
+from shoal.hashing import block_hashes, sequence_hashes, wire_seed
+
+LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
+
+Chains = dict[int, list[int]]  # the chain hashes of a prompt, by block size
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A request, as far as choosing a worker for it goes. The same object asks again after a failure: it
+    keeps its place in the queue."""
+
+    request_id: str
+    token_ids: Sequence[int]  # prompt and output so far; where no tokens are known, numbers made of the text
+    priority: int = 0  # lower runs first
+    session: str | None = None
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
+    # The dispatcher's own:
+    number: int = -1
+    queued_at: float | None = None  # since when it waits; None: it never had to, or is on its way
+
+
+class Place(Generic[L]):
+    """What a request holds at its worker."""
+
+    def __init__(self, worker: Worker[L], choice: Choice, wanted: Wanted, dispatcher: Dispatcher[L]) -> None:
+        self.worker, self.choice = worker, choice
+        self._wanted, self._dispatcher = wanted, dispatcher
+        self._has_token = False
+
+    def generated(self, num_tokens: int) -> None:
+        """The worker has sent so many tokens."""
+        self.worker.delivered()
+        books = self._dispatcher.router.books
+        if not self._has_token:
+            self._has_token = True
+            self._wanted.queued_at = None
+            books.first_token(self._wanted.request_id)
+        books.generated(self._wanted.request_id, num_tokens)
+
+    def cached(self, num_tokens: int) -> None:
+        """The worker says how many tokens of the prompt it had cached."""
+        self.worker.prompt_tokens += len(self._wanted.token_ids)
+        self.worker.cached_tokens += num_tokens
+
+
+class Dispatcher(Generic[L]):
+    def __init__(self, router: KvRouter, *, max_queued: int, clock: Clock) -> None:
+        self.router, self.max_queued = router, max_queued
+        self.workers: dict[str, Worker[L]] = {}
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[int, int, Wanted, Chains, asyncio.Future[tuple[Worker[L], Choice]]]] = []
+        self._queued: set[Wanted] = set()  # those that had to wait, until their first token
+
+    def add(self, worker: Worker[L]) -> None:
+        self.workers[worker.id] = worker
+        for rank in worker.ranks:
+            self.router.add_worker(rank)
+        self.changed()
+
+    def remove(self, worker_id: str) -> None:
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            worker.is_gone = True
+            for rank in worker.ranks:
+                self.router.remove_worker(rank)
+        self.changed()
+
+    @property
+    def queue(self) -> QueueView:
+        since = [wanted.queued_at for wanted in self._queued if wanted.queued_at is not None]
+        return QueueView(len(since), max(0.0, self._clock.now() - min(since)) if since else 0.0)
+
+    @asynccontextmanager
+    async def place(self, wanted: Wanted) -> AsyncIterator[Place[L]]:
+        """Raises BusyError if the request would have to wait and the queue is full, UnavailableError if no
+        worker can take it."""
+        try:
+            worker, choice = await self._find(wanted)
+        except BaseException:
+            self._queued.discard(wanted)
+            raise
+        place = Place(worker, choice, wanted, self)
+        is_again = False  # the caller comes back with this request
+        try:
+            yield place
+        except BusyError as error:
+            is_again = True
+            worker.full_until = self._clock.now() + error.retry_after_s
+            asyncio.get_running_loop().call_later(error.retry_after_s, self.changed)
+            raise
+        except WorkerFailedError as error:
+            is_again = True
+            wanted.tried.add(worker.id)
+            worker.failed(error)
+            raise
+        finally:
+            worker.active -= 1
+            self.router.books.end(wanted.request_id)
+            if not is_again:
+                self._queued.discard(wanted)
+            self.changed()
+
+    def changed(self) -> None:
+        """A worker came, went, or has room: whoever waits may go on."""
+        while self._waiting:
+            _, _, wanted, chains, future = self._waiting[0]
+            if not future.done():
+                try:
+                    found = self._pick(wanted, chains)
+                except UnavailableError as error:
+                    future.set_exception(error)
+                else:
+                    if found is None:
+                        return
+                    future.set_result(found)
+            heapq.heappop(self._waiting)
+
+    async def _find(self, wanted: Wanted) -> tuple[Worker[L], Choice]:
+        chains = await self._chains(wanted)
+        if wanted.number < 0:
+            wanted.number = next(self._numbers)
+        if not self._waiting or (wanted.priority, wanted.number) < self._waiting[0][:2]:
+            found = self._pick(wanted, chains)
+            if found is not None:
+                return found
+        if wanted not in self._queued:
+            if len(self._queued) >= self.max_queued:
+                raise BusyError(
+                    f"all workers are full, and the queue has {len(self._queued)} of {self.max_queued} "
+                    "requests (--max-queued-requests); try again later"
+                )
+            self._queued.add(wanted)
+        wanted.queued_at = wanted.queued_at or self._clock.now()
+        future: asyncio.Future[tuple[Worker[L], Choice]] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (wanted.priority, wanted.number, wanted, chains, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                worker, _ = future.result()  # it was given a place just now
+                worker.active -= 1
+                self.router.books.end(wanted.request_id)
+            future.cancel()
+            self.changed()
+            raise
+
+    def _pick(self, wanted: Wanted, chains: Chains) -> tuple[Worker[L], Choice] | None:
+        """A worker with room, written into the books; None if all are full. Raises UnavailableError if none
+        is ready."""
+        ready = [worker for worker in self.workers.values() if worker.state == WorkerState.READY]
+        if not ready:
+            raise UnavailableError("no worker is ready for this model; start one, or try again later")
+        fresh = [worker for worker in ready if worker.id not in wanted.tried] or ready
+        ranks: list[WorkerRank] = []
+        for worker in fresh:
+            if worker.has_room:
+                ranks += worker.ranks
+        if not ranks:
+            return None
+        choice = self.router.schedule_chains(
+            len(wanted.token_ids), chains, request_id=wanted.request_id, session=wanted.session, among=ranks
+        )
+        worker = self.workers[choice.rank.worker]
+        worker.active += 1
+        worker.num_requests += 1
+        return worker, choice
+
+    async def _chains(self, wanted: Wanted) -> Chains:
+        """Hashing never holds the loop up for long."""
+        if len(wanted.token_ids) < LONG_PROMPT:
+            return self._hashed(wanted)
+        return await asyncio.to_thread(self._hashed, wanted)
+
+    def _hashed(self, wanted: Wanted) -> Chains:
+        seed = wire_seed(wanted.lora_name, wanted.cache_salt)
+        return {
+            size: sequence_hashes(block_hashes(wanted.token_ids, size, seed))
+            for size in self.router.block_sizes()
+        }
