@@ -88,8 +88,16 @@ class Owner:
         self.windows: list[Windows] = [Transports(chosen).open_windows(view, reach) for view in self.views]
         self.ranks: list[tuple[WindowAddress, ...]] = [windows.addresses for windows in self.windows]
         self.pool = BlockPool(specs[0].num_blocks)
-        self.offers = Offers(self.ranks, self.pool.generation, time.monotonic, lease_s)
+        self.skipped_s = 0.0
+        self.offers = Offers(self.ranks, self.pool.generation, self.now, lease_s)
         self.server = OfferServer(self.offers)
+
+    def now(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+    def skip(self, seconds: float) -> None:
+        """The owner's clock goes on by so much."""
+        self.skipped_s += seconds
 
     def offer(self, num_blocks: int, whole: int) -> tuple[bytes, list[int]]:
         """Takes blocks, as a sequence does."""

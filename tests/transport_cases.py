@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from shoal.kv.copy import BlockCopyError
+from shoal.kv.block_map import BlockCopyError
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import Storage
 from shoal.kv.ticket import Failure, TransferError, WindowAddress

@@ -67,6 +67,7 @@ class Storage(ABC):
         self.closed = False
         self.users: weakref.WeakSet[object] = weakref.WeakSet()  # views
         self.shared: SharedPages | None = None  # how other processes map it, if they can
+        self.is_far = False  # whether `device`, a GPU, reaches it over a link to another one
 
     @property
     @abstractmethod

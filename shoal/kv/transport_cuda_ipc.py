@@ -33,6 +33,7 @@ class _Handle(ctypes.Structure):
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
     host: str
+    gpu: str  # its UUID
     handle: bytes  # of a whole allocation
     offset: int  # of the cache in it, in bytes
 
@@ -60,7 +61,8 @@ class CudaIpcWindow:
                 f"the cache's GPU memory can't be shared by CUDA IPC ({error}): it must come from "
                 "cudaMalloc, so leave out enable_sleep_mode and expandable_segments, or use NIXL"
             ) from None
-        address = _Address(boot_id(), bytes(handle), start - base.value)
+        gpu = _uuid(view.storage.device.index or 0)
+        address = _Address(boot_id(), gpu, bytes(handle), start - base.value)
         self.address = WindowAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
 
     def close(self) -> None:
@@ -80,15 +82,18 @@ class CudaIpc:
         if not torch.cuda.is_available():
             raise TransferError(Failure.UNREACHABLE, "the blocks are on a GPU, and this worker has none")
         on_device = into.storage.kind is Kind.DEVICE
-        device = into.storage.device if on_device else torch.device("cuda", torch.cuda.current_device())
-        index = device.index or 0
+        index = torch.cuda.current_device()
+        if on_device and into.storage.device.index is not None:
+            index = into.storage.device.index
+        device = torch.device("cuda", index)
         opened: list[int] = []
         views = []
         try:
             for window, address in zip(windows, addresses):
                 start = _open(index, address.handle)
                 opened.append(start)
-                storage = ForeignMemory(Kind.DEVICE, address.offset + window.spec.num_bytes, device, start)
+                num_bytes, is_far = address.offset + window.spec.num_bytes, address.gpu != _uuid(index)
+                storage = ForeignMemory(Kind.DEVICE, num_bytes, device, start, is_far)
                 views.append(BlockView.over(window.spec, storage, address.offset))
         except _DriverError as error:
             _close(index, opened)
@@ -111,6 +116,10 @@ def _decode(window: WindowAddress) -> _Address:
     if address.host != boot_id():
         raise TransferError(Failure.UNREACHABLE, "the blocks are on another host's GPU")
     return address
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _open(device: int, handle: bytes) -> int:

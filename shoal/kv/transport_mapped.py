@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from shoal.kv.copy import copy_shards
-from shoal.kv.layout import CacheSpec, LayoutError, shared_heads
+from shoal.kv.block_map import BlockMap, reachable
+from shoal.kv.copy import CopyStream, copy_blocks
+from shoal.kv.layout import CacheSpec, LayoutError, SharedHeads, shared_heads
 from shoal.kv.storage import Kind, Storage, StorageError
 from shoal.kv.ticket import NO_MESSAGE, Failure, TransferError, WindowAddress
 from shoal.kv.transport import TransportError
@@ -44,10 +45,11 @@ def one_piece(view: BlockView) -> tuple[int, int]:
     return address, view.spec.num_bytes
 
 
-def check_fit(specs: Sequence[CacheSpec], into: CacheSpec) -> None:
-    """Raises TransferError unless these ranks' blocks can become blocks of `into`."""
+def check_fit(specs: Sequence[CacheSpec], into: CacheSpec) -> list[SharedHeads]:
+    """Which rank has which heads of `into`. Raises TransferError unless these ranks' blocks can become blocks
+    of `into`."""
     try:
-        shared_heads(specs, [into])
+        return shared_heads(specs, [into])
     except LayoutError as error:
         raise TransferError(
             Failure.INCOMPATIBLE,
@@ -65,9 +67,12 @@ class ForeignMemory(Storage):
     """Memory of another process, seen at an address here. It is read by copies alone, and whoever makes it
     keeps it mapped."""
 
-    def __init__(self, kind: Kind, num_bytes: int, device: torch.device, address: int) -> None:
+    def __init__(
+        self, kind: Kind, num_bytes: int, device: torch.device, address: int, is_far: bool = False
+    ) -> None:
+        """`device` is the one that reads it, and `is_far` says whether it has to cross a link for that."""
         super().__init__(kind, num_bytes, device)
-        self._address = address
+        self._address, self.is_far = address, is_far
 
     @property
     def address(self) -> int:
@@ -115,17 +120,30 @@ class MappedPeer:
     """Copies out of `views`, each of one rank of the owner. `release` lets go of their memory."""
 
     def __init__(self, views: Sequence[BlockView], into: BlockView, release: Callable[[], None]) -> None:
-        check_fit([view.spec for view in views], into.spec)
         self._views, self._into, self._release = list(views), into, release
-        self._stream = torch.cuda.Stream(into.storage.device) if into.storage.kind is Kind.DEVICE else None
+        self._map = BlockMap(self._views, into) if reachable(self._views, [into]) else None
+        devices = self._map.devices if self._map is not None else []
+        self._device = devices[0] if devices else torch.device("cpu")
+        self._stream = torch.cuda.Stream(self._device) if devices else None
 
     def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range) -> CopyPull:
-        srcs = [some_layers(view, layers) for view in self._views]
-        into = some_layers(self._into, layers)
-        event = copy_shards(srcs, src_ids, [into], dst_ids, self._stream)
-        return CopyPull(len(dst_ids) * into.spec.block_bytes, event)
+        num_bytes = len(dst_ids) * len(layers) * self._into.spec.block_layer_bytes
+        if self._map is None:  # from plain memory to a device: by way of pinned memory, done when it returns
+            copy_blocks(
+                [some_layers(view, layers) for view in self._views],
+                src_ids,
+                some_layers(self._into, layers),
+                dst_ids,
+            )
+            return CopyPull(num_bytes, None)
+        copy = CopyStream(self._device, self._stream).stage(self._map, src_ids, dst_ids)
+        if len(layers) == self._map.num_layers:
+            return CopyPull(num_bytes, copy.trigger_all_layers())
+        for layer in layers:
+            copy.trigger_layer(layer)
+        return CopyPull(num_bytes, copy.event(layers[-1]) if layers else None)
 
     def close(self) -> None:
-        self._views = []
+        self._views, self._map = [], None
         release, self._release = self._release, lambda: None
         release()

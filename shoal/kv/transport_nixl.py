@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -19,11 +20,11 @@ import msgspec
 import numpy as np
 
 from shoal.kernels.block_copy import runs
-from shoal.kv.copy import check_ids, pieces_between
+from shoal.kv.block_map import check_ids, pieces_between
 from shoal.kv.storage import Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_mapped import ForeignMemory, check_fit, decode, one_piece, some_layers
+from shoal.kv.transport_mapped import ForeignMemory, check_fit, decode, one_piece
 from shoal.kv.view import BlockView
 
 # Each window of a peer gets a range of made-up addresses of its own, as windows of two processes may lie at
@@ -119,7 +120,7 @@ class NixlPeer:
     """An agent of its own, because UCX stops writing for certain only when the agent ends."""
 
     def __init__(self, nixl: _Nixl, windows: Sequence[WindowAddress], into: BlockView) -> None:
-        check_fit([window.spec for window in windows], into.spec)
+        self._shares = check_fit([window.spec for window in windows], into.spec)
         self.nixl, self._into = nixl, into
         self._pulls: weakref.WeakSet[NixlPull] = weakref.WeakSet()
         self._addresses = [_decode(window) for window in windows]
@@ -140,13 +141,12 @@ class NixlPeer:
                 ) from None
 
     def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range) -> NixlPull:
-        num_src = min(view.spec.num_blocks for view in self._views)
-        from_ids, to_ids = check_ids(src_ids, num_src, dst_ids, self._into.spec.num_blocks)
-        into = some_layers(self._into, layers)
-        srcs = [some_layers(view, layers) for view in self._views]
-        pull = NixlPull(self, len(to_ids) * into.spec.block_bytes)
+        from_ids, to_ids = check_ids(src_ids, self._views, dst_ids, [self._into])
+        pull = NixlPull(self, len(to_ids) * len(layers) * self._into.spec.block_layer_bytes)
+        if not len(layers) or not len(to_ids):
+            return pull
         self._pulls.add(pull)
-        for pieces in pieces_between(srcs, [into], range(len(layers))):
+        for pieces in pieces_between(self._views, [self._into], self._shares, layers):
             sources, targets = runs(pieces, from_ids, to_ids)
             windows = sources >> RANGE_BITS
             for number, address in enumerate(self._addresses):
@@ -205,6 +205,7 @@ class _Nixl:
     def load(self) -> None:
         """Raises ImportError."""
         if self._api is None:
+            os.environ.setdefault("UCX_LOG_FILE", "stderr")  # it writes to stdout else
             import nixl._api as api
             import nixl._bindings as bindings
 

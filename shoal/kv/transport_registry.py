@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.kv.layout import LayoutError, shared_heads
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Peer, Reach, Transport, TransportError, Window
 from shoal.kv.transport_cuda_ipc import CudaIpc
 from shoal.kv.transport_in_process import InProcess
+from shoal.kv.transport_mapped import check_fit
 from shoal.kv.transport_nixl import Nixl
 from shoal.kv.transport_shared_memory import SharedMemory
 from shoal.kv.view import BlockView
@@ -85,11 +85,5 @@ def _with_heads_of(
     ranks: Sequence[Sequence[WindowAddress]], into: BlockView
 ) -> list[Sequence[WindowAddress]]:
     """Those ranks whose heads a cache needs."""
-    try:
-        shares = shared_heads([rank[0].spec for rank in ranks], [into.spec])
-    except LayoutError as error:
-        raise TransferError(
-            Failure.INCOMPATIBLE,
-            f"{error}; workers that hand blocks over need the same model, dtype and block_size",
-        ) from None
+    shares = check_fit([rank[0].spec for rank in ranks], into.spec)
     return [ranks[rank] for rank in sorted({share.src_rank for share in shares})]
