@@ -21,12 +21,12 @@ from shoal.model_card import ModelCard
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.catalog import Catalog
 from shoal.server.keys import check_admin_port
-from shoal.server.model import ServedEngine, served_model
+from shoal.server.model import ServedEngine, ServedModel, served_model
 from shoal.server.run import check_tls, open_ports, url_of, warn_of_open_port
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
-from shoal.weights.source import resolve
+from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.summary import summarize
 from shoal.wire import ModelInfo
 

@@ -88,8 +88,8 @@ def as_shards(views: Shards) -> list[BlockView]:
     for view in shards[1:]:
         if view.storage.kind is not shards[0].storage.kind or not _are_peers(devices_of([shards[0]], [view])):
             raise LayoutError(
-                f"the shards of one side lie in {_place(shards[0])} and {_place(view)}: it takes one kind, and "
-                "devices that reach each other"
+                f"the shards of one side lie in {_place(shards[0])} and {_place(view)}: it takes one kind, "
+                "and devices that reach each other"
             )
     return shards
 
