@@ -74,6 +74,11 @@ class Place(Generic[L]):
         worker.cached_tokens += self._cached_tokens
         worker.on_broken.add(self.interrupt)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, as they were counted for the choice."""
+        return len(self._wanted.token_ids)
+
     def interrupt(self) -> None:
         self.on_broken()
 
