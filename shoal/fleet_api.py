@@ -4,11 +4,12 @@ to workers that speak HTTP themselves; neither imports the other. Torch-free."""
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from prometheus_client.core import Metric
 
 from shoal.control import Command
 
@@ -28,6 +29,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     role: str  # "both", "prefill", "decode"
     model: str
     state: WorkerState
+    why: str = ""  # it gets nothing, where that is not plain
     pid: int | None = None  # of a worker on this host
     tags: list[str] = []
     active_requests: int = 0
@@ -68,7 +70,8 @@ class FleetControl(Protocol):
     def view(self) -> FleetView: ...
 
     async def select(self, model: str | None, body: Mapping[str, Any]) -> Selected:
-        """`body` has `token_ids`, `prompt` or `messages`. Nothing is sent to a worker for tokens."""
+        """`body` has `token_ids`, `prompt` or `messages`, and may have `session`, `tags` and `cache_salt`. No
+        worker is asked to generate. Raises UnavailableError where no worker can take it."""
         ...
 
     async def drain(self, worker_id: str) -> None:
@@ -87,6 +90,10 @@ class FleetControl(Protocol):
 
     async def configure(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Changes settings while running; returns all that can be changed, as they are now."""
+        ...
+
+    def metrics(self) -> Iterable[Metric]:
+        """What Prometheus reads of the router, beside its models."""
         ...
 
     async def command(
@@ -118,7 +125,7 @@ class ForeignAnswer:
 
     status: int
     headers: list[tuple[bytes, bytes]]
-    chunks: AsyncIterator[bytes]
+    chunks: AsyncGenerator[bytes]
     content_type: bytes = field(default=b"application/json")
 
 
@@ -127,6 +134,6 @@ class Forwarder(Protocol):
 
     async def forward(self, call: ForeignCall) -> ForeignAnswer:
         """Returns when the answer begins: its head, and for a stream its first token, are there. Whoever
-        leaves `chunks` early (aclose) leaves the worker too. A stream that breaks and cannot be taken up
-        elsewhere ends with an error event, which `chunks` yields. Raises BusyError, UnavailableError."""
+        leaves `chunks` early (aclose) leaves the worker too. Both raise BusyError and UnavailableError: from
+        `chunks` they come where a stream breaks and cannot be taken up elsewhere."""
         ...

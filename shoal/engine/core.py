@@ -148,7 +148,7 @@ class EngineCore:
         """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
         blocks."""
         config, ranks = self.config, self.ranks
-        block_bytes = ranks.runner.block_bytes
+        block_bytes = ranks.runner.cache.spec.block_bytes
         if config.device == "cuda":
             ranks.call(commands.COMPILE_AHEAD)
         num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.NUM_BLOCKS_THAT_FIT))

@@ -115,6 +115,14 @@ class Books:
                 del worker.blocks[block]
                 worker.block_tokens -= request.block_size
 
+    def chain_of(self, request_id: str) -> tuple[WorkerRank, Sequence[int], int] | None:
+        """Where a request runs, its chain of blocks, and their size."""
+        rank = self._ranks.get(request_id)
+        if rank is None:
+            return None
+        request = self._workers[rank].requests[request_id]
+        return rank, request.chain, request.block_size
+
     def load(self, rank: WorkerRank) -> Load:
         worker = self._workers.get(rank)
         if worker is None:

@@ -131,6 +131,21 @@ class KvIndexer:
         worker = self._workers.get(rank)
         return self.block_size if worker is None else worker.block_size
 
+    def block_of(self, rank: WorkerRank, name: int) -> int | None:
+        """The chain hash of a block by the worker's name for it."""
+        worker = self._workers.get(rank)
+        node = None if worker is None else worker.find(name)
+        return None if node is None else node.chain
+
+    def blocks_behind(self, chain_hash_: int) -> list[int]:
+        """The chain hashes of this block and of all behind it that anybody has or had to pass, children
+        after their parents."""
+        nodes = self._tree.nodes
+        found = [chain_hash_] if chain_hash_ in nodes else []
+        for block in found:
+            found += nodes[block].children
+        return found
+
     def num_blocks(self, rank: WorkerRank | None = None) -> int:
         """How many blocks are known, of all workers or of one; a block in two tiers counts twice."""
         if rank is None:

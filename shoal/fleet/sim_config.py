@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.fleet.planner import PlannerConfig
 from shoal.fleet.policy import RouterWeights, check_policy
 from shoal.fleet.sim_timing import find_timing
 from shoal.fleet.sim_trace import TRACE_BLOCK_SIZE
 from shoal.fleet.sim_worker import PAGE
 
 ROLES = ("both",)
+SIM_KEYS = ("gpu", "cache_tokens", "event_delay_ms", "block_size", "worker_start_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class SimWorkers:
 class SimConfig:
     """`cache_tokens`: the room of a worker's KV cache, if it is not what the GPU's memory leaves.
     `event_delay_ms`: until the router's index hears of a block. `block_size`: tokens of a block of the trace.
-    Raises ConfigError."""
+    `worker_start_s`: until a worker that the planner adds serves; its GPU counts meanwhile. Raises
+    ConfigError."""
 
     model: str
     gpu: str = "h200"
@@ -71,6 +74,8 @@ class SimConfig:
     cache_tokens: int | None = None
     event_delay_ms: float = 0.0
     block_size: int = TRACE_BLOCK_SIZE
+    worker_start_s: float = 30.0
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def __post_init__(self) -> None:
         find_timing(self.gpu, self.model)
@@ -86,47 +91,73 @@ class SimConfig:
             )
         if not 0 <= self.event_delay_ms < math.inf:
             raise ConfigError(f"event_delay_ms {self.event_delay_ms} is no length of time; 0 is none")
+        if not 0 <= self.worker_start_s < math.inf:
+            raise ConfigError(f"worker_start_s {self.worker_start_s} is no length of time; 30 is the default")
+        if self.planner.enabled and len(self.workers) != 1:
+            raise ConfigError(
+                f"the planner needs to know which workers to add: there are {len(self.workers)} [[workers]] "
+                "tables; write one"
+            )
+        if self.planner.enabled and self.planner.min_endpoint < 1:
+            raise ConfigError(
+                "min_endpoint 0 is not simulated: requests would find no worker; give 1 or more"
+            )
         if not any(group.count for group in self.workers):
             raise ConfigError("there is no worker; give [[workers]] a count of 1 or more, or --workers")
 
 
 def read_sim_config(
-    path: str | Path, *, policy: str | None = None, num_workers: int | None = None, seed: int | None = None
+    path: str | Path,
+    *,
+    policy: str | None = None,
+    num_workers: int | None = None,
+    seed: int | None = None,
+    planner: Mapping[str, Any] | None = None,
 ) -> SimConfig:
     """From a file; what is given here goes before what the file says. `num_workers` is of a fleet whose
-    workers are all alike. Raises ConfigError."""
+    workers are all alike. `planner`: keys of [planner]. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         document = tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
     try:
-        return _config_of(document, policy, num_workers, seed)
+        return _config_of(document, policy, num_workers, seed, planner or {})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
 def _config_of(
-    document: Mapping[str, Any], policy: str | None, num_workers: int | None, seed: int | None
+    document: Mapping[str, Any],
+    policy: str | None,
+    num_workers: int | None,
+    seed: int | None,
+    planner: Mapping[str, Any],
 ) -> SimConfig:
     # port and plane are of the fleet that is served; they change nothing here.
-    _check_keys(document, ("model", "workers", "router", "sim", "port", "plane"), "the file")
+    _check_keys(document, ("model", "workers", "router", "planner", "sim", "port", "plane"), "the file")
     if "model" not in document:
         raise ConfigError('"model" is missing; give the name of a published shape, such as "qwen3-8b"')
     given = _table(document, "sim")
-    _check_keys(given, ("gpu", "cache_tokens", "event_delay_ms", "block_size"), "[sim]")
+    _check_keys(given, SIM_KEYS, "[sim]")
     router = _table(document, "router")
     weights = [entry.name for entry in dataclasses.fields(RouterWeights)]
     _check_keys(router, ("policy", "seed", *weights), "[router]")
     given_weights = {name: router[name] for name in weights if name in router}
     _check_types(RouterWeights, given_weights)
+    planned = {**_table(document, "planner"), **planner}
+    _check_keys(planned, [entry.name for entry in dataclasses.fields(PlannerConfig)], "[planner]")
+    _check_types(PlannerConfig, planned)
     values = {"model": document["model"], **given}
     for name, value in (("policy", policy), ("seed", seed)):
         if value is not None or name in router:
             values[name] = router[name] if value is None else value
     _check_types(SimConfig, values)
     return SimConfig(
-        **values, workers=_workers_of(document, num_workers), weights=RouterWeights(**given_weights)
+        **values,
+        workers=_workers_of(document, num_workers),
+        weights=RouterWeights(**given_weights),
+        planner=PlannerConfig(**planned),
     )
 
 

@@ -100,9 +100,7 @@ async def update_weights(exchange: Exchange) -> None:
             "path and model: give exactly one of them, a checkpoint's folder or file, or a model's name",
             param="path",
         )
-    version = await model.engine.update_weights(request.path or request.model or "")
-    await model.follow()
-    await exchange.json({"version": version})
+    await exchange.json({"version": await model.engine.update_weights(request.path or request.model or "")})
 
 
 async def start_profile(exchange: Exchange) -> None:
@@ -150,7 +148,7 @@ def _one(query: Query, name: str, default: str = "") -> str:
 
 
 def _model(exchange: Exchange, query: Query) -> ServedModel:
-    return exchange.models.find(_one(query, "model", exchange.models.first.name))
+    return exchange.models.find(_one(query, "model") or None)
 
 
 ADMIN_ROUTES: tuple[Route, ...] = (

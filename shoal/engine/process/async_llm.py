@@ -8,12 +8,13 @@ import dataclasses
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from shoal.api import Output, Request, Stats
+from shoal.collector import Collector
 from shoal.config import EngineConfig
 from shoal.control import Command, Control, UpdateWeights, result_type
 from shoal.engine.process.core_process import CoreProcess
@@ -50,59 +51,6 @@ RESTART_PAUSES_S = (0.5, 5.0, 30.0)
 logger = logging.getLogger(__name__)
 
 
-class Collector:
-    """One request's outputs on their way to a reader. Outputs that a slow reader leaves waiting are merged,
-    so there is one at most."""
-
-    def __init__(self) -> None:
-        self.output: Output | None = None
-        self.error: ShoalError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, output: Output) -> None:
-        if self.output is None:
-            self.output = output
-        else:
-            merge(self.output, output)
-        self._wake()
-
-    def fail(self, error: ShoalError) -> None:
-        """Outputs that were put before are still delivered."""
-        self.error = error
-        self._wake()
-
-    async def get(self) -> Output:
-        """All that has come since the last call. Waits if nothing has. Raises the error that `fail` was
-        given, once all outputs are delivered."""
-        while self.output is None:
-            if self.error is not None:
-                # Many share this error. Without this each raise would add its frames to it, for ever.
-                raise self.error.with_traceback(None)
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        output, self.output = self.output, None
-        return output
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def merge(first: Output, then: Output) -> None:
-    """Makes `first` what both say."""
-    first.token_ids += then.token_ids
-    if then.logprobs is not None:
-        first.logprobs = (first.logprobs or []) + then.logprobs
-    first.prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
-    first.finish_reason, first.stop_reason, first.error = then.finish_reason, then.stop_reason, then.error
-    first.queued_seconds = max(first.queued_seconds, then.queued_seconds)
-    first.num_cached_tokens = max(first.num_cached_tokens, then.num_cached_tokens)
-    first.embedding = then.embedding if first.embedding is None else first.embedding
-
-
 class AsyncLLM(Control):
     """Built by `start`; used in the loop that it was started in.
 
@@ -117,6 +65,8 @@ class AsyncLLM(Control):
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
         self.config, self.restart, self.engine_timeout = config, restart, engine_timeout
         self.dead: EngineDeadError | None = None
+        # Awaited when an update has made another model of the engine, before the update's caller hears of it.
+        self.on_other_model: Callable[[], Awaitable[None]] | None = None
         self._core: CoreProcess
         self.info: ModelInfo
         self._collectors: dict[str, Collector] = {}
@@ -205,10 +155,13 @@ class AsyncLLM(Control):
     # Control
 
     async def control(self, command: Command[T]) -> T:
+        before = self.info
         result = await self._call(command)
         if isinstance(command, UpdateWeights):
             # what a core that is started again loads
             self.config = dataclasses.replace(self.config, model=command.source)
+            if self.info is not before and self.on_other_model is not None:
+                await self.on_other_model()
         return result
 
     async def check(self) -> None:

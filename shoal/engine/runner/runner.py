@@ -29,6 +29,7 @@ from shoal.engine.runner.graphs import (
     most_captured_tokens,
 )
 from shoal.engine.runner.kv_cache import KvCache, cache_spec
+from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import RankMemory, new_regions
 from shoal.engine.runner.rank_profile import RankProfile
@@ -105,6 +106,7 @@ class ModelRunner:
         buffers = StepBuffers(self.max_num_seqs, self.device, copy)
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
         self.cache = KvCache(spec, self.device)
+        self.layer_ends = LayerEnds(model.num_layers, self.device)
         self.steps = Steps(
             self.model,
             backend,
@@ -113,6 +115,7 @@ class ModelRunner:
             self.cache,
             Sampler(ops, tp, self.state, self.shaper),
             buffers,
+            self.layer_ends,
             self.mixed_shapes,
             self.max_model_len,
         )
@@ -235,11 +238,6 @@ class ModelRunner:
         return None if graphs is None else graphs.padded(num_decodes)
 
     # KV blocks below the device
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a KV block on this rank."""
-        return self.cache.spec.block_bytes
 
     def open_kv(self, num_host_blocks: int) -> None:
         """Makes `kv`, with a slab of `num_host_blocks` blocks on the host. Raises ConfigError."""

@@ -16,9 +16,10 @@ from triton_compile import check_kernels
 from shoal.errors import UnavailableError
 from shoal.kernels import block_copy, block_copy_triton
 from shoal.kv import copy
-from shoal.kv.copy import BlockCopyError, CopyStream, CopyStreams, copy_blocks, gather_blocks, scatter_blocks
+from shoal.kv.block_map import BlockCopyError, BlockMap
+from shoal.kv.copy import CopyStream, CopyStreams, copy_blocks, copy_layer
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
-from shoal.kv.storage import DirectFile, StorageInUseError, host_memory
+from shoal.kv.storage import DirectFile, host_memory, memory_of
 from shoal.kv.view import BlockView, TensorView
 from tests import kv_cases
 
@@ -63,21 +64,6 @@ def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
     kv_cases.check_random_copies(seed=8, rounds=45, allocators=list(itertools.product(kinds, kinds)))
 
 
-def test_whole_blocks_are_one_run_and_layers_of_other_layouts_are_not():
-    caches = {layout: kv_cases.empty_cache(replace(SPEC, layout=layout), 3) for layout in Layout}
-
-    def shape(a, b):
-        (pieces,) = copy.pieces_between([caches[a]], [caches[b]], range(2))
-        return len(pieces.src), pieces.sizes, pieces.run
-
-    head, side = 8 * 2, SPEC.block_layer_bytes // 2
-    assert shape(Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS) == (1, (1, 1, 1), SPEC.block_bytes)
-    assert shape(Layout.BLOCK_FIRST, Layout.BLOCK_FIRST) == (2, (1, 1, 1), SPEC.block_layer_bytes)
-    assert shape(Layout.KV_FIRST, Layout.KV_FIRST) == (2, (1, 1, 2), side)
-    assert shape(Layout.KV_FIRST, Layout.BLOCK_FIRST) == (2, (1, 1, 2), side)
-    assert shape(Layout.BLOCK_FIRST, Layout.WHOLE_BLOCKS) == (2, (2, 4, 4), head)
-
-
 def test_layers_in_storages_of_their_own(tmp_path):
     """As other engines have them; two files may then have equal offsets."""
     spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=3)
@@ -114,14 +100,11 @@ def test_layers_in_storages_of_their_own(tmp_path):
 )
 def test_ids_that_are_refused(src_ids, dst_ids, said):
     src, dst = (kv_cases.empty_cache(SPEC, n) for n in (3, 4))
-    staged = CopyStream("cpu")
-    staged.prepare_block_map(src, dst)
-    tensors = [torch.zeros(n, 10, dtype=torch.uint8) for n in (3, 4)]
+    block_map = BlockMap(src, dst)
     for refused in (
         lambda: copy_blocks(src, src_ids, dst, dst_ids),
-        lambda: staged.prepare_block_ids(src_ids, dst_ids),
-        lambda: gather_blocks(tensors[0], src_ids, tensors[1], dst_ids),
-        lambda: scatter_blocks(tensors[0], src_ids, tensors[1], dst_ids),
+        lambda: copy_layer(block_map, 0, src_ids, dst_ids),
+        lambda: CopyStream("cpu").stage(block_map, src_ids, dst_ids),
     ):
         with pytest.raises(BlockCopyError, match=said):
             refused()
@@ -135,10 +118,7 @@ def test_ids_that_are_refused(src_ids, dst_ids, said):
 def test_caches_that_do_not_go_together(change):
     other = replace(SPEC, **change)
     src, dst = (kv_cases.empty_cache(spec, 2) for spec in (SPEC, other))
-    for refused in (
-        lambda: copy_blocks(src, [0], dst, [0]),
-        lambda: CopyStream("cpu").prepare_block_map(src, dst),
-    ):
+    for refused in (lambda: copy_blocks(src, [0], dst, [0]), lambda: BlockMap(src, dst)):
         with pytest.raises(LayoutError, match=f"{next(iter(change))} is .* on one side"):
             refused()
 
@@ -189,76 +169,42 @@ def test_a_read_only_destination():
     copy_blocks(cache, [0], kv_cases.empty_cache(spec, 2), [0])
 
 
-def test_an_engines_cache_to_a_slab_and_back():
-    seed = 3
-    rng = random.Random(seed)
-    kv = torch.rand(9, 2, 2, 3, 4, 5)
-    slab = torch.zeros(12, kv[0].nbytes, dtype=torch.uint8)
-    for _ in range(20):
-        slots = rng.sample(range(12), rng.randint(0, 9))
-        blocks = rng.sample(range(9), len(slots))
-        before = kv.clone()
-        assert gather_blocks(kv, blocks, slab, slots) is None
-        kv.zero_()
-        assert scatter_blocks(slab, slots, kv, blocks) is None
-        assert torch.equal(kv[blocks], before[blocks]), seed
-        kv.copy_(before)
-    assert gather_blocks(kv, [1, 1], slab, [0, 11]) is None and torch.equal(slab[0], slab[11])
-    with pytest.raises(BlockCopyError, match="960 bytes do not fit those of 959"):
-        gather_blocks(kv, [0], slab[:, 1:], [0])
-    with pytest.raises(BlockCopyError, match="not contiguous"):
-        gather_blocks(kv.transpose(2, 3), [0], slab, [0])
-
-
 def test_a_round_trip_layer_by_layer(way):
     for layouts in itertools.product(Layout, Layout):
         kv_cases.check_a_round_trip_layer_by_layer("cpu", host_memory, host_memory, layouts)
 
 
-def test_copy_streams_say_what_is_missing():
-    caches = [kv_cases.empty_cache(SPEC, 3) for _ in range(2)]
-    stream = CopyStream("cpu")
-    for staged in (False, True):
-        with pytest.raises(BlockCopyError, match="no block map"):
-            stream.prepare_block_ids([0], [0])
-        if staged:
-            stream.prepare_block_map(*caches)
-        for early in (
-            lambda: stream.trigger_layer(0),
-            stream.trigger_all_layers,
-            stream.rearm,
-            lambda: stream.event(0),
-            lambda: stream.wait_layer(0),
-        ):
-            with pytest.raises(BlockCopyError, match="nothing is staged"):
-                early()
-    stream.prepare_block_ids([0], [0])
+def test_an_engines_cache_to_a_slab_and_back():
+    spec = CacheSpec(Layout.WHOLE_BLOCKS, 2, 3, 5, "float32", 4, num_blocks=9)
+    rng = random.Random(3)
+    kv, slab = torch.rand(spec.shape), torch.zeros(12, spec.block_bytes, dtype=torch.uint8)
+    inside = BlockView.of(spec, kv)
+    outside = BlockView.over(replace(spec, num_blocks=12), memory_of(slab))
+    there, back = BlockMap(inside, outside), BlockMap(outside, inside)
+    copying = CopyStream("cpu")
+    for _ in range(20):
+        slots = rng.sample(range(12), rng.randint(0, 9))
+        blocks = rng.sample(range(9), len(slots))
+        before = kv.clone()
+        assert copying.stage(there, blocks, slots).trigger_all_layers() is None
+        kv.zero_()
+        copying.stage(back, slots, blocks).trigger_all_layers()
+        assert torch.equal(kv[blocks], before[blocks])
+        assert torch.equal(slab[slots].view(torch.float32).flatten(), before[blocks].flatten())
+        kv.copy_(before)
+
+
+def test_a_staged_copy_says_what_is_wrong():
+    copy = CopyStream("cpu").stage(BlockMap(*(kv_cases.empty_cache(SPEC, 3) for _ in range(2))), [0], [0])
     for wrong in (-1, 2):
-        with pytest.raises(BlockCopyError, match="layers go from 0 to 1"):
-            stream.trigger_layer(wrong)
+        for refused in (copy.trigger_layer, copy.event, copy.wait_layer):
+            with pytest.raises(BlockCopyError, match="layers go from 0 to 1"):
+                refused(wrong)
     with pytest.raises(BlockCopyError, match="has not been triggered"):
-        stream.wait_layer(1)
-    stream.trigger_layer(1)
-    stream.wait_layer(1)
-    assert stream.event(1) is None
-
-
-def test_copy_streams_do_not_reach_files(tmp_path):
-    memory = kv_cases.empty_cache(SPEC, 3)
-    file = kv_cases.empty_cache(SPEC, 3, lambda n: DirectFile(tmp_path / "blocks", n))
-    with pytest.raises(BlockCopyError, match="from host to direct"):
-        CopyStream("cpu").prepare_block_map(memory, file)
-
-
-def test_a_staged_copy_keeps_its_storages_open():
-    memories = [host_memory(3 * SPEC.block_bytes) for _ in range(2)]
-    stream = CopyStream("cpu")
-    stream.prepare_block_map(*(BlockView.over(replace(SPEC, num_blocks=3), memory) for memory in memories))
-    with pytest.raises(StorageInUseError):
-        memories[0].close()
-    stream.reset()
-    for memory in memories:
-        memory.close()
+        copy.wait_layer(1)
+    copy.trigger_layer(1)
+    copy.wait_layer(1)
+    assert copy.event(1) is None
 
 
 def test_dropped_copy_streams_return_to_their_pool():
@@ -270,8 +216,6 @@ def test_dropped_copy_streams_return_to_their_pool():
     gc.collect()
     assert pool.num_free == 1
     third = pool.acquire()
-    with pytest.raises(BlockCopyError, match="no block map"):
-        third.prepare_block_ids([], [])
     del held, third
     assert pool.num_free == 2
 
@@ -281,7 +225,7 @@ def _launch(src_layout, dst_layout, tp=1, spec=QWEN3_8B):
     srcs = [kv_cases.empty_cache(replace(spec, layout=src_layout), 4)]
     shard = replace(spec, layout=dst_layout, tp_size=tp)
     dsts = [kv_cases.empty_cache(replace(shard, tp_rank=rank), 4) for rank in range(tp)]
-    (pieces,) = copy.pieces_between(srcs, dsts, range(spec.num_layers))
+    [pieces] = BlockMap(srcs, dsts).pieces[-1]
     by_kernel(pieces, np.arange(4), np.arange(4))
 
 
