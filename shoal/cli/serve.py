@@ -8,7 +8,7 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,12 +21,12 @@ from shoal.model_card import ModelCard
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.catalog import Catalog
 from shoal.server.keys import check_admin_port
-from shoal.server.model import ServedEngine, served_model
+from shoal.server.model import ServedEngine, ServedModel, served_model
 from shoal.server.run import check_tls, open_ports, url_of, warn_of_open_port
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
-from shoal.weights.source import resolve
+from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.summary import summarize
 from shoal.wire import ModelInfo
 
@@ -118,11 +118,12 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             engine: ServedEngine = llm
             if swapper is not None:
                 engine = await swapper.add(one.names[0], llm, one.config.model, llm.info.vocab_size)
-            card = card_of(one, llm.info, tokenizer, config)
-            models.append(served_model(card, engine, tokenizer, config))
+            model = served_model(card_of(one, llm.info, tokenizer, config), engine, tokenizer, config)
+            llm.on_other_model = _following(model, llm, config)
+            models.append(model)
             if config.plane is not None:
                 url = url_of(config, _number(ports[0]), reachable=True)
-                await stack.enter_async_context(joined(models[0], card, events, url, config))
+                await stack.enter_async_context(joined(model, events, url, config))
         catalog = Catalog(models)
         app = create_app(catalog, config)
         admin = create_admin_app(catalog, config) if config.admin_port is not None else None
@@ -157,17 +158,37 @@ async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenize
     )
     try:
         await asyncio.sleep(0)  # the engine's process first: it takes longer
-        tokenizer = (
-            None
-            if engine.skip_tokenizer_init
-            else await asyncio.to_thread(load_tokenizer, one.files, engine.tokenizer, engine.chat_template)
-        )
+        tokenizer = await _load_tokenizer(engine, one.files)
     except BaseException:
         starting.cancel()
         with contextlib.suppress(ShoalError, asyncio.CancelledError):
             await (await starting).close()
         raise
     return await starting, tokenizer
+
+
+async def _load_tokenizer(config: EngineConfig, files: CheckpointFiles) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    return await asyncio.to_thread(load_tokenizer, files, config.tokenizer, config.chat_template)
+
+
+def _following(model: ServedModel, llm: AsyncLLM, config: ServerConfig) -> Callable[[], Awaitable[None]]:
+    """What an engine does that has become another model (AsyncLLM.on_other_model): the server speaks for that
+    one from now on, under the same names."""
+
+    async def follow() -> None:
+        engine = llm.config
+        try:
+            files = await asyncio.to_thread(resolve, engine.model, engine.revision, engine.download_dir)
+            tokenizer = await _load_tokenizer(engine, files)
+        except ShoalError:
+            model.tokenizer = None  # The old one would speak another language. Texts are refused now.
+            raise
+        card = card_of(Planned(model.names, engine, files), llm.info, tokenizer, config)
+        model.become(served_model(card, model.engine, tokenizer, config))
+
+    return follow
 
 
 def card_of(

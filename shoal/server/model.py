@@ -44,6 +44,25 @@ TEMPLATE_NAMES = frozenset(
 )
 
 
+# The attributes of a ServedModel that change when its engine becomes another model.
+OF_THE_MODEL = (
+    "card",
+    "tokenizer",
+    "max_model_len",
+    "vocab_size",
+    "eos_token_ids",
+    "max_num_seqs",
+    "generation_config",
+    "tool_call_parser",
+    "reasoning_parser",
+    "cache_config",
+    "summary",
+    "builder",
+    "default_params",
+    "default_max_tokens",
+)
+
+
 class ServedEngine(Engine, Control, Protocol):
     """The engine behind a model: a worker, a fleet, a fake."""
 
@@ -78,6 +97,7 @@ class ServedModel:
     summary: ModelSummary = field(default_factory=ModelSummary)
     max_logprobs: int = 20  # the most that a request may ask for; -1: no limit
     closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
+    card: ModelCard | None = None  # what it was made from
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
@@ -97,6 +117,17 @@ class ServedModel:
         self.last_sleep_state = SleepState()
         self._threads = TextThreads()
         self._one_huge_text = asyncio.Semaphore(1)
+        self.changed = asyncio.Event()  # set when it has become another model
+
+    def become(self, other: ServedModel) -> None:
+        """From now on this speaks for the model of `other`, which nobody serves. The names, the queue and the
+        counts stay as they are."""
+        for name in OF_THE_MODEL:
+            setattr(self, name, getattr(other, name))
+        self.admission.limit = other.admission.limit
+        self.metrics.cache_config = other.metrics.cache_config
+        other.close()
+        self.changed.set()
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -256,6 +287,7 @@ def served_model(
         max_logprobs=card.max_logprobs,
         closes_objects=card.closes_objects,
         cache_config=card.cache_config,
+        card=card,
         on_gpu=info.device != "cpu",
         summary=card.summary,
     )

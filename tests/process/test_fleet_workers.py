@@ -17,9 +17,12 @@ from shoal.fleet.indexer import KvIndexer, WorkerRank
 from shoal.fleet.plane_workers import watch_plane
 from shoal.fleet.planes import open_plane
 from tests.serving import PYTHON, ROOT, free_port
+from tests.tiny import greedy, write_model
 
 PATIENCE_S = 240
 LEASE_S = 6.0
+# a tiny model's
+SMALL = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
 OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "200000000")
 
 
@@ -147,3 +150,21 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path, h
         assert site.processes["a"].returncode == 0 and "Traceback" not in site.log("a"), site.log("a")
         assert not list(tmp_path.glob("shoal-*"))
         following.cancel()
+
+
+@asynchronous
+async def test_a_worker_that_becomes_another_model_leaves_and_joins_as_that_one(tmp_path):
+    models = [write_model(tmp_path, name) for name in ("qwen3", "llama")]
+    prompt = list(range(40))
+    async with fleet(tmp_path) as site:
+        site.start("a", "--enable-sleep-mode", "--served-model-name", "m", *SMALL, model=str(models[0]))
+        first = await site.worker("a")
+        assert await ids_of(first.link, request("1", prompt)) == greedy(models[0], prompt, 8)
+        await first.link.sleep(2)
+        assert await first.link.update_weights(str(models[1])) == 1
+        await eventually(lambda: site.left == ["a"] and "a" in site.workers)
+        second = await site.worker("a")
+        assert second.info.models == ("m",) and second.link.card.model == str(models[1])
+        assert second.link.card.kind != first.link.card.kind
+        await second.link.wake_up()
+        assert await ids_of(second.link, request("2", prompt)) == greedy(models[1], prompt, 8)

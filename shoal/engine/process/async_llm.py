@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -33,6 +33,7 @@ from shoal.wire import (
     ModelInfo,
     Outputs,
     ReadStats,
+    Ready,
     Refused,
     Reply,
 )
@@ -53,17 +54,19 @@ logger = logging.getLogger(__name__)
 class AsyncLLM(Control):
     """Built by `start`; used in the loop that it was started in.
 
-    `info` is what the engine says of itself. `dead` is why it does not work, now or for good. With
-    restart=True a dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the
-    weights of the last update and awake; the requests that it took with it are not repeated. A core hangs
-    after engine_timeout seconds without a sign of life, or without the end of a step or of a quick command.
-    It then counts as dead: with restart=True it is killed and started again, otherwise it is well again as
-    soon as it goes on.
+    `info` is what the engine says of itself, a new object when the engine has become another model. `dead` is
+    why it does not work, now or for good. With restart=True a dead core is started again, at most
+    MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the requests that
+    it took with it are not repeated. A core hangs after engine_timeout seconds without a sign of life, or
+    without the end of a step or of a quick command. It then counts as dead: with restart=True it is killed
+    and started again, otherwise it is well again as soon as it goes on.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
         self.config, self.restart, self.engine_timeout = config, restart, engine_timeout
         self.dead: EngineDeadError | None = None
+        # Awaited when an update has made another model of the engine, before the update's caller hears of it.
+        self.on_other_model: Callable[[], Awaitable[None]] | None = None
         self._core: CoreProcess
         self.info: ModelInfo
         self._collectors: dict[str, Collector] = {}
@@ -152,10 +155,13 @@ class AsyncLLM(Control):
     # Control
 
     async def control(self, command: Command[T]) -> T:
+        before = self.info
         result = await self._call(command)
         if isinstance(command, UpdateWeights):
             # what a core that is started again loads
             self.config = dataclasses.replace(self.config, model=command.source)
+            if self.info is not before and self.on_other_model is not None:
+                await self.on_other_model()
         return result
 
     async def check(self) -> None:
@@ -220,6 +226,9 @@ class AsyncLLM(Control):
             self._watchdog.beat(message)
             if self._is_hung:
                 self._goes_on()
+        elif isinstance(message, Ready):
+            self.info = message.info
+            self.config = self.config.for_model(self.info.model)
         elif isinstance(message, Reply):
             reply = self._calls.get(message.call_id)
             if reply is None or reply.done():  # whoever called has left
