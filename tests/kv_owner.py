@@ -22,8 +22,9 @@ from shoal.kv.ticket import WindowAddress
 from shoal.kv.transport import Reach
 from shoal.kv.transport_registry import TRANSPORTS, Transports, Windows
 from shoal.kv.view import BlockView, TensorView
-from tests.kv_cases import AXES
+from tests.kv_cases import AXES, on_host
 
+MODEL = b"the model of tests"
 SPAWN = multiprocessing.get_context("spawn")
 KINDS = {kind.name: kind for kind in TRANSPORTS}
 ALLOCATE = {
@@ -60,12 +61,10 @@ def fill(view: BlockView, content: torch.Tensor, blocks: Sequence[int] | None = 
 def fill_layer(
     layer: TensorView, content: torch.Tensor, order: list[int], block_axis: int, which: list[int]
 ) -> None:
-    items = content.contiguous().view(layer.dtype).permute(order)
-    ids = torch.tensor(which)
-    tensor = layer.tensor()
-    tensor.index_copy_(
-        block_axis, ids.to(tensor.device), items.index_select(block_axis, ids).to(tensor.device)
-    )
+    items, ids = content.contiguous().view(layer.dtype).permute(order), torch.tensor(which)
+    tensor = on_host(layer)
+    tensor.index_copy_(block_axis, ids, items.index_select(block_axis, ids))
+    TensorView.of(tensor).copy_to(layer)
 
 
 def ranks_of(spec: CacheSpec, tp_size: int) -> list[CacheSpec]:
@@ -96,7 +95,7 @@ class Owner:
         self.ranks: list[tuple[WindowAddress, ...]] = [windows.addresses for windows in self.windows]
         self.pool = BlockPool(specs[0].num_blocks)
         self.skipped_s = 0.0
-        self.offers = Offers(self.ranks, self.pool.generation, self.now, lease_s)
+        self.offers = Offers(MODEL, self.ranks, self.pool.generation, self.now, lease_s)
         self.server = OfferServer(self.offers)
 
     def now(self) -> float:

@@ -18,7 +18,7 @@ from shoal.kv.view import BlockView
 from shoal.memory.regions import Regions
 from tests import transport_cases
 from tests.kv_cases import contents
-from tests.kv_owner import KINDS, logical
+from tests.kv_owner import KINDS, MODEL, logical
 from tests.transport_cases import MEMORY, SPEC, empty, owner_process
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -64,7 +64,7 @@ def test_layers_travel_while_later_ones_are_computed(name, source):
     """The owner's steps wait for nothing; a layer is read behind its event, and never before."""
     owner = owner_process().become([BIG], 1, source, [name])
     into = empty(BIG, device_memory)
-    peers = Peers(Transports([KINDS[name]]), into)
+    peers = Peers(MODEL, Transports([KINDS[name]]), into)
     sealed, blocks = owner.offer(100, 0)
     with Lease(sealed) as lease:
         owner.compute(unseal(sealed).id, blocks, 7)

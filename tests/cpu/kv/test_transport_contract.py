@@ -2,12 +2,13 @@
 no entry in MEMORY fails here. Those that need a GPU: tests/gpu/test_transport_gpu.py."""
 
 import ast
+import itertools
 from pathlib import Path
 
 import pytest
 
 import shoal
-from shoal.kv.storage import host_memory
+from shoal.kv.storage import DirectFile, host_memory
 from shoal.kv.transport_registry import TRANSPORTS
 from tests import transport_cases
 
@@ -28,6 +29,15 @@ def test_blocks_come_as_they_are(name, seed):
 @pytest.mark.parametrize("case", transport_cases.CASES, ids=lambda case: case.__name__.removeprefix("check_"))
 def test_what_every_transport_does(name, case):
     case(name, host_memory)
+
+
+@pytest.mark.parametrize("name", ["in_process", "shared_memory"])
+def test_blocks_go_to_files_too(name, tmp_path):
+    """By way of memory in between, as no processor has a direct-I/O file at hand."""
+    count = itertools.count()
+    transport_cases.check_blocks_come_as_they_are(
+        name, lambda num_bytes: DirectFile(tmp_path / str(next(count)), num_bytes), seed=3
+    )
 
 
 def test_no_transport_is_named_or_imported_outside_of_its_file_and_the_registry():
