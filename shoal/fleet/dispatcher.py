@@ -74,6 +74,11 @@ class Place(Generic[L]):
         worker.cached_tokens += self._cached_tokens
         worker.on_broken.add(self.interrupt)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, as they were counted for the choice."""
+        return len(self._wanted.token_ids)
+
     def interrupt(self) -> None:
         self.on_broken()
 
@@ -243,7 +248,7 @@ class Dispatcher(Generic[L]):
         fresh = [worker for worker in ready if worker.id not in wanted.tried] or ready
         ranks: list[WorkerRank] = []
         for worker in fresh:
-            if worker.has_room:
+            if worker.has_room(self._num_active(worker)):
                 ranks += [rank for rank in worker.ranks if not self._is_busy(rank)]
         if not ranks:
             return None
@@ -275,6 +280,13 @@ class Dispatcher(Generic[L]):
             lacks = f"the tags {', '.join(sorted(wanted.tags))}" if wanted.tags else f"{wanted.lora_name!r}"
             raise UnavailableError(f"no worker that is ready has {lacks}; ask for others, or try again later")
         return fit
+
+    def _num_active(self, worker: Worker[L]) -> int:
+        """The requests that it has of this router, or for this model of all routers."""
+        if not worker.info.max_running:
+            return worker.active
+        loads = [self.router.books.load(rank) for rank in worker.ranks]
+        return max(worker.active, sum(load.active_requests for load in loads))
 
     def _is_one_coming_back(self) -> bool:
         """Whether a worker that gets nothing now soon will: an operator's command ends there, or it is woken

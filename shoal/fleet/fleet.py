@@ -24,6 +24,7 @@ from shoal.fleet.plane import Plane
 from shoal.fleet.plane_inbox import start, stop
 from shoal.fleet.prober import Prober
 from shoal.fleet.rolling import command_workers
+from shoal.fleet.shared_books import SharedBooks
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, parse_worker
 from shoal.fleet_api import CommandResults, FleetView, QueueView, Selected, WorkerView
@@ -62,6 +63,7 @@ class Fleet:
             checked=self._checked,
             loaded=self._loaded,
         )
+        self.shared = None if plane is None else SharedBooks(plane, lambda: self._all)
         self._connect = connect
         self._settings: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
         self._listening: dict[str, Sequence[Listening]] = {}  # by worker, for each rank
@@ -75,12 +77,16 @@ class Fleet:
     async def start(self) -> None:
         """Begins with the foreign workers of the configuration."""
         self._tasks.append(start(self._keep_house()))
+        if self.shared is not None:
+            self.shared.open()
         for spec in self.config.workers:
             self._add(spec)
 
     async def close(self) -> None:
         await stop([*self._tasks, *self._waking.values()])
         await self.prober.close()
+        if self.shared is not None:
+            await self.shared.close()
         for worker_id in list(self.workers):
             self.leave(worker_id)
         if self._leaving:
@@ -211,11 +217,14 @@ class Fleet:
                 if self.config.wake_on_request:
                     model.dispatcher.wake = self._wake
                 self._all.append(model)
+                if self.shared is not None:
+                    self.shared.follow(model)
             elif why := model.misfit(info, names):
                 worker.set_aside = f"it cannot serve {names[0]!r}: {why}"
                 logger.warning("worker %s is set aside: %s", worker.id, worker.set_aside)
                 continue
             model.empty_since = None
+            worker.set_aside = model.obstacle
             model.dispatcher.add(worker)
             self._name_models()
             if names[0] == info.models[0]:

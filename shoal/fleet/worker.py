@@ -127,10 +127,9 @@ class Worker(Generic[L]):
         """Whether it may be chosen: it is ready, awake, and does more than prefill for others."""
         return self.state == WorkerState.READY and not self.is_asleep and self.info.role != "prefill"
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a request sent now would run soon, as far as this router knows."""
-        is_full = self.info.max_running > 0 and self.active >= self.info.max_running
+    def has_room(self, num_active: int) -> bool:
+        """Whether a request sent now would run soon, where it has so many."""
+        is_full = 0 < self.info.max_running <= num_active
         return not is_full and self._clock() >= self.full_until
 
     def changed(self) -> None:
