@@ -191,6 +191,8 @@ class ForeignWorker:
                 return await self._misbehave(request, stream, received, fault)
             await stream.write(chunk)
             await asyncio.sleep(self.delay)
+        if fault is not None:
+            return await self._misbehave(request, stream, received, fault)
         if (body.get("stream_options") or {}).get("include_usage"):
             await stream.write(answer.usage_chunk())
         await stream.write(b"data: [DONE]\n\n")

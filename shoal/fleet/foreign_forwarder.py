@@ -107,7 +107,7 @@ class ForeignForwarder:
                     raise
             except WorkerFailedError as error:
                 stream.break_off()
-                if stream.has_begun and stream.obstacle() is None:
+                if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
                     await self._settle(stream)
                 if stream.is_whole:
                     yield stream.finish()

@@ -280,6 +280,19 @@ async def test_a_stream_that_breaks_anywhere_is_one_stream_to_the_client(form, s
                 ] == ids_of(answer.text)
 
 
+@pytest.mark.parametrize("form", ["completion", "chat"])
+@running
+async def test_a_worker_lost_behind_its_last_token_is_not_missed(form):
+    a, b = ForeignWorker(), ForeignWorker()
+    a.faults, b.faults = [Fault("break", 9)], [Fault("break", 9)]
+    async with front(a, b) as router:
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            answer = await router.stream(form, max_tokens=9, **options)
+            assert answer.text == written(prompt_of(form), 9) and answer.finish == "length" and answer.is_done
+            assert options == {} or answer.usage["completion_tokens"] == 9
+        assert len(a.received + b.received) == 2, "nothing went elsewhere"
+
+
 @pytest.mark.parametrize("seed", range(12))
 @running
 async def test_a_stop_string_that_two_workers_write_ends_the_answer(seed):
