@@ -7,13 +7,14 @@ import os
 import re
 import signal
 import subprocess
+import time
 import tomllib
 
 import psutil
 import pytest
 
 from tests import nats_server
-from tests.serving import PYTHON, ROOT, free_port, until
+from tests.serving import PYTHON, ROOT, free_port
 
 LAPTOP = ROOT / "examples" / "fleet" / "laptop.toml"
 OPTIONS = "{ dtype = 'float32', max_model_len = 1024, kv_cache_memory_bytes = 200_000_000 }"
@@ -21,6 +22,13 @@ STORY = (
     "Every morning the fishermen went down to the harbour, looked at the sky, and talked about the wind. " * 5
 )
 PATIENCE_S = 240
+
+
+def until(condition, say=lambda: ""):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, say()
+        time.sleep(0.1)
 
 
 class Fleet:
@@ -246,7 +254,9 @@ def test_a_second_ctrl_c_ends_all_at_once(fleet_of_one):
         fleet_of_one.until(lambda: any(w["active_requests"] for w in fleet_of_one.workers().values()))
         processes = fleet_of_one.descendants()
         fleet_of_one.signal()
-        until(lambda: "shutting down" in fleet_of_one.request("/v1/completions", ENDLESS)[2])
+        until(
+            lambda: "shutting down" in fleet_of_one.request("/v1/completions", ENDLESS | {"max_tokens": 1})[2]
+        )
         fleet_of_one.signal()
         assert fleet_of_one.process.wait(PATIENCE_S) == 1
         until(lambda: not [p for p in processes if is_running(p.pid)])
@@ -296,10 +306,21 @@ def test_the_laptop_of_the_examples_answers_as_the_readme_says(tmp_path):
         assert "<html" in fleet.request("/")[2]
 
 
-def test_a_foreign_command_that_cannot_start_ends_the_fleet_with_its_words(tmp_path):
-    with Fleet(tmp_path, "[[workers]]\ncommand = 'no-such-engine --port {port}'\n") as fleet:
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[[workers]]\ncommand = 'no-such-engine --port {port}'\n", "'no-such-engine' is no program"),
+        ("[[workers]]\n[[workers]]\nmodel = '/no/such/folder'\n", "[[workers]] 2: "),
+        ("[plane]\nurl = 'tcp://10.0.0.1:5600'\n[[workers]]\n", "10.0.0.1"),
+        ("host = '0.0.0.0'\nadmin_host = '0.0.0.0'\n[[workers]]\n", "admin_host"),
+    ],
+    ids=["program", "model", "plane", "admin"],
+)
+def test_what_cannot_work_is_told_before_a_process_starts(tmp_path, text, wrong):
+    with Fleet(tmp_path, text) as fleet:
         assert fleet.process.wait(PATIENCE_S) == 1
-        assert "no-such-engine" in fleet.text() and "Traceback" not in fleet.text()
+        assert wrong in fleet.text()
+        assert "Traceback" not in fleet.text() and "starts as process" not in fleet.text()
 
 
 @pytest.fixture
