@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 from shoal.errors import BusyError, UnavailableError, WorkerFailedError
 from shoal.fleet.clock import Clock
 from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.policy import Choice
+from shoal.fleet.route_times import RouteTimes
 from shoal.fleet.worker import L, Worker
 from shoal.fleet_api import QueueView
 from shoal.hashing import block_hashes, sequence_hashes, wire_seed
@@ -48,6 +50,7 @@ class Wanted:
     tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
     # The dispatcher's own:
     number: int = -1
+    hash_s: float = 0.0  # seconds that hashing took
     has_begun: bool = False  # it has had a token: it waits for another worker, however long the queue is
     queued_at: float | None = None  # since when it waits; None: it never had to, or has its first token
 
@@ -112,10 +115,13 @@ class Dispatcher(Generic[L]):
 
     def __init__(self, router: KvRouter, *, max_queued: int, clock: Clock) -> None:
         self.router, self.max_queued = router, max_queued
+        # Wakes a worker that sleeps, if it can: returns whether it is being woken. None: sleepers sleep on.
+        self.wake: Callable[[Worker[Any]], bool] | None = None
         self.busy_kv_usage: float | None = None  # a worker beyond it has no room
         self.busy_prefill_tokens: int | None = None  # the same, for prompts under way
         self.num_queued = 0  # requests that had to wait, since the start
         self.num_refused = 0  # requests that found the queue full
+        self.times = RouteTimes()
         self.workers: dict[str, Worker[L]] = {}
         self._clock = clock
         self._numbers = itertools.count()
@@ -237,18 +243,37 @@ class Dispatcher(Generic[L]):
     def _pick(self, wanted: Wanted, chains: Chains) -> tuple[Worker[L], Choice] | None:
         """A worker with room, written into the books; None if all are full. Raises UnavailableError if none
         is ready."""
-        ready = self.ready_for(wanted)
+        try:
+            ready = self.ready_for(wanted)
+        except UnavailableError:
+            if self._is_one_coming_back():
+                return None
+            raise
         fresh = [worker for worker in ready if worker.id not in wanted.tried] or ready
         ranks: list[WorkerRank] = []
         for worker in fresh:
-            if worker.has_room:
+            if worker.has_room(self._num_active(worker)):
                 ranks += [rank for rank in worker.ranks if not self._is_busy(rank)]
         if not ranks:
             return None
-        choice = self.router.schedule_chains(
-            len(wanted.token_ids), chains, request_id=wanted.request_id, session=wanted.session, among=ranks
+        begun = time.perf_counter()
+        found = self.router.find(chains)
+        looked_up = time.perf_counter()
+        choice = self.router.choose_among(
+            found,
+            len(wanted.token_ids),
+            chains,
+            request_id=wanted.request_id,
+            session=wanted.session,
+            among=ranks,
         )
+        self.times.observe(wanted.hash_s, looked_up - begun, time.perf_counter() - looked_up)
         worker = self.workers[choice.rank.worker]
+        self.times.overlap.observe(
+            min(1.0, self.router.num_cached_tokens(choice) / max(1, len(wanted.token_ids)))
+        )
+        waited_s = 0.0 if wanted.queued_at is None else self._clock.now() - wanted.queued_at
+        self.times.queue.observe(waited_s)
         worker.active += 1
         worker.num_requests += 1
         return worker, choice
@@ -256,6 +281,11 @@ class Dispatcher(Generic[L]):
     def ready_for(self, wanted: Wanted) -> list[Worker[L]]:
         """The workers that may get the request, full or not. Raises UnavailableError if there is none."""
         ready = [worker for worker in self.workers.values() if worker.takes_requests]
+        if not ready and any(worker.is_asleep for worker in self.workers.values()):
+            raise UnavailableError(
+                "the workers of this model sleep; wake one (POST /wake_up on the admin port), or let "
+                "requests do that (wake_on_request)"
+            )
         if not ready:
             raise UnavailableError("no worker is ready for this model; start one, or try again later")
         fit = [
@@ -269,6 +299,22 @@ class Dispatcher(Generic[L]):
             raise UnavailableError(f"no worker that is ready has {lacks}; ask for others, or try again later")
         return fit
 
+    def _num_active(self, worker: Worker[L]) -> int:
+        """The requests that it has of this router, or for this model of all routers."""
+        if not worker.info.max_running:
+            return worker.active
+        loads = [self.router.books.load(rank) for rank in worker.ranks]
+        return max(worker.active, sum(load.active_requests for load in loads))
+
+    def _is_one_coming_back(self) -> bool:
+        """Whether a worker that gets nothing now soon will: an operator's command ends there, or it is woken
+        now."""
+        if any(worker.is_held for worker in self.workers.values()):
+            return True
+        # A pause (level 0) is an operator's, who ends it.
+        asleep = [worker for worker in self.workers.values() if worker.sleep_level and worker.is_reached]
+        return self.wake is not None and any(self.wake(worker) for worker in asleep)
+
     def _is_busy(self, rank: WorkerRank) -> bool:
         """Whether it is beyond a threshold that is configured."""
         if self.busy_kv_usage is not None and self.router.kv_usage(rank) > self.busy_kv_usage:
@@ -278,13 +324,15 @@ class Dispatcher(Generic[L]):
 
     async def chains_of(self, wanted: Wanted) -> Chains:
         """Hashing never holds the loop up for long."""
+        sizes = self.router.block_sizes()
         if len(wanted.token_ids) < LONG_PROMPT:
-            return self._hashed(wanted)
-        return await asyncio.to_thread(self._hashed, wanted)
+            return _hashed(wanted, sizes)
+        return await asyncio.to_thread(_hashed, wanted, sizes)
 
-    def _hashed(self, wanted: Wanted) -> Chains:
-        seed = wire_seed(wanted.lora_name, wanted.cache_salt)
-        return {
-            size: sequence_hashes(block_hashes(wanted.token_ids, size, seed))
-            for size in self.router.block_sizes()
-        }
+
+def _hashed(wanted: Wanted, block_sizes: set[int]) -> Chains:
+    begun = time.perf_counter()
+    seed = wire_seed(wanted.lora_name, wanted.cache_salt)
+    chains = {size: sequence_hashes(block_hashes(wanted.token_ids, size, seed)) for size in block_sizes}
+    wanted.hash_s = time.perf_counter() - begun
+    return chains

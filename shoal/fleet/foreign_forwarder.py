@@ -69,7 +69,8 @@ class ForeignForwarder:
         self, dispatcher: Dispatcher[ForeignLink], tokens: PromptTokens, *, migration_limit: int
     ) -> None:
         """migration_limit: how many workers may fail one request after its first token."""
-        self.num_migrations = 0
+        self.num_migrations = 0  # of streams that went on at another worker
+        self.num_retries = 0  # of requests without a token
         self._dispatcher, self._tokens = dispatcher, tokens
         self._migration_limit = migration_limit
         self._numbers = itertools.count()
@@ -119,6 +120,7 @@ class ForeignForwarder:
                     num_failures += 1
                     if num_failures >= MIN_TRIES and not self._has_fresh_worker(wanted):
                         raise
+                    self.num_retries += 1
 
     async def _ask(
         self, place: Place[ForeignLink], stream: ForeignStream, head: _Head

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from shoal.errors import UnavailableError
-from shoal.fleet.books import Books, Load
+from shoal.fleet.books import AnyChange, Books, Ended, FirstToken, Load
 from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.fleet.policy import Ask, Candidate, Choice, RouterWeights, check_policy, choose
 from shoal.fleet.prefix_tree import DEVICE
@@ -254,12 +254,31 @@ class KvRouter:
     ) -> Choice:
         """The same for a prompt of `num_tokens` tokens whose chain hashes are known, for each block size that
         a worker has."""
+        return self.choose_among(
+            self.find(chains), num_tokens, chains, request_id=request_id, session=session, among=among
+        )
+
+    def find(self, chains: dict[int, list[int]]) -> dict[WorkerRank, Overlap]:
+        """Who has how much of the prompt, told or predicted."""
         found: dict[WorkerRank, Overlap] = {}
         for chain in chains.values():
             found |= self.indexer.find_chain(chain)
             for rank, overlap in self.predictions.find_chain(chain).items():
                 if overlap.total > found.get(rank, Overlap()).total:
                     found[rank] = overlap
+        return found
+
+    def choose_among(
+        self,
+        found: dict[WorkerRank, Overlap],
+        num_tokens: int,
+        chains: dict[int, list[int]],
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        among: Iterable[WorkerRank] | None = None,
+    ) -> Choice:
+        """The second half of `schedule_chains`, with the first half's answer."""
         candidates = []
         for rank in self.candidates if among is None else among:
             candidate = self.candidates.get(rank)
@@ -282,12 +301,31 @@ class KvRouter:
 
     def _write(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:
         size = self.indexer.block_size_of(choice.rank)
-        chain = chains[size]
+        chain = chains.get(size, [])  # a size that came after the prompt was hashed
         self._turn += 1
         self.books.begin(request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size)
-        is_alone = self._policy == "kv_approx" or choice.rank in self._without_events
+        self._predict(choice.rank, chain)
+
+    def take(self, change: AnyChange, own_id: str) -> None:
+        """What another router has written. `own_id`: the request's id here."""
+        if isinstance(change, Ended):
+            self.books.end(own_id)
+        elif isinstance(change, FirstToken):
+            self.books.first_token(own_id)
+        else:
+            rank, chain = WorkerRank(change.worker, change.rank), change.chain
+            if rank in self.candidates:
+                size = change.block_size
+                self.books.begin(
+                    own_id, rank, change.num_tokens, change.cached_tokens, chain, size, is_own=False
+                )
+                self._predict(rank, chain)
+
+    def _predict(self, rank: WorkerRank, chain: Sequence[int]) -> None:
+        """It was sent these blocks."""
+        is_alone = self._policy == "kv_approx" or rank in self._without_events
         if self._policy in PREDICTS or (is_alone and self._policy == "kv_logit"):
-            self.predictions.add(choice.rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
+            self.predictions.add(rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
 
     def _choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Choice:
         return choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)

@@ -13,7 +13,8 @@ import msgspec
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import Member, Plane
 from shoal.fleet.remote_engine import RemoteEngine
-from shoal.fleet.worker import Worker, WorkerInfo
+from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
+from shoal.fleet.worker_wire import Report
 from shoal.hashing import WIRE_SEED
 from shoal.model_card import ModelCard
 
@@ -48,9 +49,11 @@ async def watch_plane(
     key: FleetKey | None,
     on_join: Callable[[Worker[RemoteEngine]], None],
     on_leave: Callable[[str], None],
+    on_load: Callable[[str, list[WorkerLoad]], None] = lambda worker_id, loads: None,
 ) -> None:
     """Calls `on_join` for each worker that comes, with a link that connects by itself, and `on_leave` with
-    the id of one that has left or died; whoever is called closes the link. Runs until it is cancelled.
+    the id of one that has left or died; whoever is called closes the link. `on_load` gets what workers
+    report. Runs until it is cancelled.
 
     A worker that changes what it says leaves and joins, but for draining, which shows in its Worker. What
     cannot be read is set aside, and the log names it."""
@@ -75,7 +78,7 @@ async def watch_plane(
                 del workers[worker_id]
                 on_leave(worker_id)
             if details is not None:
-                workers[worker_id] = _worker_of(member, details, key, plane.clock.now)
+                workers[worker_id] = _worker_of(member, details, key, plane.clock.now, on_load)
                 on_join(workers[worker_id])
 
 
@@ -96,7 +99,11 @@ def _is_same(worker: Worker[RemoteEngine], details: WorkerDetails) -> bool:
 
 
 def _worker_of(
-    member: Member, details: WorkerDetails, key: FleetKey | None, clock: Callable[[], float]
+    member: Member,
+    details: WorkerDetails,
+    key: FleetKey | None,
+    clock: Callable[[], float],
+    on_load: Callable[[str, list[WorkerLoad]], None],
 ) -> Worker[RemoteEngine]:
     card = details.card
     info = WorkerInfo(
@@ -114,6 +121,13 @@ def _worker_of(
     worker = Worker(info, link, clock)
     worker.is_draining = details.is_draining
     link.on_lost = worker.failed
+
+    def reported(report: Report) -> None:
+        worker.set_sleep_level(report.sleep.level)
+        worker.weights_version = report.weights_version
+        on_load(worker.id, link.current_loads())
+
+    link.on_report = reported
     return worker
 
 

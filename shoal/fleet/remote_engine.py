@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -65,6 +66,7 @@ class RemoteEngine(Control):
         self._call_ids = itertools.count()
         self._feed: EventFeed | None = None
         self._replayed = asyncio.Event()  # the replay that was asked for has ended, or broke
+        self._stepped = asyncio.Event()  # the engine has computed something, says a report
         self._is_connected = False  # the worker has answered our Hello on this connection
         self._connected = asyncio.Event()
         self._is_closed = False
@@ -149,18 +151,29 @@ class RemoteEngine(Control):
         return self.info
 
     async def canary(self) -> None:
+        """A worker that computes anything works: the token may wait for the long prompts of others."""
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         request = Request(f"canary-{next(self._call_ids)}", [0], params)
+        self._stepped.clear()
+        steps = asyncio.create_task(self._stepped.wait())
+        token = asyncio.create_task(_read_all(self.generate(request)))
         try:
-            async for _ in self.generate(request):
-                pass
+            await asyncio.wait((steps, token), return_when=asyncio.FIRST_COMPLETED)
+            if token.done():
+                token.result()
         except (BusyError, WorkerFailedError):
             raise
         except ShoalError as error:
             raise WorkerFailedError(f"worker {self.info.id}: {error}") from None
+        finally:
+            steps.cancel()
+            token.cancel()
 
     async def loads(self) -> list[WorkerLoad]:
-        """Those of the last report, which come by themselves."""
+        return self.current_loads()
+
+    def current_loads(self) -> list[WorkerLoad]:
+        """As of the last report; [] before the first one. Reports come by themselves."""
         if self.report is None:
             return []
         stats = self.report.stats
@@ -247,6 +260,8 @@ class RemoteEngine(Control):
             self._take_reply(message)
 
     def _take_report(self, report: Report) -> None:
+        if self.report is not None and report.stats.step_tokens > self.report.stats.step_tokens:
+            self._stepped.set()
         self.report = report
         if not self._is_connected:
             self._is_connected = True
@@ -299,3 +314,9 @@ class RemoteEngine(Control):
                 reply.set_exception(error)
         if was_connected:
             self.on_lost(error)
+
+
+async def _read_all(outputs: AsyncGenerator[Output, None]) -> None:
+    async with aclosing(outputs):
+        async for _ in outputs:
+            pass

@@ -1,6 +1,7 @@
 """A worker's token-level port and the router's end of it, over real sockets, with an engine that is a fake."""
 
 import asyncio
+import dataclasses
 import functools
 from contextlib import asynccontextmanager
 
@@ -282,3 +283,26 @@ async def test_a_port_beyond_this_machine_needs_a_key():
     site = Site(FakeEngine(vocab_size=512))
     with pytest.raises(ConfigError, match="--fleet-key-file"):
         WorkerPort.open("w", site.engine, site.gate, site.metrics, LoopClock(), host="0.0.0.0")
+
+
+@asynchronous
+async def test_a_canary_is_answered_by_a_token_and_else_by_progress():
+    async with joined() as (site, remote):
+        await remote.canary()
+        assert len(site.engine.seen) == 1 and site.metrics.generation_tokens == 1
+
+        async def hang(request):
+            await asyncio.Event().wait()
+            yield
+
+        site.engine.generate = hang
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(remote.canary(), 2.5)
+        stats = site.engine.stats
+
+        async def growing():
+            site.steps = getattr(site, "steps", 0) + 1
+            return dataclasses.replace(await stats(), step_tokens=site.steps)
+
+        site.engine.stats = growing
+        await remote.canary()
