@@ -110,10 +110,9 @@ class Books:
         request = _Request(rank, prefill, chain, block_size, tail, now, num_tokens, is_own)
         worker.requests[request_id] = request
         self._ranks[request_id] = rank
-        for block in chain:
-            worker.blocks[block] += 1
-            if worker.blocks[block] == 1:
-                worker.block_tokens += block_size
+        num_before = len(worker.blocks)
+        worker.blocks.update(chain)  # counts in C; prompts have hundreds of blocks
+        worker.block_tokens += (len(worker.blocks) - num_before) * block_size
         worker.tail_tokens += request.tail_tokens
         worker.prefill_tokens += prefill
         worker.recent_tokens = _faded(worker, now) + prefill
@@ -148,11 +147,14 @@ class Books:
         request = worker.requests.pop(request_id)
         worker.prefill_tokens -= request.prefill_tokens
         worker.tail_tokens -= request.tail_tokens
+        blocks, num_before = worker.blocks, len(worker.blocks)
         for block in request.chain:
-            worker.blocks[block] -= 1
-            if not worker.blocks[block]:
-                del worker.blocks[block]
-                worker.block_tokens -= request.block_size
+            count = blocks[block]
+            if count == 1:
+                blocks.pop(block)  # a Counter's `del` is not in C
+            else:
+                blocks[block] = count - 1
+        worker.block_tokens -= (num_before - len(blocks)) * request.block_size
         if request.is_own and self.on_change is not None:
             self.on_change(Ended(request_id))
 

@@ -51,7 +51,7 @@ class BlockMap:
         self.pieces = [pieces_between(self.srcs, self.dsts, shares, [layer]) for layer in layers]
         self.pieces.append(pieces_between(self.srcs, self.dsts, shares, layers))
         kinds = {self.srcs[0].storage.kind, self.dsts[0].storage.kind}
-        self._crosses = len(kinds) == 2 or len(self.devices) > 1
+        self._crosses = len(kinds) == 2 or len(self.devices) > 1 or self.srcs[0].storage.is_far
         self._addresses: dict[torch.device, list[list[torch.Tensor]]] = {}
 
     def check_ids(self, src_ids: Ids, dst_ids: Ids) -> tuple[np.ndarray, np.ndarray]:
@@ -88,8 +88,8 @@ def as_shards(views: Shards) -> list[BlockView]:
     for view in shards[1:]:
         if view.storage.kind is not shards[0].storage.kind or not _are_peers(devices_of([shards[0]], [view])):
             raise LayoutError(
-                f"the shards of one side lie in {_place(shards[0])} and {_place(view)}: it takes one kind, and "
-                "devices that reach each other"
+                f"the shards of one side lie in {_place(shards[0])} and {_place(view)}: it takes one kind, "
+                "and devices that reach each other"
             )
     return shards
 

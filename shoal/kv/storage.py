@@ -7,8 +7,10 @@ closed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -28,6 +30,8 @@ from shoal.memory.slab import PORTABLE_AND_MAPPED, forget_last_error
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096  # of direct I/O: offsets, sizes and addresses
+KEY_BYTES = 16  # by which other processes know that shared memory is the one they mean
+F_SEAL_FUTURE_WRITE = 0x0010  # Python 3.11's fcntl has no name for it
 BOUNCE_BYTES = 4 << 20
 
 
@@ -62,6 +66,8 @@ class Storage(ABC):
         self.kind, self.num_bytes, self.device = kind, num_bytes, device
         self.closed = False
         self.users: weakref.WeakSet[object] = weakref.WeakSet()  # views
+        self.shared: SharedPages | None = None  # how other processes map it, if they can
+        self.is_far = False  # whether `device`, a GPU, reaches it over a link to another one
 
     @property
     @abstractmethod
@@ -222,6 +228,45 @@ def host_memory(num_bytes: int) -> Memory:
     return Memory(Kind.HOST, _tensor_over(_pages(num_bytes)))
 
 
+class SharedPages:
+    """Anonymous memory that other processes of this user can map, read-only, through `fd`. Behind its
+    `num_bytes` bytes lies a key of KEY_BYTES at `key_offset`, all zeros until it is written."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.key_offset = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        try:
+            self.fd = os.memfd_create("shoal-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._close_fd = weakref.finalize(self, os.close, self.fd)
+            os.ftruncate(self.fd, self.key_offset + ALIGNMENT)
+            self.pages = mmap.mmap(self.fd, 0)
+            # It keeps its size, as a reader of pages that are gone would end. From now on it is mapped
+            # read-only. A kernel older than 5.1 does not know the second.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+        except OSError as error:
+            raise StorageError(
+                f"{num_bytes} bytes of shared memory cannot be had: {error.strerror}; is there a limit on "
+                "memory or on open files (ulimit -n)?"
+            ) from None
+
+    def write_key(self, key: bytes) -> None:
+        self.pages[self.key_offset : self.key_offset + KEY_BYTES] = key
+
+
+def shared_memory(num_bytes: int) -> Memory:
+    """Zeros that other processes of this user on this host can read (`Memory.shared`). They have no name in
+    any folder, and end with the last process that maps them. Raises NotEnoughMemoryError, and StorageError if
+    the system gives none."""
+    _check_free(num_bytes)
+    shared = SharedPages(num_bytes)
+    array = (ctypes.c_uint8 * num_bytes).from_buffer(shared.pages)
+    array.owner = shared  # type: ignore[attr-defined]
+    memory = Memory(Kind.HOST, _tensor_over(array))
+    memory.shared = shared
+    return memory
+
+
 def pinned_memory(num_bytes: int) -> Memory:
     """Zeros in host memory that is registered with CUDA. It takes exactly `num_bytes`, while torch rounds the
     size of its own pinned memory up to a power of two. Raises StorageError without a GPU, and
@@ -323,13 +368,17 @@ def _check_size(num_bytes: int) -> None:
         raise StorageError(f"a storage of {num_bytes} bytes cannot be: it takes 1 or more")
 
 
-def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
+def _check_free(num_bytes: int) -> None:
     _check_size(num_bytes)
     if num_bytes > (free := available_bytes()):
         raise NotEnoughMemoryError(
             f"{num_bytes / 2**30:.2f} GiB of host memory were asked for, but only {free / 2**30:.2f} GiB "
             "are free: ask for less, or end what else uses it"
         )
+
+
+def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
+    _check_free(num_bytes)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -93,7 +93,9 @@ async def is_paused(exchange: Exchange) -> None:
 
 async def update_weights(exchange: Exchange) -> None:
     model = _model(exchange, query_of(exchange, ("model",)))
-    await exchange.json({"version": await model.engine.update_weights(checkpoint_of(exchange))})
+    version = await model.engine.update_weights(checkpoint_of(exchange))
+    await model.follow()
+    await exchange.json({"version": version})
 
 
 def checkpoint_of(exchange: Exchange) -> str:
@@ -163,7 +165,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     Route("POST", "/pause", pause, "Stop scheduling"),
     Route("POST", "/resume", resume, "Schedule again"),
     Route("GET", "/is_paused", is_paused, "Whether scheduling is stopped"),
-    Route("POST", "/update_weights", update_weights, "Load other weights in place", UpdateWeightsRequest),
+    Route("POST", "/update_weights", update_weights, "Load other weights", UpdateWeightsRequest),
     Route("POST", "/start_profile", start_profile, "Trace what runs, for ui.perfetto.dev"),
     Route("GET", "/health", health, "Whether the server works", public=True, quiet=True),
     Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True, quiet=True),

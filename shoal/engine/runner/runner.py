@@ -244,9 +244,14 @@ class ModelRunner:
         assert self._kv is None
         self._kv = RankKv(self.config, self.cache, self.device, num_host_blocks)
 
+    def close_kv(self) -> None:
+        """The opposite of `open_kv`."""
+        kv, self._kv = self.kv, None
+        kv.close()
+
     @property
     def kv(self) -> RankKv:
-        """Only after `open_kv`."""
+        """Only between `open_kv` and `close_kv`."""
         assert self._kv is not None
         return self._kv
 
