@@ -57,6 +57,7 @@ class Received:
     path: str
     data: bytes
     headers: dict[str, str]
+    peer: object  # the other end of the connection
     prompt: list[int] = field(default_factory=list)
     state: str = "running"  # then "done", "broken", or "left" by the client
 
@@ -99,6 +100,7 @@ class ForeignWorker:
         self.asked: list[str] = []  # paths of these
         self.url = ""
         self.tokenize_delay = 0.0
+        self.end_delay = 0.0  # seconds from [DONE] to the end of the answer
 
     async def __aenter__(self) -> ForeignWorker:
         app = web.Application(client_max_size=1 << 28)
@@ -148,7 +150,12 @@ class ForeignWorker:
     # What clients ask
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        received = Received(request.path_qs, await request.read(), dict(request.headers))
+        received = Received(
+            request.path_qs,
+            await request.read(),
+            dict(request.headers),
+            request.transport.get_extra_info("peername"),
+        )
         if b'"1 2 3"' not in received.data:  # the router's own probe
             self.received.append(received)
         try:
@@ -196,6 +203,7 @@ class ForeignWorker:
         if (body.get("stream_options") or {}).get("include_usage"):
             await stream.write(answer.usage_chunk())
         await stream.write(b"data: [DONE]\n\n")
+        await asyncio.sleep(self.end_delay)
         return stream
 
     async def _misbehave(

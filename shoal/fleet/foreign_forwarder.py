@@ -221,7 +221,11 @@ class ForeignForwarder:
                 if failure is not None:
                     raise failure
                 if stream.is_done:
-                    return
+                    break
+        if stream.is_done:
+            if not stream.is_stopped:
+                await exchange.read_end()
+            return
         raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
 
     async def _read_stream(

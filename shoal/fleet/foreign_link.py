@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 TOKENIZE_SECONDS = 5.0
+END_SECONDS = 0.5
 # vLLM and others on uvicorn close a connection that is idle for 5 s. It is better closed here before that
 # than at the same moment as a request goes out.
 KEEP_ALIVE_SECONDS = 3.0
@@ -118,6 +119,16 @@ class ForeignExchange:
             raise self._link.failure(f"its answer broke off: {error!r}") from None
         if self._is_aborted:
             raise self._link.failure("it is taken for dead, or was removed")
+
+    async def read_end(self) -> None:
+        """Reads an answer that has said all to its very end, so that the connection can be used again. Gives
+        up soon."""
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                while await self._started.content.readany():
+                    pass
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            pass
 
     async def whole(self) -> bytes:
         """The body. Raises WorkerFailedError as `pieces` does."""

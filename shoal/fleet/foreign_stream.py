@@ -40,7 +40,7 @@ class ForeignStream:
         self._texts: list[str] = []  # sent
         self._begun_at = 0  # characters that were sent before the present worker
         self._owed = ""  # text of the tokens so far that was not sent
-        self._is_stopped = False  # by a stop string that two workers wrote
+        self.is_stopped = False  # by a stop string that two workers wrote
         self.has_finished = False  # the reason why the answer ends is known
         self._lacks_ids = False  # something was sent whose token ids are not known
         self._is_reasoning = False  # the last that was sent are thoughts, not the answer
@@ -182,7 +182,7 @@ class ForeignStream:
             }
         self._held.append(chunk)
         num_tokens = len(choice.get("token_ids") or ())
-        if self._is_stopped:
+        if self.is_stopped:
             return self.finish(), num_tokens
         if choice.get("finish_reason") is not None:
             self.has_finished = True
@@ -213,7 +213,7 @@ class ForeignStream:
             keeps_stop = bool(self.request.get("include_stop_str_in_output"))
             choice["text"] = text[: at + len(stop)] if keeps_stop else text[:at]
             choice["finish_reason"], choice["stop_reason"] = "stop", stop
-            self._is_stopped = self.has_finished = True
+            self.is_stopped = self.has_finished = True
         elif may_begin and choice.get("finish_reason") is None:
             choice["text"], self._owed = "", text
             return

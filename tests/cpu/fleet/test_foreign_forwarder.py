@@ -149,6 +149,16 @@ async def test_a_stream_has_nothing_that_the_client_did_not_ask_for():
 
 
 @running
+async def test_connections_to_a_worker_are_used_again():
+    a = ForeignWorker()
+    a.end_delay = 0.05
+    async with front(a) as router:
+        for stream in (True, False, True, True):
+            await router.ask(prompt="x", max_tokens=3, stream=stream)
+        assert len({one.peer for one in a.received}) == 1
+
+
+@running
 async def test_a_server_that_refuses_unknown_fields_is_asked_without_ours():
     a = ForeignWorker(unknown_fields=("return_token_ids",))
     async with front(a) as router:
