@@ -89,12 +89,13 @@ class ForeignWorker:
         unknown_fields: tuple[str, ...] = (),
         adapters: tuple[str, ...] = (),
         delay: float = 0.0,
+        port: int = 0,
     ) -> None:
         """chunk_sizes: how many tokens a chunk has, at random. unknown_fields: requests with one of them are
         refused."""
         self.alphabet, self.chunk_sizes, self.rng = alphabet, chunk_sizes, random.Random(seed)
         self.gives_ids, self.has_tokenizer, self.unknown_fields = gives_ids, has_tokenizer, unknown_fields
-        self.adapters, self.delay = adapters, delay
+        self.adapters, self.delay, self.port = adapters, delay, port
         self.faults: list[Fault] = []
         self.received: list[Received] = []  # but questions of the router itself
         self.asked: list[str] = []  # paths of these
@@ -111,7 +112,7 @@ class ForeignWorker:
         app.router.add_post("/{path:.*}", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
