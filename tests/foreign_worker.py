@@ -17,7 +17,11 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 MODEL = "toy"
-CHARACTERS = {"letters": "abcdefghij klmnopqrst", "unicode": "鱼群一起游动é😀 ab"}
+CHARACTERS = {
+    "letters": [c.encode() for c in "abcdefghij klmnopqrst"],
+    "unicode": [c.encode() for c in "鱼群一起游动é😀 ab"],
+    "junk": [b"a", b" ", b"\xc7", b"\xe9", b"\xb1", b"\xff", b"\xf0"],  # little of it is UTF-8
+}
 
 
 def ids_of(text: str | list[int]) -> list[int]:
@@ -32,7 +36,7 @@ def next_tokens(tokens: list[int], alphabet: str):
     """Yields tokens for ever. A character that is not whole yet is continued."""
     data = bytes(tokens)
     pending = b""
-    for size in (1, 2, 3):
+    for size in (1, 2, 3) if alphabet != "junk" else ():
         tail = data[-size:]
         if tail and tail[0] >= 0xC0 and len(tail) < (2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4):
             data, pending = data[:-size], tail
@@ -40,7 +44,7 @@ def next_tokens(tokens: list[int], alphabet: str):
     while True:
         number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
         characters = CHARACTERS[alphabet]
-        character = characters[number % len(characters)].encode()
+        character = characters[number % len(characters)]
         yield from character[len(pending) :]
         data, pending = data + character, b""
 
@@ -48,7 +52,8 @@ def next_tokens(tokens: list[int], alphabet: str):
 def written(prompt: str | list[int], count: int, alphabet: str = "letters", stop: str | None = None) -> str:
     """What one worker writes behind the prompt."""
     source = next_tokens(ids_of(prompt), alphabet)
-    text = bytes(next(source) for _ in range(count)).decode(errors="ignore")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(bytes(next(source) for _ in range(count)))
     return text if stop is None else text.partition(stop)[0]
 
 
