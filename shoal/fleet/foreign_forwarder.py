@@ -165,16 +165,8 @@ class ForeignForwarder:
         """Whether the body is as it came, the path and the body."""
         request = stream.request
         if stream.has_begun:
-            try:
-                return (
-                    False,
-                    COMPLETIONS,
-                    request.next_body(
-                        stream.prompt_ids or [], stream.token_ids, link.max_model_len(request.model)
-                    ),
-                )
-            except ValueError as error:
-                raise UnavailableError(f"the stream broke and cannot be taken up: {error}") from None
+            room = link.max_model_len(request.model)
+            return False, COMPLETIONS, request.next_body(stream.prompt_ids or [], stream.token_ids, room)
         if request.obstacle is not None or not link.takes_token_ids:
             return True, request.call.path, request.call.body
         return False, request.call.path, request.first_body()
@@ -283,11 +275,8 @@ class ForeignForwarder:
         self.num_migrations += 1
 
     def _has_fresh_worker(self, wanted: Wanted) -> bool:
-        """Whether there is a worker that the request was not sent to yet."""
-        return any(
-            worker.takes_requests and worker.id not in wanted.tried
-            for worker in self._dispatcher.workers.values()
-        )
+        """Whether there is a worker that could take the request, and has not failed at it."""
+        return any(worker.id not in wanted.tried for worker in self._dispatcher.ready_for(wanted))
 
     async def _wanted(self, request: ForeignRequest) -> Wanted:
         headers, model = request.call.headers, request.model

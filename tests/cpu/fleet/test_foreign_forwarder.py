@@ -252,6 +252,16 @@ async def test_a_request_that_every_worker_fails_at_ends():
         assert len(a.received) == len(b.received) == 1
 
 
+@running
+async def test_a_worker_without_the_adapter_is_no_other_try():
+    a, b = ForeignWorker(), ForeignWorker(adapters=("poems",))
+    b.faults = [Fault("break")]
+    async with front(a, b) as router:
+        with pytest.raises(WorkerFailedError):
+            await router.ask(data=b'{"model":"poems","prompt":"x"}')
+        assert not a.received and len(b.received) == 2 and router.dispatcher.workers["b"].is_reached
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("form", ["completion", "chat"])
 @running
@@ -476,6 +486,15 @@ async def test_tokens_are_asked_of_a_worker_and_a_worker_without_a_tokenizer_is_
             == [1, 2]
             == await router.tokens.tokens_of({"token_ids": [1, 2]})
         )
+
+
+@running
+async def test_only_a_worker_that_has_the_adapter_is_asked_for_tokens():
+    a, b = ForeignWorker(), ForeignWorker(adapters=("poems",))
+    async with front(a, b) as router:
+        for _ in range(2):
+            assert await router.tokens.tokens_of({"model": "poems", "prompt": "x"}) == ids_of("x")
+        assert "/tokenize" not in a.asked and b.asked.count("/tokenize") == 2
 
 
 @running
