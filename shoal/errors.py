@@ -64,7 +64,12 @@ class BusyError(UnavailableError):
 
 
 class WorkerFailedError(UnavailableError):
-    """A worker of the fleet broke off, died or answered nonsense. Another one may take the request."""
+    """A worker of the fleet broke off, died or answered nonsense. Another one may take the request.
+    `is_absent`: its address takes no connection, so nobody else need try."""
+
+    def __init__(self, message: str, is_absent: bool = False) -> None:
+        super().__init__(message)
+        self.is_absent = is_absent
 
 
 class EngineDeadError(ShoalError, RuntimeError):

@@ -4,13 +4,15 @@ to workers that speak HTTP themselves; neither imports the other. Torch-free."""
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from prometheus_client.core import Metric
 
 from shoal.control import Command
+from shoal.errors import ShoalError
 
 
 class WorkerState(enum.StrEnum):
@@ -28,6 +30,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     role: str  # "both", "prefill", "decode"
     model: str
     state: WorkerState
+    why: str = ""  # it gets nothing, where that is not plain
     pid: int | None = None  # of a worker on this host
     tags: list[str] = []
     active_requests: int = 0
@@ -61,6 +64,16 @@ class Selected(msgspec.Struct):
     costs: dict[str, float]
 
 
+@dataclass(slots=True)
+class CommandResults:
+    """What became of a verb for many workers. Each is in one of the first three."""
+
+    results: dict[str, Any] = field(default_factory=dict)  # by worker
+    errors: dict[str, ShoalError] = field(default_factory=dict)  # by worker that failed
+    not_asked: list[str] = field(default_factory=list)  # a rolling one ends at the first failure
+    versions: dict[str, int] = field(default_factory=dict)  # of the weights, where the verb changes them
+
+
 class FleetControl(Protocol):
     """What the routes below /fleet ask. Raises RequestError and ConfigError for what cannot be done,
     UnknownWorkerError for an id that no worker has."""
@@ -68,7 +81,8 @@ class FleetControl(Protocol):
     def view(self) -> FleetView: ...
 
     async def select(self, model: str | None, body: Mapping[str, Any]) -> Selected:
-        """`body` has `token_ids`, `prompt` or `messages`. Nothing is sent to a worker for tokens."""
+        """`body` has `token_ids`, `prompt` or `messages`, and may have `session`, `tags` and `cache_salt`. No
+        worker is asked to generate. Raises UnavailableError where no worker can take it."""
         ...
 
     async def drain(self, worker_id: str) -> None:
@@ -89,12 +103,15 @@ class FleetControl(Protocol):
         """Changes settings while running; returns all that can be changed, as they are now."""
         ...
 
+    def metrics(self) -> Iterable[Metric]:
+        """What Prometheus reads of the router, beside its models."""
+        ...
+
     async def command(
         self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool
-    ) -> Mapping[str, Any]:
-        """One verb for these workers (None: all of the model), at the same time or, `rolling`, one after the
-        other, each drained before and resumed behind. Returns results by worker; a worker that failed has
-        {"error": message}, and a rolling command ends there."""
+    ) -> CommandResults:
+        """One verb for these workers (None: all, or all of the model): at the same time or, `rolling`, one
+        after the other, each without requests meanwhile. Raises UnavailableError if there are none."""
         ...
 
 
@@ -118,7 +135,7 @@ class ForeignAnswer:
 
     status: int
     headers: list[tuple[bytes, bytes]]
-    chunks: AsyncIterator[bytes]
+    chunks: AsyncGenerator[bytes]
     content_type: bytes = field(default=b"application/json")
 
 
@@ -127,6 +144,6 @@ class Forwarder(Protocol):
 
     async def forward(self, call: ForeignCall) -> ForeignAnswer:
         """Returns when the answer begins: its head, and for a stream its first token, are there. Whoever
-        leaves `chunks` early (aclose) leaves the worker too. A stream that breaks and cannot be taken up
-        elsewhere ends with an error event, which `chunks` yields. Raises BusyError, UnavailableError."""
+        leaves `chunks` early (aclose) leaves the worker too. Both raise BusyError and UnavailableError: from
+        `chunks` they come where a stream breaks and cannot be taken up elsewhere."""
         ...

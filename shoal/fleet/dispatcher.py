@@ -5,7 +5,8 @@
             place.generated(len(output.token_ids))
 
 Leaving the block gives the place back. A WorkerFailedError that leaves the block counts against the worker,
-and a BusyError says that the worker is full. Both are raised on: the caller asks for another place.
+and a BusyError says that the worker is full. Both are raised on: the caller asks for another place, or says
+`dispatcher.forget(wanted)`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 from shoal.errors import BusyError, UnavailableError, WorkerFailedError
 from shoal.fleet.clock import Clock
@@ -24,7 +25,7 @@ from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.policy import Choice
 from shoal.fleet.worker import L, Worker
-from shoal.fleet_api import QueueView, WorkerState
+from shoal.fleet_api import QueueView
 from shoal.hashing import block_hashes, sequence_hashes, wire_seed
 
 LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
@@ -42,40 +43,81 @@ class Wanted:
     priority: int = 0  # lower runs first
     session: str | None = None
     cache_salt: str | None = None
-    lora_name: str | None = None
+    lora_name: str | None = None  # only workers that offer this adapter
+    tags: frozenset[str] = frozenset()  # only workers that have all of them
     tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
     # The dispatcher's own:
     number: int = -1
-    queued_at: float | None = None  # since when it waits; None: it never had to, or is on its way
+    has_begun: bool = False  # it has had a token: it waits for another worker, however long the queue is
+    queued_at: float | None = None  # since when it waits; None: it never had to, or has its first token
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether only some of the workers can take it."""
+        return bool(self.tags or self.lora_name or self.tried)
 
 
 class Place(Generic[L]):
-    """What a request holds at its worker."""
+    """What a request holds at its worker.
+
+    `on_broken` is called when the worker breaks while the request is there, and when it is removed. Whoever
+    holds the place sets it to what ends the wait for the worker at once with a WorkerFailedError.
+    """
 
     def __init__(self, worker: Worker[L], choice: Choice, wanted: Wanted, dispatcher: Dispatcher[L]) -> None:
         self.worker, self.choice = worker, choice
+        self.on_broken: Callable[[], None] = lambda: None
         self._wanted, self._dispatcher = wanted, dispatcher
         self._has_token = False
+        self._cached_tokens = min(len(wanted.token_ids), dispatcher.router.num_cached_tokens(choice))
+        worker.prompt_tokens += len(wanted.token_ids)
+        worker.cached_tokens += self._cached_tokens
+        worker.on_broken.add(self.interrupt)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, as they were counted for the choice."""
+        return len(self._wanted.token_ids)
+
+    def interrupt(self) -> None:
+        self.on_broken()
+
+    def leave(self) -> None:
+        """The request has ended here. A prompt of which nothing came is no hit and no miss."""
+        self.worker.on_broken.discard(self.interrupt)
+        if not self._has_token:
+            self.worker.prompt_tokens -= len(self._wanted.token_ids)
+            self.worker.cached_tokens -= self._cached_tokens
 
     def generated(self, num_tokens: int) -> None:
         """The worker has sent so many tokens."""
         self.worker.delivered()
         books = self._dispatcher.router.books
         if not self._has_token:
-            self._has_token = True
-            self._wanted.queued_at = None
+            self._has_token = self._wanted.has_begun = True
+            self._dispatcher.forget(self._wanted)
             books.first_token(self._wanted.request_id)
         books.generated(self._wanted.request_id, num_tokens)
 
     def cached(self, num_tokens: int) -> None:
-        """The worker says how many tokens of the prompt it had cached."""
-        self.worker.prompt_tokens += len(self._wanted.token_ids)
-        self.worker.cached_tokens += num_tokens
+        """The worker says how many tokens of the prompt it had cached; until then the router's guess
+        stands."""
+        self.worker.cached_tokens += num_tokens - self._cached_tokens
+        self._cached_tokens = num_tokens
+        self._dispatcher.router.was_cached(self._wanted.request_id, num_tokens)
 
 
 class Dispatcher(Generic[L]):
+    """`workers` are in the order of their ids, so that a seed chooses alike whoever was reached first."""
+
     def __init__(self, router: KvRouter, *, max_queued: int, clock: Clock) -> None:
         self.router, self.max_queued = router, max_queued
+        # Wakes a worker that sleeps, if it can: returns whether it is being woken. None: sleepers sleep on.
+        self.wake: Callable[[Worker[Any]], bool] | None = None
+        self.busy_kv_usage: float | None = None  # a worker beyond it has no room
+        self.busy_prefill_tokens: int | None = None  # the same, for prompts under way
+        self.num_queued = 0  # requests that had to wait, since the start
+        self.num_refused = 0  # requests that found the queue full
         self.workers: dict[str, Worker[L]] = {}
         self._clock = clock
         self._numbers = itertools.count()
@@ -84,14 +126,17 @@ class Dispatcher(Generic[L]):
 
     def add(self, worker: Worker[L]) -> None:
         self.workers[worker.id] = worker
+        self.workers = dict(sorted(self.workers.items()))
         for rank in worker.ranks:
-            self.router.add_worker(rank)
+            self.router.add_worker(rank, has_events=worker.has_events)
+        worker.on_change.add(self.changed)
         self.changed()
 
     def remove(self, worker_id: str) -> None:
+        """The worker serves this model no more."""
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
-            worker.is_gone = True
+            worker.on_change.discard(self.changed)
             for rank in worker.ranks:
                 self.router.remove_worker(rank)
         self.changed()
@@ -100,6 +145,11 @@ class Dispatcher(Generic[L]):
     def queue(self) -> QueueView:
         since = [wanted.queued_at for wanted in self._queued if wanted.queued_at is not None]
         return QueueView(len(since), max(0.0, self._clock.now() - min(since)) if since else 0.0)
+
+    def forget(self, wanted: Wanted) -> None:
+        """The request waits no longer: it has its first token, or its caller gives it up after a failure."""
+        self._queued.discard(wanted)
+        wanted.queued_at = None
 
     @asynccontextmanager
     async def place(self, wanted: Wanted) -> AsyncIterator[Place[L]]:
@@ -117,7 +167,7 @@ class Dispatcher(Generic[L]):
         except BusyError as error:
             is_again = True
             worker.full_until = self._clock.now() + error.retry_after_s
-            asyncio.get_running_loop().call_later(error.retry_after_s, self.changed)
+            asyncio.get_running_loop().call_later(error.retry_after_s, worker.changed)
             raise
         except WorkerFailedError as error:
             is_again = True
@@ -125,29 +175,37 @@ class Dispatcher(Generic[L]):
             worker.failed(error)
             raise
         finally:
+            place.leave()
             worker.active -= 1
             self.router.books.end(wanted.request_id)
             if not is_again:
                 self._queued.discard(wanted)
-            self.changed()
+            worker.changed()
 
     def changed(self) -> None:
         """A worker came, went, or has room: whoever waits may go on."""
+        blocked = []
         while self._waiting:
-            _, _, wanted, chains, future = self._waiting[0]
-            if not future.done():
-                try:
-                    found = self._pick(wanted, chains)
-                except UnavailableError as error:
-                    future.set_exception(error)
-                else:
-                    if found is None:
-                        return
-                    future.set_result(found)
-            heapq.heappop(self._waiting)
+            entry = heapq.heappop(self._waiting)
+            _, _, wanted, chains, future = entry
+            if future.done():
+                continue
+            try:
+                found = self._pick(wanted, chains)
+            except UnavailableError as error:
+                future.set_exception(error)
+                continue
+            if found is not None:
+                future.set_result(found)
+                continue
+            blocked.append(entry)
+            if not wanted.is_choosy:
+                break  # there is no room at all
+        for entry in blocked:
+            heapq.heappush(self._waiting, entry)
 
     async def _find(self, wanted: Wanted) -> tuple[Worker[L], Choice]:
-        chains = await self._chains(wanted)
+        chains = await self.chains_of(wanted)
         if wanted.number < 0:
             wanted.number = next(self._numbers)
         if not self._waiting or (wanted.priority, wanted.number) < self._waiting[0][:2]:
@@ -155,15 +213,18 @@ class Dispatcher(Generic[L]):
             if found is not None:
                 return found
         if wanted not in self._queued:
-            if len(self._queued) >= self.max_queued:
+            if len(self._queued) >= self.max_queued and not wanted.has_begun:
+                self.num_refused += 1
                 raise BusyError(
                     f"all workers are full, and the queue has {len(self._queued)} of {self.max_queued} "
                     "requests (--max-queued-requests); try again later"
                 )
             self._queued.add(wanted)
+            self.num_queued += 1
         wanted.queued_at = wanted.queued_at or self._clock.now()
         future: asyncio.Future[tuple[Worker[L], Choice]] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (wanted.priority, wanted.number, wanted, chains, future))
+        self.changed()  # those ahead may wait for workers that this request does not need
         try:
             return await future
         except asyncio.CancelledError:
@@ -178,14 +239,17 @@ class Dispatcher(Generic[L]):
     def _pick(self, wanted: Wanted, chains: Chains) -> tuple[Worker[L], Choice] | None:
         """A worker with room, written into the books; None if all are full. Raises UnavailableError if none
         is ready."""
-        ready = [worker for worker in self.workers.values() if worker.state == WorkerState.READY]
-        if not ready:
-            raise UnavailableError("no worker is ready for this model; start one, or try again later")
+        try:
+            ready = self.ready_for(wanted)
+        except UnavailableError:
+            if self._is_one_coming_back():
+                return None
+            raise
         fresh = [worker for worker in ready if worker.id not in wanted.tried] or ready
         ranks: list[WorkerRank] = []
         for worker in fresh:
-            if worker.has_room:
-                ranks += worker.ranks
+            if worker.has_room(self._num_active(worker)):
+                ranks += [rank for rank in worker.ranks if not self._is_busy(rank)]
         if not ranks:
             return None
         choice = self.router.schedule_chains(
@@ -196,7 +260,51 @@ class Dispatcher(Generic[L]):
         worker.num_requests += 1
         return worker, choice
 
-    async def _chains(self, wanted: Wanted) -> Chains:
+    def ready_for(self, wanted: Wanted) -> list[Worker[L]]:
+        """The workers that may get the request, full or not. Raises UnavailableError if there is none."""
+        ready = [worker for worker in self.workers.values() if worker.takes_requests]
+        if not ready and any(worker.is_asleep for worker in self.workers.values()):
+            raise UnavailableError(
+                "the workers of this model sleep; wake one (POST /wake_up on the admin port), or let "
+                "requests do that (wake_on_request)"
+            )
+        if not ready:
+            raise UnavailableError("no worker is ready for this model; start one, or try again later")
+        fit = [
+            worker
+            for worker in ready
+            if wanted.tags <= worker.info.tags
+            and (wanted.lora_name is None or wanted.lora_name in worker.info.adapters)
+        ]
+        if not fit:
+            lacks = f"the tags {', '.join(sorted(wanted.tags))}" if wanted.tags else f"{wanted.lora_name!r}"
+            raise UnavailableError(f"no worker that is ready has {lacks}; ask for others, or try again later")
+        return fit
+
+    def _num_active(self, worker: Worker[L]) -> int:
+        """The requests that it has of this router, or for this model of all routers."""
+        if not worker.info.max_running:
+            return worker.active
+        loads = [self.router.books.load(rank) for rank in worker.ranks]
+        return max(worker.active, sum(load.active_requests for load in loads))
+
+    def _is_one_coming_back(self) -> bool:
+        """Whether a worker that gets nothing now soon will: an operator's command ends there, or it is woken
+        now."""
+        if any(worker.is_held for worker in self.workers.values()):
+            return True
+        # A pause (level 0) is an operator's, who ends it.
+        asleep = [worker for worker in self.workers.values() if worker.sleep_level and worker.is_reached]
+        return self.wake is not None and any(self.wake(worker) for worker in asleep)
+
+    def _is_busy(self, rank: WorkerRank) -> bool:
+        """Whether it is beyond a threshold that is configured."""
+        if self.busy_kv_usage is not None and self.router.kv_usage(rank) > self.busy_kv_usage:
+            return True
+        most = self.busy_prefill_tokens
+        return most is not None and self.router.books.load(rank).prefill_tokens > most
+
+    async def chains_of(self, wanted: Wanted) -> Chains:
         """Hashing never holds the loop up for long."""
         if len(wanted.token_ids) < LONG_PROMPT:
             return self._hashed(wanted)

@@ -1,8 +1,8 @@
-"""Where the bytes of KV blocks can lie, as one kind of object, and how long they do.
+"""Storages: memory or a file where the bytes of KV blocks lie, and how long it stays.
 
-A storage counts the views over it (view.py) and the copies in flight (copy.py) and is not closed under them.
-Tensors and arrays taken out of it keep its memory by themselves: closed, it lasts until the last of these is
-gone.
+A storage knows the views over it (view.py) and the copies in flight (copy.py), and refuses to be closed under
+them. Tensors and arrays that were taken out of a storage keep its memory by themselves, also when it has been
+closed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOUNCE_BYTES = 4 << 20
 
 
 class StorageError(UserError):
-    """A storage that cannot be had, or not be used like this."""
+    """There is no such storage, or it can't be used in this way."""
 
 
 class NotEnoughMemoryError(StorageError):
@@ -44,11 +44,11 @@ class NotEnoughMemoryError(StorageError):
 
 
 class StorageInUseError(StorageError):
-    """It was to be closed, but views or copies use it."""
+    """The storage can't be closed, because views or copies use it."""
 
 
 class StorageClosedError(StorageError):
-    """It was closed before."""
+    """The storage has been closed."""
 
 
 class Kind(StrEnum):
@@ -76,28 +76,28 @@ class Storage(ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """All of it, without a copy: uint8 [num_bytes]. Raises StorageError where it is no memory."""
+        """The whole storage as uint8 [num_bytes], without a copy. Raises StorageError if it has no memory."""
 
     @abstractmethod
     def read(self, offset: int, into: np.ndarray) -> None:
-        """`into` is contiguous uint8. Done when it returns. Raises StorageError."""
+        """Fills `into`, which is contiguous uint8, and returns when that is done. Raises StorageError."""
 
     @abstractmethod
-    def write(self, offset: int, data: np.ndarray) -> None: ...
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Writes `data`, which is contiguous uint8, and returns when that is done. Raises StorageError."""
 
     @abstractmethod
     def _let_go(self) -> None: ...
 
     def close(self) -> None:
-        """Safe to call twice. Raises StorageInUseError."""
+        """Does nothing if the storage is closed already. Raises StorageInUseError."""
         if self.closed:
             return
         in_flight.settle()
         if self.users:
             raise StorageInUseError(
                 f"a storage of {self.num_bytes} bytes ({self.kind}) cannot be closed: {len(self.users)} "
-                "views over it "
-                "live, or copies in flight hold them; let go of them first"
+                "views over it live, or copies in flight hold them; let go of them first"
             )
         self.closed = True
         self._let_go()
@@ -119,7 +119,7 @@ class Storage(ABC):
 
 
 class Memory(Storage):
-    """A storage of any kind that has addresses, over a tensor that keeps what it needs."""
+    """A storage that has addresses. Its memory is that of a tensor."""
 
     def __init__(self, kind: Kind, tensor: torch.Tensor) -> None:
         super().__init__(kind, tensor.shape[0], tensor.device)
@@ -147,9 +147,9 @@ class Memory(Storage):
 
 
 class DirectFile(Storage):
-    """A file read and written past the page cache (O_DIRECT), through an aligned buffer. Where its filesystem
-    has no direct I/O, `direct` is False, a warning is logged, and the page cache takes part. The file is
-    made, and its space taken, at once."""
+    """A file that is read and written past the page cache (O_DIRECT), through an aligned buffer. The file is
+    made at once, with all its space. If its filesystem has no direct I/O, `direct` is False, a warning is
+    logged, and the page cache takes part."""
 
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
         _check_size(num_bytes)
@@ -292,8 +292,8 @@ def pinned_memory(num_bytes: int) -> Memory:
 
 
 def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
-    """The first bytes of a file, made and with its space taken if it is shorter; what is written reaches the
-    file when the system likes."""
+    """The first `num_bytes` of a file, which is made, or made longer, if need be. The system decides when
+    what is written reaches the file. Raises StorageError."""
     _check_size(num_bytes)
     fd = _open_file(os.fspath(path), num_bytes)
     try:
@@ -304,8 +304,8 @@ def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
 
 
 def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object) -> Memory:
-    """Memory that `owner` has, at an address of the kind's; it is kept alive as long as anything uses the
-    memory."""
+    """Memory of another owner, at an address that is valid for this kind. `owner` is kept alive as long as
+    anything uses the memory. Raises StorageError."""
     _check_size(num_bytes)
     if kind is Kind.DIRECT or not address:
         raise StorageError(
@@ -319,7 +319,7 @@ def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object) -> 
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """What a tensor spans, from its first item to its last."""
+    """The memory of a tensor, from its first item to its last. Raises StorageError if it has no items."""
     if not tensor.numel():
         raise StorageError(f"a tensor of shape {tuple(tensor.shape)} has no memory")
     num_items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -330,7 +330,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 class InFlight:
-    """What copies use that devices have not done yet."""
+    """Keeps alive what copies use as long as a device has not done them."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
@@ -353,7 +353,8 @@ in_flight = InFlight()
 
 
 class _DeviceBytes:
-    """Device memory as torch and others take it over; they keep this object, and it keeps the owner."""
+    """Device memory in a form that torch can take over. The tensor keeps this object, which keeps the
+    owner."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self.owner = owner
@@ -375,8 +376,7 @@ def _check_free(num_bytes: int) -> None:
     if num_bytes > (free := available_bytes()):
         raise NotEnoughMemoryError(
             f"{num_bytes / 2**30:.2f} GiB of host memory were asked for, but only {free / 2**30:.2f} GiB "
-            "are free: "
-            "ask for less, or end what else uses it"
+            "are free: ask for less, or end what else uses it"
         )
 
 
@@ -391,7 +391,7 @@ def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
 
 
 def _tensor_over(pages: ctypes.Array[ctypes.c_uint8]) -> torch.Tensor:
-    """It keeps the array, which keeps the map: torch by itself would not notice when a map is closed."""
+    """The tensor keeps the array, which keeps the map. torch would not keep a bare map open."""
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -401,8 +401,8 @@ def _unpin(address: int) -> None:
 
 
 def _open_file(path: str, num_bytes: int, flags: int = 0) -> int:
-    """A descriptor of a file that has `num_bytes` or more. A file that can't have them keeps the size it
-    had."""
+    """Returns a descriptor of a file of `num_bytes` or more. Raises StorageError if there is no space for
+    them, and then leaves the file as long as it was."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
         before = os.fstat(fd).st_size

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ class RankKv:
         inside = BlockView.of(cache.spec, cache.blocks)
         outside = BlockView.over(host_spec, memory_of(self.slab.rows))
         self._out, self._in = CopyStream(device), CopyStream(device)
-        self._out_map, self._in_map = BlockMap(inside, outside), BlockMap(outside, inside)
+        self._maps = {"out": BlockMap(inside, outside), "in": BlockMap(outside, inside)}
         self._copies: deque[_CopyInFlight] = deque()
         self._files: list[_FilesInFlight] = []
         self._done: list[tuple[int, list[bool], float]] = []  # ticket, whether each block is intact, seconds
@@ -87,9 +88,10 @@ class RankKv:
         self.tiers.update(open_tiers(config, TierPlace(fingerprint, self.spec, record_events)))
 
     def close_tiers(self) -> None:
-        for tier in self.tiers.values():
-            tier.close()
-        self.tiers.clear()
+        with ExitStack() as ends:
+            for tier in self.tiers.values():
+                ends.callback(tier.close)
+            self.tiers.clear()
 
     # Measuring
 
@@ -101,7 +103,7 @@ class RankKv:
 
         def copy(num_blocks: int) -> None:
             blocks = list(range(num_blocks))
-            self._in.stage(self._in_map, blocks, blocks).trigger_all_layers()
+            self._in.stage(self._maps["in"], blocks, blocks).trigger_all_layers()
             self._settle()
 
         spec = self.spec
@@ -115,7 +117,7 @@ class RankKv:
 
     @torch.inference_mode()
     def copy_out(self, ticket: int, blocks: Sequence[int], host_blocks: Sequence[int], wait: bool) -> None:
-        self._copy(ticket, self._out, self._out_map, blocks, host_blocks, wait)
+        self._copy(ticket, self._out, self._maps["out"], blocks, host_blocks, wait)
 
     @torch.inference_mode()
     def copy_in(
@@ -123,7 +125,7 @@ class RankKv:
     ) -> None:
         if self._in.stream is not None:
             self._order_behind(behind, self._in.stream)
-        self._copy(ticket, self._in, self._in_map, host_blocks, blocks, wait)
+        self._copy(ticket, self._in, self._maps["in"], host_blocks, blocks, wait)
 
     def _copy(
         self,
@@ -221,16 +223,18 @@ class RankKv:
         self._done.clear()
 
     def close(self) -> None:
-        """Waits for copies, closes the tiers and gives the slab back."""
-        for copying in (self._out, self._in):
-            copying.synchronize()
-        del self._out_map, self._in_map  # they hold the cache and the slab
-        self.close_tiers()
-        self.slab.close()
+        """Waits for copies, closes the tiers and gives the slab back, all of it even if a part of that
+        fails."""
+        with ExitStack() as ends:  # It runs the last entry first.
+            ends.callback(self.slab.close)
+            ends.callback(self.close_tiers)
+            ends.callback(self._maps.clear)  # They hold the cache and the slab.
+            ends.callback(self._settle)
 
     def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Waits for copies."""
+        for copying in (self._out, self._in):
+            copying.synchronize()
 
 
 def measure_block_s(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:
