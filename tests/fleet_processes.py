@@ -91,7 +91,8 @@ class Processes:
         with (self.folder / f"{name}.log").open("a") as log:
             self.running[name] = subprocess.Popen(
                 [PYTHON, "-m", "shoal", *map(str, command)],
-                env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(self.folder)},
+                # Workers that share a machine wait for each other's threads: one each.
+                env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -28,8 +28,7 @@ from shoal.fleet.plane_workers import watch_plane
 from shoal.fleet.planes import check_plane, open_plane
 from shoal.fleet.prompt_tokens import PromptTokens
 from shoal.fleet.remote_engine import RemoteEngine
-from shoal.fleet.worker import Worker, WorkerLoad
-from shoal.fleet.worker_wire import Report
+from shoal.fleet.worker import Worker
 from shoal.model_card import ModelCard
 from shoal.server.app import Server
 from shoal.server.catalog import Catalog
@@ -124,7 +123,7 @@ async def run_router(
         await fleet.start()
         tasks = [start(Offer(fleet, catalog, config, server).follow())]
         if plane is not None:
-            tasks.append(start(watch_plane(plane, key, partial(_join, fleet), fleet.leave)))
+            tasks.append(start(watch_plane(plane, key, partial(_join, fleet), fleet.leave, fleet.published)))
         stack.push_async_callback(stop, tasks)
         await serve_until(drain, force, app, admin, server, ports, ready=ready)
 
@@ -134,19 +133,8 @@ async def run_router(
 
 def _join(fleet: Fleet, worker: Worker[RemoteEngine]) -> None:
     """A worker has come on the plane."""
-    link = worker.link
-
-    def take(report: Report) -> None:
-        stats = report.stats
-        load = WorkerLoad(
-            num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_cache_usage
-        )
-        worker.is_asleep = report.sleep.is_sleeping
-        fleet.published(worker.id, [load])
-
-    link.on_report = take
     try:
-        fleet.join(worker, [link.follow_events])
+        fleet.join(worker, [worker.link.follow_events])
     except ConfigError as error:
         logger.error("a worker on the plane is set aside: %s", error)
 
