@@ -39,10 +39,20 @@ from typing import Any
 import aiohttp
 import psutil
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from shoal.fake import FakeEngine
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.plane_workers import member_of
+from shoal.fleet.planes import open_plane
+from shoal.fleet.worker_port import WorkerPort
+from shoal.metrics import ModelMetrics
+from shoal.model_card import ModelCard
+from shoal.server.admission import Admission
+from shoal.wire import ModelInfo
 
 MODEL = "bench"
+VOCAB_SIZE = 49_152
 NUM_WORKERS = 16
 CONTEXTS, SHARED, OWN = 48, 3000, 1000  # prompts: how many beginnings, and tokens of each part
 FIRST_S, TOKEN_S = 0.02, 0.02  # the pace of workers: to the first token, and between tokens
@@ -144,6 +154,26 @@ async def serve_workers(ports: Sequence[int]) -> None:
     await asyncio.Event().wait()
 
 
+async def serve_own_workers(url: str) -> None:
+    """Workers of ours around engines that do nothing."""
+    plane = open_plane(url)
+    card = ModelCard(
+        info=ModelInfo(
+            "smollm2", os.getpid(), 32768, VOCAB_SIZE, 576, (), {}, 100_000, 16, 256, "cpu", "float32"
+        ),
+        names=[MODEL],
+        model="smollm2",
+        eos_token_ids=(2,),
+    )
+    for number in range(NUM_WORKERS):
+        engine = FakeEngine(VOCAB_SIZE, prefill_seconds=FIRST_S, token_seconds=TOKEN_S)
+        port = WorkerPort.open(
+            f"worker-{number}", engine, Admission(256, 1024), ModelMetrics(MODEL, 32768, {}), LoopClock()
+        )
+        await plane.register(member_of(f"worker-{number}", "both", "http://127.0.0.1:1", port.address, card))
+    await asyncio.Event().wait()
+
+
 # Routers
 
 
@@ -236,7 +266,8 @@ TEXT_ONLY = {"sglang-router", "smg"}  # these refuse token ids
 def running(
     command: list[str], core: int, log: Path, environment: dict[str, str]
 ) -> Iterator[psutil.Process]:
-    environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": str(Path(__file__).parents[1]), "RAYON_NUM_THREADS": "1"}
+    environment = {**os.environ, **own, **environment}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -413,6 +444,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.serve_workers:
         asyncio.run(serve_workers(given.serve_workers))
+        return
+    if given.serve_own:
+        asyncio.run(serve_own_workers(given.serve_own))
         return
     rows = asyncio.run(run(given))
     show(rows)

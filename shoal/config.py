@@ -384,6 +384,14 @@ class EngineConfig:
                 "a ladder"
             )
 
+    def for_model(self, model: str) -> EngineConfig:
+        """These options for another model. Those that name files of this one, or a version of it, are left
+        out, and its weights are read from its files."""
+        load_format = "auto" if self.load_format == "dummy" else self.load_format
+        return dataclasses.replace(
+            self, model=model, tokenizer=None, chat_template=None, revision=None, load_format=load_format
+        )
+
     @property
     def closes_objects(self) -> bool:
         """Whether an object of a JSON schema has only the keys that the schema names, if neither the schema

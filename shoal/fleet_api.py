@@ -12,6 +12,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from shoal.control import Command
+from shoal.errors import ShoalError
 
 
 class WorkerState(enum.StrEnum):
@@ -63,6 +64,16 @@ class Selected(msgspec.Struct):
     costs: dict[str, float]
 
 
+@dataclass(slots=True)
+class CommandResults:
+    """What became of a verb for many workers. Each is in one of the first three."""
+
+    results: dict[str, Any] = field(default_factory=dict)  # by worker
+    errors: dict[str, ShoalError] = field(default_factory=dict)  # by worker that failed
+    not_asked: list[str] = field(default_factory=list)  # a rolling one ends at the first failure
+    versions: dict[str, int] = field(default_factory=dict)  # of the weights, where the verb changes them
+
+
 class FleetControl(Protocol):
     """What the routes below /fleet ask. Raises RequestError and ConfigError for what cannot be done,
     UnknownWorkerError for an id that no worker has."""
@@ -98,10 +109,9 @@ class FleetControl(Protocol):
 
     async def command(
         self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool
-    ) -> Mapping[str, Any]:
-        """One verb for these workers (None: all of the model), at the same time or, `rolling`, one after the
-        other, each drained before and resumed behind. Returns results by worker; a worker that failed has
-        {"error": message}, and a rolling command ends there."""
+    ) -> CommandResults:
+        """One verb for these workers (None: all, or all of the model): at the same time or, `rolling`, one
+        after the other, each without requests meanwhile. Raises UnavailableError if there are none."""
         ...
 
 

@@ -98,6 +98,7 @@ class ForeignWorker:
         self.received: list[Received] = []  # but questions of the router itself
         self.asked: list[str] = []  # paths of these
         self.url = ""
+        self.tokenize_delay = 0.0
 
     async def __aenter__(self) -> ForeignWorker:
         app = web.Application(client_max_size=1 << 28)
@@ -130,6 +131,7 @@ class ForeignWorker:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
+        await asyncio.sleep(self.tokenize_delay)
         if not self.has_tokenizer:
             return web.json_response({"error": {"message": "nothing here"}}, status=404)
         body = await request.json()

@@ -28,6 +28,8 @@ requests fail, /health is 503, and with --restart the engine comes back."""
 ROUTE_DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers, each request going where
 most of its prefix is cached and least is waiting. Workers are any servers with OpenAI's API (--worker), and
 our own, which join by themselves (shoal serve --plane). SIGTERM or Ctrl-C lets running requests end."""
+FLEET_DESCRIPTION = """A router and its workers, all from one file (fleet up FILE). Workers that die are
+started again. Ctrl-C lets running requests end, then the workers; a second one ends all at once."""
 CHAT_DESCRIPTION = "A conversation, with a model on this machine or (--url) on a server. /help explains."
 MODELS_DESCRIPTION = "Lists the models in this machine's caches; `shoal models rm NAME` removes one."
 PROFILE_DESCRIPTION = "Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name."
@@ -143,6 +145,14 @@ def build_parser() -> Parser:
     )
     route.add_flags(ServerConfig, "server", but=NOT_OF_A_ROUTER)
     route.set_defaults(run=run_route)
+
+    fleet = commands.add_parser("fleet", help="many workers at once", description=FLEET_DESCRIPTION)
+    fleet.set_defaults(run=_print_help(fleet))
+    deeds = fleet.add_subparsers(title="commands", metavar="COMMAND")
+    up = deeds.add_parser("up", help="start a fleet", description=FLEET_DESCRIPTION)
+    up.add_argument("file", metavar="FILE", help="the fleet, a TOML file; docs/fleet.md explains it")
+    up.add_argument("--verbose", action="store_true", help="log more")
+    up.set_defaults(run=run_fleet_up)
 
     models = commands.add_parser(
         "models", help="list or remove downloaded models", description=MODELS_DESCRIPTION
@@ -422,6 +432,13 @@ def run_route(arguments: argparse.Namespace) -> int:
     server = ServerConfig(**{name: given[name] for name in given if name not in NOT_OF_A_ROUTER})
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, server.log_format)
     return route(FleetConfig(**given_options(arguments, FleetConfig)), server)
+
+
+def run_fleet_up(arguments: argparse.Namespace) -> int:
+    """As run_serve; 1 also if no worker could be started."""
+    from shoal.cli.fleet import fleet_up
+
+    return fleet_up(arguments.file, arguments.verbose)
 
 
 def _json_list(name: str, text: str) -> list[str]:

@@ -8,7 +8,7 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,12 +21,12 @@ from shoal.model_card import ModelCard
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.catalog import Catalog
 from shoal.server.keys import check_admin_port
-from shoal.server.model import ServedEngine, served_model
+from shoal.server.model import ServedEngine, ServedModel, served_model
 from shoal.server.run import check_tls, open_ports, url_of, warn_of_open_port
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
-from shoal.weights.source import resolve
+from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.summary import summarize
 from shoal.wire import ModelInfo
 
@@ -119,10 +119,12 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             if swapper is not None:
                 engine = await swapper.add(one.names[0], llm, one.config.model, llm.info.vocab_size)
             card = card_of(one, llm.info, tokenizer, config)
-            models.append(served_model(card, engine, tokenizer, config))
+            model = served_model(card, engine, tokenizer, config)
+            model.reread = _rereading(one, llm, engine, config)
+            models.append(model)
             if config.plane is not None:
                 url = url_of(config, _number(ports[0]), reachable=True)
-                await stack.enter_async_context(joined(models[0], card, events, url, config))
+                await stack.enter_async_context(joined(model, card, events, url, config))
         catalog = Catalog(models)
         app = create_app(catalog, config)
         admin = create_admin_app(catalog, config) if config.admin_port is not None else None
@@ -157,17 +159,39 @@ async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenize
     )
     try:
         await asyncio.sleep(0)  # the engine's process first: it takes longer
-        tokenizer = (
-            None
-            if engine.skip_tokenizer_init
-            else await asyncio.to_thread(load_tokenizer, one.files, engine.tokenizer, engine.chat_template)
-        )
+        tokenizer = await _load_tokenizer(engine, one.files)
     except BaseException:
         starting.cancel()
         with contextlib.suppress(ShoalError, asyncio.CancelledError):
             await (await starting).close()
         raise
     return await starting, tokenizer
+
+
+async def _load_tokenizer(config: EngineConfig, files: CheckpointFiles) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    return await asyncio.to_thread(load_tokenizer, files, config.tokenizer, config.chat_template)
+
+
+def _rereading(
+    planned: Planned, llm: AsyncLLM, engine: ServedEngine, config: ServerConfig
+) -> Callable[[], Awaitable[ServedModel | None]]:
+    """The function that a served model asks what it has become (ServedModel.reread)."""
+    known = llm.info
+
+    async def reread() -> ServedModel | None:
+        nonlocal known
+        info, now = llm.info, llm.config
+        if info is known:
+            return None
+        files = await asyncio.to_thread(resolve, now.model, now.revision, now.download_dir)
+        tokenizer = await _load_tokenizer(now, files)
+        known = info
+        card = card_of(Planned(planned.names, now, files), info, tokenizer, config)
+        return served_model(card, engine, tokenizer, config)
+
+    return reread
 
 
 def card_of(

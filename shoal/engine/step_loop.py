@@ -131,6 +131,10 @@ class StepLoop:
             while self._in_flight:
                 self._late += self._complete(self._in_flight.popleft())
 
+    def tell(self, outputs: list[Output]) -> None:
+        """The next `step` returns these outputs, of requests that another core had."""
+        self._late += outputs
+
     # Launching
 
     def _launch(self, plan: StepPlan) -> InFlight:

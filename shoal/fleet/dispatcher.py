@@ -17,7 +17,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 from shoal.errors import BusyError, UnavailableError, WorkerFailedError
 from shoal.fleet.clock import Clock
@@ -74,6 +74,11 @@ class Place(Generic[L]):
         worker.cached_tokens += self._cached_tokens
         worker.on_broken.add(self.interrupt)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, as they were counted for the choice."""
+        return len(self._wanted.token_ids)
+
     def interrupt(self) -> None:
         self.on_broken()
 
@@ -107,6 +112,8 @@ class Dispatcher(Generic[L]):
 
     def __init__(self, router: KvRouter, *, max_queued: int, clock: Clock) -> None:
         self.router, self.max_queued = router, max_queued
+        # Wakes a worker that sleeps, if it can: returns whether it is being woken. None: sleepers sleep on.
+        self.wake: Callable[[Worker[Any]], bool] | None = None
         self.busy_kv_usage: float | None = None  # a worker beyond it has no room
         self.busy_prefill_tokens: int | None = None  # the same, for prompts under way
         self.num_queued = 0  # requests that had to wait, since the start
@@ -232,11 +239,16 @@ class Dispatcher(Generic[L]):
     def _pick(self, wanted: Wanted, chains: Chains) -> tuple[Worker[L], Choice] | None:
         """A worker with room, written into the books; None if all are full. Raises UnavailableError if none
         is ready."""
-        ready = self.ready_for(wanted)
+        try:
+            ready = self.ready_for(wanted)
+        except UnavailableError:
+            if self._is_one_coming_back():
+                return None
+            raise
         fresh = [worker for worker in ready if worker.id not in wanted.tried] or ready
         ranks: list[WorkerRank] = []
         for worker in fresh:
-            if worker.has_room:
+            if worker.has_room(self._num_active(worker)):
                 ranks += [rank for rank in worker.ranks if not self._is_busy(rank)]
         if not ranks:
             return None
@@ -251,6 +263,11 @@ class Dispatcher(Generic[L]):
     def ready_for(self, wanted: Wanted) -> list[Worker[L]]:
         """The workers that may get the request, full or not. Raises UnavailableError if there is none."""
         ready = [worker for worker in self.workers.values() if worker.takes_requests]
+        if not ready and any(worker.is_asleep for worker in self.workers.values()):
+            raise UnavailableError(
+                "the workers of this model sleep; wake one (POST /wake_up on the admin port), or let "
+                "requests do that (wake_on_request)"
+            )
         if not ready:
             raise UnavailableError("no worker is ready for this model; start one, or try again later")
         fit = [
@@ -263,6 +280,22 @@ class Dispatcher(Generic[L]):
             lacks = f"the tags {', '.join(sorted(wanted.tags))}" if wanted.tags else f"{wanted.lora_name!r}"
             raise UnavailableError(f"no worker that is ready has {lacks}; ask for others, or try again later")
         return fit
+
+    def _num_active(self, worker: Worker[L]) -> int:
+        """The requests that it has of this router, or for this model of all routers."""
+        if not worker.info.max_running:
+            return worker.active
+        loads = [self.router.books.load(rank) for rank in worker.ranks]
+        return max(worker.active, sum(load.active_requests for load in loads))
+
+    def _is_one_coming_back(self) -> bool:
+        """Whether a worker that gets nothing now soon will: an operator's command ends there, or it is woken
+        now."""
+        if any(worker.is_held for worker in self.workers.values()):
+            return True
+        # A pause (level 0) is an operator's, who ends it.
+        asleep = [worker for worker in self.workers.values() if worker.sleep_level and worker.is_reached]
+        return self.wake is not None and any(self.wake(worker) for worker in asleep)
 
     def _is_busy(self, rank: WorkerRank) -> bool:
         """Whether it is beyond a threshold that is configured."""

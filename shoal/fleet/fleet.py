@@ -13,7 +13,7 @@ from typing import Any
 import zmq.asyncio
 from prometheus_client.core import Metric
 
-from shoal.control import Command
+from shoal.control import Command, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, RequestError, ShoalError, UnavailableError, UnknownWorkerError
 from shoal.fleet.clock import Clock
 from shoal.fleet.dispatcher import Wanted
@@ -23,13 +23,16 @@ from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.plane import Plane
 from shoal.fleet.plane_inbox import start, stop
 from shoal.fleet.prober import Prober
+from shoal.fleet.rolling import command_workers
+from shoal.fleet.shared_books import SharedBooks
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, parse_worker
-from shoal.fleet_api import FleetView, QueueView, Selected, WorkerView
+from shoal.fleet_api import CommandResults, FleetView, QueueView, Selected, WorkerView
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # between two looks at what has grown old
+WAKE_AGAIN_S = 10.0  # until a worker that could not be woken is tried again
 MODEL_MEMORY_S = 600.0  # a model without workers is known for so long: requests are told to come again
 SETTINGS = ("max_queued_requests", "busy_kv_usage", "busy_prefill_tokens")  # that may change while running
 
@@ -60,6 +63,7 @@ class Fleet:
             checked=self._checked,
             loaded=self._loaded,
         )
+        self.shared = None if plane is None else SharedBooks(plane, lambda: self._all)
         self._connect = connect
         self._settings: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
         self._listening: dict[str, Sequence[Listening]] = {}  # by worker, for each rank
@@ -67,16 +71,22 @@ class Fleet:
         self._context: zmq.asyncio.Context | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._leaving: set[asyncio.Task[None]] = set()
+        self._waking: dict[str, asyncio.Task[None]] = {}  # by worker
+        self._no_wake_before: dict[str, float] = {}  # by worker that could not be woken
 
     async def start(self) -> None:
         """Begins with the foreign workers of the configuration."""
         self._tasks.append(start(self._keep_house()))
+        if self.shared is not None:
+            self.shared.open()
         for spec in self.config.workers:
             self._add(spec)
 
     async def close(self) -> None:
-        await stop(self._tasks)
+        await stop([*self._tasks, *self._waking.values()])
         await self.prober.close()
+        if self.shared is not None:
+            await self.shared.close()
         for worker_id in list(self.workers):
             self.leave(worker_id)
         if self._leaving:
@@ -204,12 +214,17 @@ class Fleet:
                 model = ModelFleet(names[0], info.is_foreign, self.config, self.clock)
                 for setting, value in self._settings.items():
                     model.configure(setting, value)
+                if self.config.wake_on_request:
+                    model.dispatcher.wake = self._wake
                 self._all.append(model)
+                if self.shared is not None:
+                    self.shared.follow(model)
             elif why := model.misfit(info, names):
                 worker.set_aside = f"it cannot serve {names[0]!r}: {why}"
                 logger.warning("worker %s is set aside: %s", worker.id, worker.set_aside)
                 continue
             model.empty_since = None
+            worker.set_aside = model.obstacle
             model.dispatcher.add(worker)
             self._name_models()
             if names[0] == info.models[0]:
@@ -274,6 +289,7 @@ class Fleet:
             requests=worker.num_requests,
             hit_rate=worker.cached_tokens / worker.prompt_tokens if worker.prompt_tokens else 0.0,
             asleep=worker.is_asleep,
+            weights_version=worker.weights_version,
         )
         for model in self._models_of(worker):
             for rank in worker.ranks:
@@ -284,9 +300,7 @@ class Fleet:
         return view
 
     async def select(self, model: str | None, body: Mapping[str, Any]) -> Selected:
-        found = self.model(model)
-        if found is None:
-            raise UnavailableError(f"no worker offers the model {model!r:.100}; there are {self._names()}")
+        found = self._known(model)
         token_ids = body.get("token_ids")
         if token_ids is None:
             if found.tokens is None:
@@ -301,6 +315,12 @@ class Fleet:
             tags=frozenset(body.get("tags") or ()),
         )
         return await found.select(wanted)
+
+    def _known(self, model: str | None) -> ModelFleet:
+        found = self.model(model)
+        if found is None:
+            raise UnavailableError(f"no worker offers the model {model!r:.100}; there are {self._names()}")
+        return found
 
     def _names(self) -> str:
         return ", ".join(self.models) or "none"
@@ -350,8 +370,48 @@ class Fleet:
 
     async def command(
         self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool
-    ) -> Mapping[str, Any]:
-        raise ConfigError("this router passes no commands on")
+    ) -> CommandResults:
+        if worker_ids is not None:
+            workers = [self._worker(worker_id) for worker_id in worker_ids]
+        elif model is not None:
+            workers = list(self._known(model).dispatcher.workers.values())
+        else:
+            if isinstance(command, UpdateWeights) and len(self._all) > 1:
+                raise ConfigError(f"model is missing; there are {self._names()}")
+            workers = [worker for worker in self.workers.values() if not worker.info.is_foreign]
+        if not workers:
+            raise UnavailableError("there is no worker of ours that could be asked; start one")
+        found = await command_workers(workers, command, rolling=rolling)
+        if isinstance(command, UpdateWeights):
+            for worker_id in found.results:
+                self._forget_blocks(self.workers.get(worker_id))
+        return found
+
+    def _forget_blocks(self, worker: Worker[Any] | None) -> None:
+        """Other weights, other blocks. A worker with events tells that itself."""
+        if worker is not None and not worker.has_events:
+            for model in self._models_of(worker):
+                for rank in worker.ranks:
+                    model.router.forget_blocks(rank)
+
+    def _wake(self, worker: Worker[Any]) -> bool:
+        """A request needs a worker that sleeps. Returns whether it is being woken."""
+        if self.clock.now() < self._no_wake_before.get(worker.id, 0.0):
+            return False
+        if worker.id not in self._waking:
+            self._waking[worker.id] = start(self._wake_up(worker))
+        return True
+
+    async def _wake_up(self, worker: Worker[Any]) -> None:
+        logger.info("worker %s is woken for a request", worker.id)
+        try:
+            found = await command_workers([worker], WakeUp(), rolling=False)
+            for error in found.errors.values():
+                logger.warning("worker %s cannot be woken: %s", worker.id, error)
+                self._no_wake_before[worker.id] = self.clock.now() + WAKE_AGAIN_S
+        finally:
+            del self._waking[worker.id]
+            worker.changed()
 
     def _worker(self, worker_id: str) -> Worker[Any]:
         worker = self.workers.get(worker_id)

@@ -64,6 +64,10 @@ class FleetConfig:
         None, "tokens of prompts under way beyond which a worker gets nothing new", low=1
     )
 
+    wake_on_request: bool = option(
+        False, "a request for a model whose workers all sleep wakes one; else it is refused"
+    )
+
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         check_distinct(self.workers)

@@ -6,6 +6,7 @@ stream of completions or chats goes on at another worker (foreign_stream.py). An
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -26,6 +27,7 @@ STREAMS = ("text/event-stream", "application/x-ndjson")
 REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it does not know
 MIN_TRIES = 2  # of a request without a token, even if there is one worker alone
 MAX_ERROR_BYTES = 1000
+LARGE_BODY = 1 << 20  # bytes; one of this size is read in a thread
 MOST_HALF_TOKENS = 4  # at the end of a chunk, whose last character is not whole
 
 
@@ -34,6 +36,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -66,7 +69,8 @@ class ForeignForwarder:
         self, dispatcher: Dispatcher[ForeignLink], tokens: PromptTokens, *, migration_limit: int
     ) -> None:
         """migration_limit: how many workers may fail one request after its first token."""
-        self.num_migrations = 0
+        self.num_migrations = 0  # of streams that went on at another worker
+        self.num_retries = 0  # of requests without a token
         self._dispatcher, self._tokens = dispatcher, tokens
         self._migration_limit = migration_limit
         self._numbers = itertools.count()
@@ -75,7 +79,11 @@ class ForeignForwarder:
         """As Forwarder says. `chunks` raises WorkerFailedError and UnavailableError for a stream that breaks
         and cannot be taken up elsewhere."""
         head = _Head()
-        chunks = self._chunks(ForeignRequest(call), head)
+        if len(call.body) < LARGE_BODY:
+            request = ForeignRequest(call)
+        else:
+            request = await asyncio.to_thread(ForeignRequest, call)
+        chunks = self._chunks(request, head)
         await anext(chunks)
         return ForeignAnswer(head.status, head.headers, chunks, head.content_type)
 
@@ -112,6 +120,7 @@ class ForeignForwarder:
                     num_failures += 1
                     if num_failures >= MIN_TRIES and not self._has_fresh_worker(wanted):
                         raise
+                    self.num_retries += 1
 
     async def _ask(
         self, place: Place[ForeignLink], stream: ForeignStream, head: _Head
@@ -179,6 +188,8 @@ class ForeignForwarder:
         if status == 429:
             raise link.busy(exchange.headers.get("retry-after"))
         body = await exchange.whole()
+        if status == 401:  # the client has shown its own key to the router, and knows no other
+            raise link.failure("it refuses the router's key, or wants one; give it by api_key_file=")
         if status < 400 or status >= 500:
             raise link.failure(f"it answers {status}: {_shown(body)}")
         return body
@@ -204,7 +215,7 @@ class ForeignForwarder:
                 if num_tokens:
                     place.generated(num_tokens)
                 if stream.is_done and stream.cached_tokens is not None:
-                    place.cached(stream.cached_tokens)
+                    _tell_cached(place, *stream.cached_tokens)
                 if shown := b"".join(events):  # what came before a failure counts as sent
                     yield shown
                 if failure is not None:
@@ -231,9 +242,8 @@ class ForeignForwarder:
             usage = msgspec.json.decode(body, type=_Whole).usage
         except ValueError:
             usage = None
-        details = None if usage is None else usage.prompt_tokens_details
-        if details is not None and details.cached_tokens is not None:
-            place.cached(details.cached_tokens)
+        if usage is not None and usage.prompt_tokens and usage.prompt_tokens_details is not None:
+            _tell_cached(place, usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens)
         yield body
 
     async def _settle(self, stream: ForeignStream) -> None:
@@ -241,8 +251,6 @@ class ForeignForwarder:
         string, and a chunk of several tokens may end with half a character. Raises UnavailableError if nobody
         can say and it matters."""
         request, ids, sent = stream.request, stream.token_ids, stream.text
-        if request.get("echo"):
-            return  # the text has the prompt in it
         model, prompt_ids = request.model, stream.prompt_ids or []
         text = await self._tokens.text_of(model, prompt_ids, ids)
         count = len(ids)
@@ -303,6 +311,12 @@ class ForeignForwarder:
             except RequestError:
                 pass  # the worker will refuse it
         return text_numbers(request.call.body)
+
+
+def _tell_cached(place: Place[ForeignLink], num_cached: int, num_tokens: int) -> None:
+    """Of `num_tokens` tokens of the prompt so many were cached. The router may have counted others, where
+    numbers stand for the text."""
+    place.cached(num_cached * place.num_prompt_tokens // max(1, num_tokens))
 
 
 def _content_type(exchange: ForeignExchange) -> str:

@@ -78,6 +78,8 @@ class ForeignExchange:
             is_absent = isinstance(error, aiohttp.ClientConnectorError)
             raise self._link.failure(f"{type(error).__name__}: {error}", is_absent) from None
         except TimeoutError:
+            if self._response is not None:  # its head came at the same moment
+                self._response.close()
             raise self._link.failure("it gave no answer, and is taken for dead") from None
         except OSError as error:
             raise self._link.failure(f"{type(error).__name__}: {error}") from None
@@ -148,6 +150,7 @@ class ForeignLink:
                 spec.url,
             )
         self._missing: set[str] = set()  # paths, and forms of /tokenize, that it does not have
+        self._tokenizes_late = False  # it gave no tokens in time, and was not well since
         self._max_model_lens: dict[str, int] = {}  # by model
         self._model: str | None = None  # its first
 
@@ -164,6 +167,7 @@ class ForeignLink:
             elif status >= 300:
                 raise self.failure(f"its /health answers {status}")
         status, answer = await self._ask("GET", "/v1/models")
+        self._tokenizes_late = False
         cards = answer.get("data") if isinstance(answer, dict) else None
         if status != 200 or not isinstance(cards, list):
             hint = "; give its key by api_key_file=" if status in (401, 403) else ""
@@ -181,6 +185,10 @@ class ForeignLink:
             (adapters if is_adapter else names).append(name)
             if isinstance(length, int):
                 self._max_model_lens[name] = length
+            if card.get("owned_by") == "llamacpp":
+                # Its /tokenize takes other fields. It publishes no KV events, without which the text itself
+                # tells as much.
+                self._missing |= {"/tokenize prompt", "/tokenize messages"}
         if not names:
             raise self.failure("its /v1/models lists no model")
         self._model = names[0]
@@ -228,14 +236,15 @@ class ForeignLink:
         return self._max_model_lens.get(model or self._model or "")
 
     def may_tokenize(self, form: str) -> bool:
-        return f"/tokenize {form}" not in self._missing
+        return f"/tokenize {form}" not in self._missing and not self._tokenizes_late
 
     async def tokenize(self, form: str, body: Mapping[str, Any]) -> list[int] | None:
         """The ids of a text or of messages (`form`: which of these), by the worker's own tokenizer and
         template. None if the worker cannot say. A worker without /tokenize is asked once only."""
         answer = await self._try("/tokenize", form, {"model": self._model, **body})
         ids = answer.get("tokens")
-        return ids if isinstance(ids, list) and all(type(one) is int for one in ids) else None
+        is_answer = isinstance(ids, list) and bool(ids) and all(type(one) is int for one in ids)
+        return ids if is_answer else None
 
     async def detokenize(self, model: str | None, token_ids: list[int]) -> str | None:
         """Their text. None if the worker cannot say."""
@@ -264,6 +273,7 @@ class ForeignLink:
             async with asyncio.timeout(TOKENIZE_SECONDS):
                 status, answer = await self._ask("POST", path, body)
         except (TimeoutError, WorkerFailedError):
+            self._tokenizes_late = True
             return {}
         if status in NO_SUCH_PATH:
             self._missing.add(where)

@@ -160,7 +160,9 @@ class ForeignRequest:
         prompt = self.get("prompt")
         if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], list | str):
             return "a request with several prompts"
-        return "a text to be filled in (suffix)" if self.get("suffix") else None
+        if self.get("suffix"):
+            return "a text to be filled in (suffix)"
+        return "an answer that repeats its prompt (echo)" if self.get("echo") else None
 
     def _chat_obstacle(self) -> str | None:
         has_tools = self.get("tools") or self.get("functions")
@@ -169,12 +171,13 @@ class ForeignRequest:
         if self.get("logprobs"):
             return "a chat with log-probabilities"
         messages = self.get("messages")
-        if not isinstance(messages, list) or not all(_is_text(message) for message in messages):
+        if not isinstance(messages, list) or not all(map(is_text, messages)):
             return "a conversation with images or other parts that are no text"
         return None
 
 
-def _is_text(message: Any) -> bool:
+def is_text(message: Any) -> bool:
+    """Whether a message of a conversation is text alone."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list):
         return all(isinstance(part, dict) and part.get("type") == "text" for part in content)

@@ -31,7 +31,8 @@ class ForeignStream:
         self.prompt_ids: list[int] | None = None  # None: the worker has not told them
         self.has_begun = False  # the client was sent something
         self.is_done = False
-        self.cached_tokens: int | None = None  # of the prompt, as the first worker said
+        # Tokens of the prompt that the first worker had cached, and all of them, as it said.
+        self.cached_tokens: tuple[int, int] | None = None
         self._head: Chunk = {}  # what all chunks have in common
         self._held: list[Chunk | bytes] = []  # chunks that show nothing yet; bytes: as they came
         self._num_given = 0  # tokens of output that the present worker got with its prompt
@@ -249,11 +250,13 @@ class ForeignStream:
         given = self._num_given
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        if isinstance(cached, int) and not given:
-            self.cached_tokens = cached
-        if not given or not isinstance(usage.get("prompt_tokens"), int):
+        prompt = usage.get("prompt_tokens")
+        if not isinstance(prompt, int):
             return usage
-        prompt = usage["prompt_tokens"] - given
+        if not given:
+            self.cached_tokens = (cached, prompt) if isinstance(cached, int) else None
+            return usage
+        prompt -= given
         whole = {**usage, "prompt_tokens": prompt}
         if isinstance(usage.get("completion_tokens"), int):
             whole["completion_tokens"] = usage["completion_tokens"] + given

@@ -137,15 +137,6 @@ class KvIndexer:
         node = None if worker is None else worker.find(name)
         return None if node is None else node.chain
 
-    def blocks_behind(self, chain_hash_: int) -> list[int]:
-        """The chain hashes of this block and of all behind it that anybody has or had to pass, children
-        after their parents."""
-        nodes = self._tree.nodes
-        found = [chain_hash_] if chain_hash_ in nodes else []
-        for block in found:
-            found += nodes[block].children
-        return found
-
     def num_blocks(self, rank: WorkerRank | None = None) -> int:
         """How many blocks are known, of all workers or of one; a block in two tiers counts twice."""
         if rank is None:
@@ -192,16 +183,6 @@ class KvIndexer:
                 self.num_unplaced += len(names)
                 return
         self._store(worker, tier, names, hashes, before, seed)
-
-    def store_chain(
-        self, rank: WorkerRank, chain: Sequence[int], tier: int = DEVICE, seed: int = WIRE_SEED
-    ) -> None:
-        """Stores a prefix by its chain hashes, which are the names of its blocks too."""
-        worker, before = self._worker(rank, None), None
-        for name in chain:
-            before = self._place(worker, tier, name, name, before, seed)
-        if self._num_blocks > self.max_blocks:
-            self._forget_oldest()
 
     def remove(self, rank: WorkerRank, tier: int, name: int) -> None:
         """Removes a block from one tier by the worker's name for it; an unknown name changes nothing."""

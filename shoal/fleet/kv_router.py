@@ -12,19 +12,17 @@ No socket and no clock but the one that is given: the simulator and the served r
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from shoal.errors import UnavailableError
-from shoal.fleet.books import Books, Load
+from shoal.fleet.books import AnyChange, Books, Ended, FirstToken, Load
 from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.fleet.policy import Ask, Candidate, Choice, RouterWeights, check_policy, choose
-from shoal.fleet.prefix_tree import DEVICE
 from shoal.hashing import block_hashes, sequence_hashes, wire_seed
 from shoal.kv_event_format import AllBlocksCleared, BlockRemoved, KVEvent
 
@@ -36,62 +34,105 @@ PREDICTS = ("kv", "kv_approx")  # policies that count blocks before their events
 Selector = Callable[[Ask, Sequence[Candidate]], Choice]
 
 
+@dataclass(slots=True)
+class _Predicted:
+    """What is predicted of one worker."""
+
+    until: dict[int, float] = field(default_factory=dict)  # block -> when it is forgotten
+    sent: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)  # until when, chain
+    # Blocks that the worker has dropped, and until when others behind them may be predicted.
+    dropped: dict[int, float] = field(default_factory=dict)
+
+
 class Predictions:
     """What workers will have cached by what they were sent, for a while: NVIDIA Dynamo's approximate index,
-    and its side index of predicted blocks."""
+    and its side index of predicted blocks.
+
+    A request brings all blocks of its chain, and each lasts at least as long as those behind it. So a
+    worker's depth is found by bisection, as in the index, and a dictionary for each worker is enough."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._index = KvIndexer()
-        self._until: dict[WorkerRank, dict[int, float]] = {}
-        self._due: list[tuple[float, int, WorkerRank, Sequence[int]]] = []  # a heap
-        self._numbers = itertools.count()
+        self._workers: dict[WorkerRank, _Predicted] = {}
 
     def add(self, rank: WorkerRank, chain: Sequence[int], ttl_s: float) -> None:
-        """The worker was sent a request with this chain of blocks."""
+        """The worker was sent a request with this chain of blocks. `ttl_s` is the same for all requests of a
+        worker."""
         until = self._clock() + ttl_s
-        self._index.store_chain(rank, chain)
-        mine = self._until.setdefault(rank, {})
-        for block in chain:
-            mine[block] = until
-        heapq.heappush(self._due, (until, next(self._numbers), rank, chain))
+        mine = self._workers.setdefault(rank, _Predicted())
+        mine.until.update(dict.fromkeys(chain, until))
+        mine.sent.append((until, chain))
+        if mine.dropped:
+            mine.dropped = {block: end for block, end in mine.dropped.items() if block not in mine.until}
 
     def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
+        """As KvIndexer.find_chain; all that is predicted counts as lying on the device."""
         self.expire()
-        return self._index.find_chain(chain)
+        found = {}
+        for rank, mine in self._workers.items():
+            depth = _depth(mine, chain)
+            if depth:
+                found[rank] = Overlap(depth)
+        return found
 
     def num_blocks(self, rank: WorkerRank) -> int:
-        return len(self._until.get(rank, ()))
+        mine = self._workers.get(rank)
+        return 0 if mine is None else len(mine.until)
 
     def correct(self, rank: WorkerRank, chain: Sequence[int], num_cached: int) -> None:
         """The worker had the first `num_cached` blocks of this chain when it was sent it. If more were
         predicted, it has dropped the others, and with them all that lay behind them. What it was sent itself
         stays: it has been computed since."""
-        mine = self._until.get(rank)
+        mine = self._workers.get(rank)
         if mine is None or num_cached >= len(chain):
             return
-        sent = set(chain)
-        for block in self._index.blocks_behind(chain[num_cached]):
-            if block not in sent and block in mine:
-                self.drop(rank, block)
+        computed = set(chain)
+        for _, other in mine.sent:
+            if len(other) > num_cached and other[num_cached] == chain[num_cached]:
+                for block in other[num_cached:]:
+                    if block not in computed:
+                        mine.until.pop(block, None)
 
     def drop(self, rank: WorkerRank, block: int) -> None:
-        mine = self._until.get(rank)
-        if mine is not None and mine.pop(block, None) is not None:
-            self._index.remove(rank, DEVICE, block)
+        """The worker has dropped this block."""
+        mine = self._workers.get(rank)
+        if mine is not None and block in mine.until:
+            mine.dropped[block] = mine.until.pop(block)  # those behind it do not last longer
 
     def remove_worker(self, rank: WorkerRank) -> None:
-        self._index.remove_worker(rank)
-        self._until.pop(rank, None)
+        self._workers.pop(rank, None)
 
     def expire(self) -> None:
+        """Forgets what has had its time."""
         now = self._clock()
-        while self._due and self._due[0][0] <= now:
-            _, _, rank, chain = heapq.heappop(self._due)
-            mine = self._until.get(rank, {})
-            for block in reversed(chain):
-                if mine.get(block, math.inf) <= now:
-                    self.drop(rank, block)
+        for rank, mine in list(self._workers.items()):
+            if mine.sent[0][0] > now:
+                continue
+            while mine.sent and mine.sent[0][0] <= now:
+                _, chain = mine.sent.popleft()
+                for block in chain:
+                    if mine.until.get(block, math.inf) <= now:
+                        del mine.until[block]
+            mine.dropped = {block: end for block, end in mine.dropped.items() if end > now}
+            if not mine.sent:
+                del self._workers[rank]
+
+
+def _depth(mine: _Predicted, chain: Sequence[int]) -> int:
+    """How many blocks of the chain are predicted, from the first without a gap."""
+    until = mine.until
+    if not chain or chain[0] not in until:
+        return 0
+    if not mine.dropped.keys().isdisjoint(chain):
+        return next((depth for depth, block in enumerate(chain) if block not in until), len(chain))
+    low, high = 0, len(chain)  # block `low` is predicted, and block `high` is not
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if chain[middle] in until:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +326,28 @@ class KvRouter:
         chain = chains[size]
         self._turn += 1
         self.books.begin(request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size)
-        is_alone = self._policy == "kv_approx" or choice.rank in self._without_events
+        self._predict(choice.rank, chain)
+
+    def take(self, change: AnyChange, own_id: str) -> None:
+        """What another router has written. `own_id`: the request's id here."""
+        if isinstance(change, Ended):
+            self.books.end(own_id)
+        elif isinstance(change, FirstToken):
+            self.books.first_token(own_id)
+        else:
+            rank, chain = WorkerRank(change.worker, change.rank), change.chain
+            if rank in self.candidates:
+                size = change.block_size
+                self.books.begin(
+                    own_id, rank, change.num_tokens, change.cached_tokens, chain, size, is_own=False
+                )
+                self._predict(rank, chain)
+
+    def _predict(self, rank: WorkerRank, chain: Sequence[int]) -> None:
+        """It was sent these blocks."""
+        is_alone = self._policy == "kv_approx" or rank in self._without_events
         if self._policy in PREDICTS or (is_alone and self._policy == "kv_logit"):
-            self.predictions.add(choice.rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
+            self.predictions.add(rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
 
     def _choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Choice:
         return choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)

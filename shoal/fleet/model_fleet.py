@@ -24,6 +24,13 @@ class TokenSource(Protocol):
         ...
 
 
+class Streams(Protocol):
+    """A FleetEngine, a ForeignForwarder."""
+
+    num_migrations: int  # streams that went on at another worker
+    num_retries: int  # requests without a token that were sent to another worker
+
+
 class ModelFleet:
     """`name`: the first name of the model. All its workers are ours, or all are foreign (`is_foreign`)."""
 
@@ -36,7 +43,16 @@ class ModelFleet:
             self.router, max_queued=config.max_queued_requests, clock=clock
         )
         self.tokens: TokenSource | None = None  # of foreign workers, for `Fleet.select`
+        self.streams: Streams | None = None  # what sends requests to the workers
+        self.obstacle = ""  # why its workers get nothing, whatever their health
         self.empty_since: float | None = None  # seconds of the clock; None while it has a worker
+
+    def hinder(self, why: str) -> None:
+        """Its workers are not ready because of this; "": nothing is in their way."""
+        self.obstacle = why
+        for worker in self.dispatcher.workers.values():
+            worker.set_aside = why
+        self.dispatcher.changed()
 
     def configure(self, setting: str, value: Any) -> None:
         """One of `shoal.fleet.fleet.SETTINGS`."""

@@ -123,9 +123,8 @@ def _worker_of(
     link.on_lost = worker.failed
 
     def reported(report: Report) -> None:
-        if worker.is_asleep != report.sleep.is_sleeping:
-            worker.is_asleep = report.sleep.is_sleeping
-            worker.changed()
+        worker.set_sleep_level(report.sleep.level)
+        worker.weights_version = report.weights_version
         on_load(worker.id, link.current_loads())
 
     link.on_report = reported

@@ -85,7 +85,7 @@ class Prober:
             worker.reached()
             self._loaded(worker, await self._within(CHECK_TIMEOUT_S, worker.link.loads(), "its load"))
         except WorkerFailedError as error:
-            if self._clock.now() - worker.last_token_at >= LATELY_S:
+            if self._clock.now() - worker.last_token_at >= LATELY_S and not worker.num_commands:
                 worker.failed(error)
                 if not worker.is_reached:
                     worker.interrupt()
@@ -98,7 +98,7 @@ class Prober:
         since = self._clock.now()  # it works for all that is known
         while True:
             await self._clock.sleep(quiet_s / TICKS)
-            if not worker.is_reached or worker.is_asleep:
+            if not worker.is_reached or worker.is_asleep or worker.num_commands:
                 since = self._clock.now()
                 continue
             since = max(since, worker.last_token_at)
@@ -107,7 +107,7 @@ class Prober:
             try:
                 await self._canary(worker)
             except WorkerFailedError as error:
-                if worker.is_reached and worker.last_token_at <= since:
+                if worker.is_reached and worker.last_token_at <= since and not worker.num_commands:
                     worker.hangs(error)
             except ShoalError as error:
                 logger.warning("a probe of worker %s cannot be sent: %s", worker.id, error)

@@ -12,6 +12,7 @@ import msgspec
 from shoal.errors import RequestError
 from shoal.fleet.dispatcher import Dispatcher
 from shoal.fleet.foreign_link import ForeignLink
+from shoal.fleet.foreign_request import is_text
 from shoal.tokenizer import LONG_TEXT, Tokenizer
 
 # What `/tokenize` is told of a conversation, beside its messages.
@@ -85,18 +86,27 @@ class PromptTokens:
 
     async def _messages(self, messages: list[Any], body: Mapping[str, Any]) -> Sequence[int]:
         given = {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
-        tokenizer = self._tokenizer
-        if tokenizer is not None and tokenizer.chat_template is not None:
-            try:
-                return await asyncio.to_thread(_by_template, tokenizer, messages, given)
-            except RequestError:  # its template does not take them; the worker's may
-                pass
-        ids = await self._ask("messages", {"messages": messages, **given}, body)
+        ids = None
+        if all(map(is_text, messages)):
+            ids = await self._by_template(messages, given) or await self._ask(
+                "messages", {"messages": messages, **given}, body
+            )
         if ids is not None:
             return ids
         parts = [msgspec.json.encode(given.get("tools"))]
         parts += [msgspec.json.encode(message) for message in messages]
         return text_numbers(b"".join(parts))
+
+    async def _by_template(self, messages: list[Any], given: Mapping[str, Any]) -> list[int] | None:
+        """By the operator's tokenizer and its template. A template of the request's own is left to the
+        worker: it is a program."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or tokenizer.chat_template is None or "chat_template" in given:
+            return None
+        try:
+            return await asyncio.to_thread(_rendered, tokenizer, messages, given)
+        except (RequestError, TypeError):  # the template does not take them; the worker's may
+            return None
 
     async def _ask(self, form: str, asked: dict[str, Any], body: Mapping[str, Any]) -> list[int] | None:
         """Asks the worker with the least to do that may have /tokenize."""
@@ -116,13 +126,12 @@ def text_numbers(text: bytes) -> array[int]:
     return numbers
 
 
-def _by_template(tokenizer: Tokenizer, messages: list[Any], given: Mapping[str, Any]) -> list[int]:
+def _rendered(tokenizer: Tokenizer, messages: list[Any], given: Mapping[str, Any]) -> list[int]:
     variables = given.get("chat_template_kwargs")
     continues = bool(given.get("continue_final_message"))
     return tokenizer.apply_chat_template(
         messages,
         tools=given.get("tools"),
-        chat_template=given.get("chat_template"),
         add_generation_prompt=given.get("add_generation_prompt", not continues),
         continue_final_message=continues,
         **(variables if isinstance(variables, dict) else {}),
@@ -130,6 +139,7 @@ def _by_template(tokenizer: Tokenizer, messages: list[Any], given: Mapping[str, 
 
 
 def _checked(ids: list[Any]) -> list[int]:
-    if not all(type(one) is int and 0 <= one < 1 << 32 for one in ids):
+    # Loops of our own over the ids of a long prompt would take longer than all else that routing does.
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 1 << 32):
         raise RequestError("prompt is no list of token ids; each is a number from 0 to 4294967295")
     return ids

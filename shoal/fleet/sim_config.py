@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from shoal.fleet.policy import RouterWeights, check_policy
 from shoal.fleet.sim_timing import find_timing
 from shoal.fleet.sim_trace import TRACE_BLOCK_SIZE
 from shoal.fleet.sim_worker import PAGE
+from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
 
 ROLES = ("both",)
 SIM_KEYS = ("gpu", "cache_tokens", "event_delay_ms", "block_size", "worker_start_s")
@@ -116,11 +116,7 @@ def read_sim_config(
 ) -> SimConfig:
     """From a file; what is given here goes before what the file says. `num_workers` is of a fleet whose
     workers are all alike. `planner`: keys of [planner]. Raises ConfigError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        document = tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
+    document = read_document(path)
     try:
         return _config_of(document, policy, num_workers, seed, planner or {})
     except ConfigError as error:
@@ -135,47 +131,37 @@ def _config_of(
     planner: Mapping[str, Any],
 ) -> SimConfig:
     # port and plane are of the fleet that is served; they change nothing here.
-    _check_keys(document, ("model", "workers", "router", "planner", "sim", "port", "plane"), "the file")
+    check_keys(document, ("model", "workers", "router", "planner", "sim", "port", "plane"), "the file")
     if "model" not in document:
         raise ConfigError('"model" is missing; give the name of a published shape, such as "qwen3-8b"')
-    given = _table(document, "sim")
-    _check_keys(given, SIM_KEYS, "[sim]")
-    router = _table(document, "router")
-    weights = [entry.name for entry in dataclasses.fields(RouterWeights)]
-    _check_keys(router, ("policy", "seed", *weights), "[router]")
-    given_weights = {name: router[name] for name in weights if name in router}
-    _check_types(RouterWeights, given_weights)
-    planned = {**_table(document, "planner"), **planner}
-    _check_keys(planned, [entry.name for entry in dataclasses.fields(PlannerConfig)], "[planner]")
-    _check_types(PlannerConfig, planned)
+    given = table(document, "sim")
+    check_keys(given, SIM_KEYS, "[sim]")
+    router = table(document, "router")
+    weights = keys_of(RouterWeights)
+    check_keys(router, ("policy", "seed", *weights), "[router]")
+    planned = {**table(document, "planner"), **planner}
+    check_keys(planned, keys_of(PlannerConfig), "[planner]")
     values = {"model": document["model"], **given}
     for name, value in (("policy", policy), ("seed", seed)):
         if value is not None or name in router:
             values[name] = router[name] if value is None else value
-    _check_types(SimConfig, values)
-    return SimConfig(
-        **values,
-        workers=_workers_of(document, num_workers),
-        weights=RouterWeights(**given_weights),
-        planner=PlannerConfig(**planned),
-    )
+    values["weights"] = build(RouterWeights, {name: router[name] for name in weights if name in router})
+    values["workers"] = _workers_of(document, num_workers)
+    values["planner"] = build(PlannerConfig, planned)
+    return build(SimConfig, values)
 
 
 def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[SimWorkers]:
-    entries = document.get("workers", [{}])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError("workers is no list of tables; write [[workers]]")
     groups = []
-    for entry in entries:
-        _check_keys(entry, ("role", "count", "devices", "options"), "[[workers]]")
+    for entry in tables(document, "workers") or [{}]:
+        check_keys(entry, ("role", "count", "devices", "options"), "[[workers]]")
         if entry.get("role", "both") not in ROLES:
             raise ConfigError(f"role {entry['role']!r} is not simulated; there is {', '.join(ROLES)}")
-        options = _table(entry, "options")
-        known = [option.name for option in dataclasses.fields(SimWorkers) if option.name != "count"]
-        _check_keys(options, known, "options of [[workers]]")
-        values = {**options, "count": entry.get("count", 1)}
-        _check_types(SimWorkers, values)
-        groups.append(SimWorkers(**values))
+        options = table(entry, "options")
+        check_keys(
+            options, [name for name in keys_of(SimWorkers) if name != "count"], "options of [[workers]]"
+        )
+        groups.append(build(SimWorkers, {**options, "count": entry.get("count", 1)}))
     if num_workers is not None:
         if len(groups) != 1:
             raise ConfigError(
@@ -183,27 +169,3 @@ def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[Si
             )
         groups = [dataclasses.replace(groups[0], count=num_workers)]
     return groups
-
-
-def _table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = document.get(name, {})
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} {value!r} is no table; write [{name}]")
-    return value
-
-
-def _check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    names = sorted(known)
-    for name in given:
-        if name not in names:
-            raise ConfigError(f"{name!r} is no key of {where}; there are {', '.join(names)}")
-
-
-def _check_types(config: type, values: Mapping[str, Any]) -> None:
-    """TOML's types have to be those of the dataclass's fields; an integer passes for a float."""
-    kinds = {entry.name: str(entry.type).removesuffix(" | None") for entry in dataclasses.fields(config)}
-    fitting = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
-    for name, value in values.items():
-        kind = kinds[name]
-        if not isinstance(value, fitting[kind]) or (isinstance(value, bool) and kind != "bool"):
-            raise ConfigError(f"{name} {value!r} is not of the type {kind}")

@@ -7,7 +7,8 @@ else that a router does with workers (choose, drain, probe, break the circuit) i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -83,7 +84,10 @@ class Worker(Generic[L]):
         self.info, self.link = info, link
         self.has_events = False  # it tells what it caches
         self.is_draining = False
-        self.is_asleep = False  # it gets nothing
+        self.is_held = False  # an operator's command is at work: it gets nothing until that has ended
+        self.num_commands = 0  # of an operator that are at work: it may answer nothing else meanwhile
+        self.sleep_level: int | None = None  # None: awake, 0: paused, 1 and 2: asleep
+        self.weights_version = 0
         self.is_reached = False  # a probe has succeeded since it came, or since it broke
         self.is_gone = False
         self.why = "it was not reached yet"  # it gets nothing; "" while it is well
@@ -116,22 +120,56 @@ class Worker(Generic[L]):
             return WorkerState.GONE
         if not self.is_reached or self.set_aside:
             return WorkerState.BROKEN
-        return WorkerState.DRAINING if self.is_draining else WorkerState.READY
+        return WorkerState.DRAINING if self.is_draining or self.is_held else WorkerState.READY
 
     @property
     def takes_requests(self) -> bool:
         """Whether it may be chosen: it is ready, awake, and does more than prefill for others."""
         return self.state == WorkerState.READY and not self.is_asleep and self.info.role != "prefill"
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a request sent now would run soon, as far as this router knows."""
-        is_full = self.info.max_running > 0 and self.active >= self.info.max_running
+    def has_room(self, num_active: int) -> bool:
+        """Whether a request sent now would run soon, where it has so many."""
+        is_full = 0 < self.info.max_running <= num_active
         return not is_full and self._clock() >= self.full_until
 
     def changed(self) -> None:
         for tell in list(self.on_change):
             tell()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside of the block it gets nothing new. It is back behind it, so requests may wait for it."""
+        self.is_held = True
+        self.changed()
+        try:
+            yield
+        finally:
+            self.is_held = False
+            self.changed()
+
+    async def wait_idle(self) -> None:
+        """Returns when this router has no request there."""
+        idle = asyncio.Event()
+
+        def look() -> None:
+            if not self.active:
+                idle.set()
+
+        self.on_change.add(look)
+        try:
+            look()
+            await idle.wait()
+        finally:
+            self.on_change.discard(look)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.sleep_level is not None
+
+    def set_sleep_level(self, level: int | None) -> None:
+        if self.sleep_level != level:
+            self.sleep_level = level
+            self.changed()
 
     def reached(self) -> None:
         """A probe succeeded."""

@@ -4,6 +4,7 @@ holds for any blocks of the two caches. copy.py carries copies out."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,7 +51,7 @@ class BlockMap:
         self.pieces = [pieces_between(self.srcs, self.dsts, shares, [layer]) for layer in layers]
         self.pieces.append(pieces_between(self.srcs, self.dsts, shares, layers))
         kinds = {self.srcs[0].storage.kind, self.dsts[0].storage.kind}
-        self._crosses = len(kinds) == 2 or len(self.devices) > 1
+        self._crosses = len(kinds) == 2 or len(self.devices) > 1 or self.srcs[0].storage.is_far
         self._addresses: dict[torch.device, list[list[torch.Tensor]]] = {}
 
     def check_ids(self, src_ids: Ids, dst_ids: Ids) -> tuple[np.ndarray, np.ndarray]:
@@ -81,12 +82,14 @@ class BlockMap:
 
 
 def as_shards(views: Shards) -> list[BlockView]:
-    """Raises LayoutError if they lie in different kinds of storage."""
+    """Raises LayoutError if they lie in different kinds of storage, or on devices that do not reach each
+    other."""
     shards = [views] if isinstance(views, BlockView) else list(views)
     for view in shards[1:]:
-        if view.storage.kind is not shards[0].storage.kind:
+        if view.storage.kind is not shards[0].storage.kind or not _are_peers(devices_of([shards[0]], [view])):
             raise LayoutError(
-                f"the shards of one side lie in {_place(shards[0])} and {_place(view)}: it takes one kind"
+                f"the shards of one side lie in {_place(shards[0])} and {_place(view)}: it takes one kind, "
+                "and devices that reach each other"
             )
     return shards
 
@@ -152,8 +155,11 @@ def reachable(srcs: Sequence[BlockView], dsts: Sequence[BlockView]) -> bool:
     kinds = {srcs[0].storage.kind, dsts[0].storage.kind}
     if Kind.DEVICE not in kinds:
         return kinds <= {Kind.PINNED, Kind.HOST, Kind.MAPPED}
-    first, *others = devices_of(srcs, dsts)
-    return kinds <= {Kind.DEVICE, Kind.PINNED} and all(_become_peers(first, other) for other in others)
+    return kinds <= {Kind.DEVICE, Kind.PINNED} and _are_peers(devices_of(srcs, dsts))
+
+
+def _are_peers(devices: Sequence[torch.device]) -> bool:
+    return all(_become_peers(*pair) for pair in itertools.combinations(devices, 2))
 
 
 @functools.cache

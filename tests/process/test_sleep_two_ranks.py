@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal import LLM, SamplingParams
+from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.models.decoder import Decoder
@@ -218,3 +219,40 @@ def test_checksums_tell_a_changed_tensor(build, folder):
         "rank0.norm.weight",
         "rank1.norm.weight",
     }
+
+
+def test_two_ranks_take_another_model_and_the_old_one_again(build, root, folder, expected):
+    """Its ranks are new processes, which the old ones make room for."""
+    other = tiny.write_model(root, "llama")
+    threads = torch.get_num_threads()
+    llm = build()
+    divided, pids = torch.get_num_threads(), pids_of_ranks()
+    for path, wanted in ((other, [tiny.greedy(other, p, COUNT) for p in PROMPTS]), (folder, expected)):
+        llm.sleep(level=2)
+        llm.update_weights(path)
+        assert len(pids_of_ranks()) == 1 and pids_of_ranks() != pids
+        llm.wake_up()
+        assert tokens(llm) == wanted
+        first, second = llm.collective_rpc("state_digest")
+        assert first == second and torch.get_num_threads() == divided
+    llm.exit()
+    assert pids_of_ranks() == [] and torch.get_num_threads() == threads
+
+
+def test_a_model_that_one_rank_cannot_load_leaves_both_ranks_asleep_and_well(
+    build, root, expected, folder, monkeypatch
+):
+    llm, other = build(), tiny.write_model(root, "llama")
+    divided, pids = torch.get_num_threads(), pids_of_ranks()
+    llm.sleep(level=2)
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError, match=r"no room.*sleeps on with"):
+
+        def fails(*args, **options):
+            raise MemoryError("no room")
+
+        patch.setattr(runner_module, "load_weights", fails)
+        llm.update_weights(other)
+    assert pids_of_ranks() == pids and torch.get_num_threads() == divided
+    llm.wake_up()
+    llm.update_weights(folder)
+    assert tokens(llm) == expected

@@ -52,7 +52,12 @@ class Sleeper:
     ) -> None:
         self._config, self._ranks, self._loop = config, ranks, loop
         self._scheduler, self._weights, self._tiers = scheduler, weights, tiers
-        self._state = standstill.sleep
+        self._standstill, self._state = standstill, standstill.sleep
+
+    @property
+    def is_emptied(self) -> bool:
+        """Whether the engine's model is given up: its weights are gone, and the KV cache sleeps."""
+        return KV_CACHE in self._state.asleep and self._standstill.weights_lost is not None
 
     def sleep(self, level: int, tags: Sequence[str] | None, mode: str) -> MemoryReport:
         """Puts the regions `tags` (None: all) to sleep.

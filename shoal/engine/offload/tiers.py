@@ -241,6 +241,23 @@ class KvTiers:
             self.transfers.forget(name)
         self._publish()
 
+    def give_slab_back(self) -> None:
+        """Gives the host memory back, with what lies in it, for an engine that is about to end or whose
+        weights are gone. `take_slab` must come before the next step."""
+        self.quiesce()
+        self.weights_changed()
+        self.ranks.call(commands.KV_CLOSE)
+
+    def take_slab(self) -> None:
+        """The opposite of `give_slab_back`. All tiers begin empty. Raises ConfigError if the host memory is
+        not to be had any more."""
+        self.ranks.call(commands.KV_REOPEN, self._num_host_blocks)
+        self.persistent = self.ranks.runner.kv.tiers
+        self.transfers = RankTransfers(self.ranks)
+        self._detach()
+        self.offloader = self._new_offloader()
+        self._attach()
+
     def start_anew(self) -> None:
         """After an interrupt, when nobody knows what reached the device and all requests are gone. Raises
         TimeoutError if a transfer under way does not end."""

@@ -33,6 +33,7 @@ from shoal.wire import (
     ModelInfo,
     Outputs,
     ReadStats,
+    Ready,
     Refused,
     Reply,
 )
@@ -53,12 +54,12 @@ logger = logging.getLogger(__name__)
 class AsyncLLM(Control):
     """Built by `start`; used in the loop that it was started in.
 
-    `info` is what the engine says of itself. `dead` is why it does not work, now or for good. With
-    restart=True a dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the
-    weights of the last update and awake; the requests that it took with it are not repeated. A core hangs
-    after engine_timeout seconds without a sign of life, or without the end of a step or of a quick command.
-    It then counts as dead: with restart=True it is killed and started again, otherwise it is well again as
-    soon as it goes on.
+    `info` is what the engine says of itself, a new object when the engine has become another model. `dead` is
+    why it does not work, now or for good. With restart=True a dead core is started again, at most
+    MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the requests that
+    it took with it are not repeated. A core hangs after engine_timeout seconds without a sign of life, or
+    without the end of a step or of a quick command. It then counts as dead: with restart=True it is killed
+    and started again, otherwise it is well again as soon as it goes on.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
@@ -220,6 +221,9 @@ class AsyncLLM(Control):
             self._watchdog.beat(message)
             if self._is_hung:
                 self._goes_on()
+        elif isinstance(message, Ready):
+            self.info = message.info
+            self.config = self.config.for_model(self.info.model)
         elif isinstance(message, Reply):
             reply = self._calls.get(message.call_id)
             if reply is None or reply.done():  # whoever called has left

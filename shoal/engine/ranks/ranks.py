@@ -38,10 +38,15 @@ class Ranks:
     `error` says why the ranks can no longer be used, once that is so; every command then raises it.
     """
 
-    def __init__(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
+    def __init__(
+        self, config: ResolvedConfig, files: CheckpointFiles, predecessor: Ranks | None = None
+    ) -> None:
+        """`predecessor`: ranks in this process that rest, and will be closed when these are ready."""
         self.size = config.tensor_parallel_size
         self.error: EngineDeadError | None = None
-        self._num_threads = torch.get_num_threads()  # close() sets this number again
+        # The threads that this process had before any rank was in it. close() sets this number again.
+        self._num_threads: int = torch.get_num_threads() if predecessor is None else predecessor._num_threads
+        self._divides_threads = config.device == "cpu" and self.size > 1
         self._group: WorkerGroup | None = None
         self._tp: TensorParallel | None = None
         self._runner: ModelRunner | None = None
@@ -52,7 +57,9 @@ class Ranks:
             raise
 
     def _start(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
-        prepare_process(config, 0)
+        if config.device == "cuda":
+            use_gpu(0)
+        self.use_threads()
         self._tp = tp = TensorParallel.single()
         if self.size > 1:
             rendezvous = Rendezvous()
@@ -177,6 +184,12 @@ class Ranks:
             return death
         return error
 
+    def use_threads(self) -> None:
+        """On the CPU the ranks share the processor's threads. To be called again when other ranks in this
+        process have ended."""
+        if self._divides_threads:
+            torch.set_num_threads(max(1, self._num_threads // self.size))
+
     def close(self) -> None:
         """Ends the other ranks and frees the device, all of it even if a part of that fails. Safe to call
         twice."""
@@ -205,16 +218,16 @@ def serve_rank(
     """What a rank other than 0 serves (engine/ranks/worker_main.py): the table of commands, on a ModelRunner
     like rank 0's."""
     resolved = ResolvedConfig(**config)
-    prepare_process(resolved, rank)
+    if resolved.device == "cuda":
+        use_gpu(rank)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     tp = TensorParallel.connect(rank, world_size, resolved.device, port)
     files = resolve(resolved.model, resolved.revision, resolved.download_dir)
     return commands.bound_to(ModelRunner(resolved, files, tp))
 
 
-def prepare_process(config: ResolvedConfig, rank: int) -> None:
-    """Chooses the device and the number of threads of one rank's process."""
-    if config.device == "cuda":
-        torch.cuda.set_device(rank)
-        torch.cuda.init()
-    elif config.tensor_parallel_size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+def use_gpu(rank: int) -> None:
+    """Makes the rank's GPU the one that its process uses."""
+    torch.cuda.set_device(rank)
+    torch.cuda.init()

@@ -29,6 +29,7 @@ from shoal.engine.runner.graphs import (
     most_captured_tokens,
 )
 from shoal.engine.runner.kv_cache import KvCache, cache_spec
+from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import RankMemory, new_regions
 from shoal.engine.runner.rank_profile import RankProfile
@@ -105,6 +106,7 @@ class ModelRunner:
         buffers = StepBuffers(self.max_num_seqs, self.device, copy)
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
         self.cache = KvCache(spec, self.device)
+        self.layer_ends = LayerEnds(model.num_layers, self.device)
         self.steps = Steps(
             self.model,
             backend,
@@ -113,6 +115,7 @@ class ModelRunner:
             self.cache,
             Sampler(ops, tp, self.state, self.shaper),
             buffers,
+            self.layer_ends,
             self.mixed_shapes,
             self.max_model_len,
         )
@@ -241,9 +244,14 @@ class ModelRunner:
         assert self._kv is None
         self._kv = RankKv(self.config, self.cache, self.device, num_host_blocks)
 
+    def close_kv(self) -> None:
+        """The opposite of `open_kv`."""
+        kv, self._kv = self.kv, None
+        kv.close()
+
     @property
     def kv(self) -> RankKv:
-        """Only after `open_kv`."""
+        """Only between `open_kv` and `close_kv`."""
         assert self._kv is not None
         return self._kv
 

@@ -2,7 +2,7 @@
 fails."""
 
 import asyncio
-import inspect
+import functools
 import json
 import random
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 import pytest
 
 from shoal.errors import BusyError, UnavailableError, WorkerFailedError
+from shoal.fleet import foreign_link
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.dispatcher import Dispatcher
 from shoal.fleet.foreign_forwarder import ForeignForwarder
@@ -104,13 +105,12 @@ def prompt_of(form):
 
 
 def running(test):
-    """A test that is a coroutine function."""
+    """Runs an async test; what hangs fails."""
 
+    @functools.wraps(test)
     def run(**given):
         asyncio.run(asyncio.wait_for(test(**given), 60))
 
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    run.__signature__ = inspect.signature(test)
     return run
 
 
@@ -192,6 +192,16 @@ async def test_a_refusal_is_passed_on_unchanged_and_not_tried_elsewhere():
             assert answer.status == 404 and answer.json["error"]["message"] == "as it is told"
         assert len(a.received + b.received) == 2
         assert all(worker.is_reached for worker in router.dispatcher.workers.values())
+
+
+@running
+async def test_a_worker_that_refuses_the_routers_key_is_a_failure_of_the_fleet_and_not_the_clients():
+    a, b = ForeignWorker(), ForeignWorker()
+    a.faults = [Fault(401)]
+    async with front(a, b) as router:
+        for _ in range(2):
+            answer = await router.ask(prompt="x", max_tokens=2)
+            assert answer.status == 200 and answer.worker == "b"
 
 
 @running
@@ -446,6 +456,43 @@ async def test_tokens_are_asked_of_a_worker_and_a_worker_without_a_tokenizer_is_
 
 
 @running
+async def test_a_worker_is_not_asked_for_tokens_of_images_nor_when_it_was_late(monkeypatch):
+    monkeypatch.setattr(foreign_link, "TOKENIZE_SECONDS", 0.05)
+    a = ForeignWorker()
+    async with front(a) as router:
+        image = {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Look: "},
+                {"type": "image_url", "image_url": {"url": "data:,x"}},
+            ],
+        }
+        numbers = await router.tokens.tokens_of({"messages": [image]})
+        assert "/tokenize" not in a.asked and b"data:,x" in bytes(numbers)
+        a.tokenize_delay = 30.0
+        for _ in range(3):
+            await router.tokens.tokens_of({"prompt": "a text"})
+        assert a.asked.count("/tokenize") == 1
+        a.tokenize_delay = 0.0
+        await router.dispatcher.workers["a"].link.check()
+        assert await router.tokens.tokens_of({"prompt": "a text"}) == ids_of("a text")
+
+
+@running
+async def test_cached_tokens_are_counted_in_the_routers_own_units():
+    a = ForeignWorker(has_tokenizer=False)
+    async with front(a) as router:
+        prompt = (
+            "eight ch" * 8
+        )  # 16 numbers of four bytes; 64 tokens to the worker, which says that half are cached
+        for stream in (False, True):
+            worker = router.dispatcher.workers["a"]
+            before = worker.cached_tokens
+            await router.ask(prompt=prompt, max_tokens=2, stream=stream)
+            assert worker.cached_tokens - before == 8
+
+
+@running
 async def test_the_operators_tokenizer_comes_first():
     a = ForeignWorker()
     async with front(a) as router:
@@ -457,3 +504,7 @@ async def test_the_operators_tokenizer_comes_first():
         chat = tokenizer.encode(MESSAGES[0]["content"], add_special_tokens=False)
         assert await tokens.tokens_of({"messages": MESSAGES}) == chat
         assert "/tokenize" not in a.asked
+        given = {"messages": MESSAGES, "chat_template": "{% for i in range(10**12) %}x{% endfor %}"}
+        assert await tokens.tokens_of(given) == ids_of(template(MESSAGES)), (
+            "a program of the client's runs at the worker"
+        )
