@@ -139,8 +139,9 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
                 operated,
                 time.monotonic() - started,
             )
-            url = url_of(config, port, reachable=True)
-            logger.info("chat page %s/  API %s/v1  description of the API %s/docs", url, url, url)
+            if config.plane is None:  # a fleet's pages are the router's
+                url = url_of(config, port, reachable=True)
+                logger.info("chat page %s/  API %s/v1  description of the API %s/docs", url, url, url)
             warn_of_open_port(config, port)
 
         drained = await serve_http(app, admin, config, ports, ready=ready)
