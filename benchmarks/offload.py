@@ -1,7 +1,7 @@
 """What the tiers below the device give and cost on one GPU, with random weights of a published shape.
 
     python benchmarks/offload.py conversations [--conversations 64] [--turns 8] [--prefix 8000] [--json FILE]
-    python benchmarks/offload.py second-turn   ten engines just started: is the host tier used at once?
+    python benchmarks/offload.py second-turn   [--runs 10] engines just started: is the host tier used at once?
     python benchmarks/offload.py decode        what offloading costs a decode batch of 256
     python benchmarks/offload.py restart       a disk tier: what a second engine finds, against none
 
@@ -163,13 +163,13 @@ class FetchTimes:
 
 
 def second_turn(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ten engines, one after the other, each asked at once, while its host memory is still being pinned: 24
+    """Several engines, one after the other, each asked at once, while its host memory is still being pinned: 24
     conversations of 9,000 tokens, then the second turn of each, one at a time. Where does the time of a
     second turn go: before its fetch begins, while it runs, or after it?"""
     length, conversations = 9000, 24
     num_blocks = conversations * -(-(length + 200) // 16)
     rows = []
-    for run in range(10):
+    for run in range(args.runs):
         llm = build(
             model, num_gpu_blocks_override=num_blocks // 3, kv_host_bytes=2 * num_blocks * args.block_bytes
         )
@@ -321,6 +321,7 @@ def main() -> None:
         "--turns-without", type=int, default=2, help="of the run without tiers: they are all alike, and slow"
     )
     parser.add_argument("--prefix", type=int, default=8000)
+    parser.add_argument("--runs", type=int, default=10, help="engines of second-turn")
     parser.add_argument("--disk", help="folder of the disk that is measured; default: the temporary one")
     parser.add_argument("--json")
     args = parser.parse_args()

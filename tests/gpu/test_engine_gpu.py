@@ -31,7 +31,14 @@ def ids_of(outputs):
 
 @pytest.fixture
 def engine_options():
-    return {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.2, "max_num_seqs": 16}
+    # A cache of a given size: what other processes take of the card does not matter.
+    return {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 512 << 20,
+        "max_num_seqs": 16,
+    }
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
