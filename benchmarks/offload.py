@@ -1,7 +1,7 @@
 """What the tiers below the device give and cost on one GPU, with random weights of a published shape.
 
     python benchmarks/offload.py conversations [--conversations 64] [--turns 8] [--prefix 8000] [--json FILE]
-    python benchmarks/offload.py second-turn   [--runs 10] engines just started: is the host tier used at once?
+    python benchmarks/offload.py second-turn   ten engines just started: is the host tier used at once?
     python benchmarks/offload.py decode        what offloading costs a decode batch of 256
     python benchmarks/offload.py restart       a disk tier: what a second engine finds, against none
 
@@ -163,9 +163,9 @@ class FetchTimes:
 
 
 def second_turn(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Several engines, one after the other, each asked at once, while its host memory is still being pinned: 24
-    conversations of 9,000 tokens, then the second turn of each, one at a time. Where does the time of a
-    second turn go: before its fetch begins, while it runs, or after it?"""
+    """Ten engines, or `runs`, one after the other, each asked at once, while its host memory is still being
+    pinned: 24 conversations of 9,000 tokens, then the second turn of each, one at a time. Where does the time
+    of a second turn go: before its fetch begins, while it runs, or after it?"""
     length, conversations = 9000, 24
     num_blocks = conversations * -(-(length + 200) // 16)
     rows = []

@@ -1,6 +1,8 @@
 """What a step sends: at admission a whole row, then only what changed; sections come back from the packed
 buffer as they went in."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from shoal.engine.runner.batch import (
     section_spans,
     token_spans,
 )
-from shoal.engine.runner.graphs import decode_sizes, mixed_shapes
+from shoal.engine.runner.graphs import DecodeGraphs, decode_sizes, mixed_shapes
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
@@ -217,6 +219,18 @@ def test_more_sequences_leave_the_shapes_of_256_and_fewer_as_they_are():
         for decodes in {0, 1, 20, min(tokens - 1, 255)}:
             size = tokens, decodes, 1, False
             assert next(s for s in few if s.fits(*size)) == next(s for s in many if s.fits(*size))
+
+
+def test_every_decode_step_has_a_graph_whether_it_shares_prefixes_or_not():
+    for share_from in (9, None):
+        graphs = DecodeGraphs(lambda _: None, decode_sizes(None, 1024), share_from, nullcontext)
+        assert graphs.keys == sorted(graphs.keys, reverse=True)
+        graphs.graphs = {key: key for key in graphs.keys}
+        for rows in range(1, 1025):
+            for sharing in (False, True) if share_from and rows >= share_from else (False,):
+                size, graph = graphs.fitting(rows, sharing)
+                assert graph == (size, sharing) and rows <= size <= graphs.padded(rows)
+        assert graphs.fitting(1025, False) is None
 
 
 def test_decode_steps_have_little_padding_up_to_the_last_size():

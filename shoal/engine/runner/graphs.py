@@ -92,7 +92,9 @@ class StepGraphs(Generic[Key]):
 
 class DecodeGraphs(StepGraphs[tuple[int, bool]]):
     """Keys are (rows, sharing), outputs are logits [rows, V]. Sizes from `share_from` on are captured twice,
-    without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a step."""
+    without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a step.
+    Beyond MANY rows every other size is captured with `sharing`, because a batch that shares prefixes gains
+    more by that than it loses by padding, and each graph lengthens the start."""
 
     def __init__(
         self,
@@ -102,23 +104,25 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
         rehearsal: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.sizes = sorted(sizes)
-        keys = [
-            (size, sharing)
-            for size in reversed(self.sizes)
-            for sharing in (True, False)
-            if not sharing or (share_from is not None and size >= share_from)
-        ]
-        super().__init__(decode, keys, rehearsal)
+        beyond = [size for size in self.sizes if size > MANY]
+        self.sharing_sizes = [size for size in self.sizes if size <= MANY] + beyond[::-2][::-1]
+        if share_from is None:
+            self.sharing_sizes = []
+        keys = [(size, False) for size in self.sizes]
+        keys += [(size, True) for size in self.sharing_sizes if size >= (share_from or 0)]
+        super().__init__(decode, sorted(keys, reverse=True), rehearsal)
 
     def fitting(self, size: int, sharing: bool) -> tuple[int, StepGraph] | None:
         """The fewest captured rows that are at least `size`, and their graph. None: there are not so many."""
-        i = bisect.bisect_left(self.sizes, size)
-        return (self.sizes[i], self.graphs[self.sizes[i], sharing]) if i < len(self.sizes) else None
+        sizes = self.sharing_sizes if sharing else self.sizes
+        i = bisect.bisect_left(sizes, size)
+        return (sizes[i], self.graphs[sizes[i], sharing]) if i < len(sizes) else None
 
     def padded(self, size: int) -> int:
-        """How many rows a step of `size` decodes has, with its padding."""
-        i = bisect.bisect_left(self.sizes, size)
-        return self.sizes[i] if i < len(self.sizes) else size
+        """How many rows a step of `size` decodes has at most, with its padding."""
+        sizes = self.sharing_sizes or self.sizes
+        i = bisect.bisect_left(sizes, size)
+        return sizes[i] if i < len(sizes) else size
 
 
 def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:

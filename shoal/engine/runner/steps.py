@@ -55,8 +55,8 @@ from shoal.models.decoder import Decoder
 CUTS = 32, 64, 128, 192, 256, 1024, 2048
 # Further numbers of tokens. cuBLAS chooses other kernels for them, which are read from disk when they are
 # first launched. What such a step allocates stays with PyTorch for later steps.
-LARGE_STEPS = 3072, 4096, 6144, 8192, 12288, 16384
-SHORT_PROMPT = 16  # tokens of each sequence of a large step
+LARGE_STEPS = 1500, 1800, 2300, 2800, 3400, 4000, 5000, 6000, 7500, 9000, 11000, 13500
+SHORT_PROMPT = 17  # tokens of each sequence of a large step; their sum is odd or even, as in real steps
 POLL_S = 20e-6
 
 
