@@ -1,10 +1,10 @@
-"""Copies of KV blocks on one GPU: GB/s, and the share of what one large copy reaches in the same run.
+"""Copies of KV blocks: GB/s, and the share of what one large copy reaches in the same run.
 
     python benchmarks/kv_copy.py [--json PATH]
 
 Blocks of 16 tokens at scattered ids, between the device and pinned host memory, by the copy engines and by
-the kernel; layer by layer as a copy stream does it; and, within the device, from one tensor-parallel size and
-layout to another. The best of several runs.
+the kernel; layer by layer as a copy stream does it; within the device, from one tensor-parallel size and
+layout to another; and, where there are two GPUs, from one to the other. The best of several runs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import argparse
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
+from msgspec.structs import replace
 from report import write_json
 
-from shoal.kv import copy
-from shoal.kv.copy import CopyStream, gather_blocks, scatter_blocks
+from shoal.kv import block_map
+from shoal.kv.block_map import BlockMap
+from shoal.kv.copy import CopyStream, copy_blocks
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.reshard import reshard
 from shoal.kv.storage import device_memory, memory_of, pinned_memory
 from shoal.kv.view import BlockView
 
@@ -86,21 +86,20 @@ def over_pcie(rows: list[dict[str, Any]]) -> None:
         for name, block_bytes in BLOCKS.items():
             count = min(TOTAL // block_bytes, 8192)
             host_blocks, blocks = rng.sample(range(count), count), rng.sample(range(count), count)
-            rows_of = [memory[: count * block_bytes].view(count, -1) for memory in (kv, slab)]
+            spec = CacheSpec(Layout.WHOLE_BLOCKS, 1, 1, block_bytes // 2, "uint8", 1, num_blocks=count)
+            device, host = (BlockView.over(spec, memory_of(memory)) for memory in (kv, slab))
+            ids = (blocks, host_blocks) if out else (host_blocks, blocks)
             for way, threshold in WAYS.items():
-                with mock.patch.object(copy, "DMA_BYTES", threshold):
+                with mock.patch.object(block_map, "DMA_BYTES", threshold):
+                    direction_map = BlockMap(device, host) if out else BlockMap(host, device)
+                    copying = CopyStream("cuda", stream)
 
                     def run(
-                        rows_of: Any = rows_of,
-                        blocks: Any = blocks,
-                        host_blocks: Any = host_blocks,
-                        out: bool = out,
+                        copying: CopyStream = copying,
+                        direction_map: BlockMap = direction_map,
+                        ids: tuple[list[int], list[int]] = ids,
                     ) -> None:
-                        device, host = rows_of
-                        if out:
-                            gather_blocks(device, blocks, host, host_blocks, stream)
-                        else:
-                            scatter_blocks(host, host_blocks, device, blocks, stream)
+                        copying.stage(direction_map, *ids).trigger_all_layers()
 
                     took = seconds(run, stream, 3)
                     start = time.perf_counter()
@@ -114,28 +113,29 @@ def over_pcie(rows: list[dict[str, Any]]) -> None:
 def layer_by_layer(rows: list[dict[str, Any]], slab: torch.Tensor, kv: torch.Tensor, plain: float) -> None:
     """256 blocks of qwen3-8b, each layer on its own, 64 KiB or two halves of it."""
     for layout in (Layout.WHOLE_BLOCKS, Layout.KV_FIRST):
-        spec = replace(QWEN3_8B, layout=layout)
-        host, device = (BlockView.over(spec, 256, memory_of(memory)) for memory in (slab, kv))
+        spec = replace(QWEN3_8B, layout=layout, num_blocks=256)
+        host, device = (BlockView.over(spec, memory_of(memory)) for memory in (slab, kv))
         ids = [random.Random(seed).sample(range(256), 256) for seed in (2, 3)]
         for way, threshold in WAYS.items():
-            with mock.patch.object(copy, "DMA_BYTES", threshold):
-                copying = CopyStream("cuda")
-                copying.prepare_block_map(host, device)
-                copying.prepare_block_ids(*ids)
+            with mock.patch.object(block_map, "DMA_BYTES", threshold):
+                copying, inwards = CopyStream("cuda"), BlockMap(host, device)
 
-                def run(copying: CopyStream = copying, num_layers: int = spec.num_layers) -> None:
-                    copying.rearm()
-                    for layer in range(num_layers):
-                        copying.trigger_layer(layer)
+                def run(
+                    copying: CopyStream = copying, inwards: BlockMap = inwards, ids: list[list[int]] = ids
+                ) -> None:
+                    staged = copying.stage(inwards, *ids)
+                    for layer in range(inwards.num_layers):
+                        staged.trigger_layer(layer)
 
                 assert copying.stream is not None
                 took = seconds(run, copying.stream, 3)
-            row(rows, f"host to device, 8b by layer, {layout}", way, 256 * spec.block_bytes, took, plain)
+            row(rows, f"host to device, 8b by layer, {layout}", way, spec.num_bytes, took, plain)
 
 
 def within_the_device(rows: list[dict[str, Any]]) -> None:
     num_blocks, rng = 1024, random.Random(2)
-    num_bytes = num_blocks * QWEN3_8B.block_bytes
+    whole = replace(QWEN3_8B, num_blocks=num_blocks)
+    num_bytes = whole.num_bytes
     storages = [device_memory(num_bytes) for _ in range(2)]
     stream = torch.cuda.Stream()
 
@@ -161,18 +161,15 @@ def within_the_device(rows: list[dict[str, Any]]) -> None:
     ):
         sides = []
         for storage, layout, size in zip(storages, layouts, sizes):
-            shards = [replace(QWEN3_8B, layout=layout, tp_size=size, tp_rank=rank) for rank in range(size)]
+            shards = [replace(whole, layout=layout, tp_size=size, tp_rank=rank) for rank in range(size)]
             sides.append(
-                [
-                    BlockView.over(shard, num_blocks, storage, i * shard.block_bytes * num_blocks)
-                    for i, shard in enumerate(shards)
-                ]
+                [BlockView.over(shard, storage, i * shard.num_bytes) for i, shard in enumerate(shards)]
             )
         start = time.perf_counter()
-        reshard(sides[0], ids[0], sides[1], ids[1], stream)  # compiles
+        copy_blocks(sides[0], ids[0], sides[1], ids[1], stream)  # compiles
         torch.cuda.synchronize()
         first = time.perf_counter() - start
-        took = seconds(lambda sides=sides: reshard(sides[0], ids[0], sides[1], ids[1], stream), stream)
+        took = seconds(lambda sides=sides: copy_blocks(sides[0], ids[0], sides[1], ids[1], stream), stream)
         row(
             rows,
             f"device, tp {sizes[0]} to {sizes[1]}, {layouts[0]} to {layouts[1]}",
@@ -184,6 +181,45 @@ def within_the_device(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def between_gpus(rows: list[dict[str, Any]]) -> None:
+    """From one GPU to another: whole blocks, each layer on its own, and from two ranks to one."""
+    storages = [device_memory(TOTAL, f"cuda:{i}") for i in range(2)]
+    stream = torch.cuda.Stream("cuda:0")
+
+    def plain_copy() -> None:
+        with torch.cuda.stream(stream):
+            storages[1].tensor().copy_(storages[0].tensor(), non_blocking=True)
+
+    plain = TOTAL / seconds(plain_copy, stream) / 1e9
+    print(f"between two GPUs: one copy of 1 GiB {plain:.0f} GB/s", flush=True)
+    rows.append(
+        dict(case="between two GPUs, one copy of 1 GiB", way="plain", gb_per_s=round(plain, 1), of_plain=1.0)
+    )
+    whole = replace(QWEN3_8B, num_blocks=TOTAL // QWEN3_8B.block_bytes)
+    ids = [random.Random(seed).sample(range(whole.num_blocks), whole.num_blocks) for seed in (4, 5)]
+    for src_tp, dst_tp in ((1, 1), (2, 1), (1, 2)):
+        sides = []
+        for storage, size in zip(storages, (src_tp, dst_tp)):
+            ranks = [replace(whole, tp_size=size, tp_rank=rank) for rank in range(size)]
+            sides.append([BlockView.over(rank, storage, rank.tp_rank * rank.num_bytes) for rank in ranks])
+        for way, threshold in WAYS.items():
+            with mock.patch.object(block_map, "DMA_BYTES", threshold):
+                copying, across = CopyStream("cuda:0", stream), BlockMap(*sides)
+
+                def all_layers(copying: CopyStream = copying, across: BlockMap = across) -> None:
+                    copying.stage(across, *ids).trigger_all_layers()
+
+                def by_layer(copying: CopyStream = copying, across: BlockMap = across) -> None:
+                    staged = copying.stage(across, *ids)
+                    for layer in range(across.num_layers):
+                        staged.trigger_layer(layer)
+
+                for name, run in (("whole", all_layers), ("by layer", by_layer)):
+                    took = seconds(run, stream, 3)
+                    case = f"between two GPUs, tp {src_tp} to {dst_tp}, {name}"
+                    row(rows, case, way, whole.num_bytes, took, plain)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", metavar="PATH")
@@ -191,6 +227,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     within_the_device(rows)
     over_pcie(rows)
+    if torch.cuda.device_count() > 1:
+        between_gpus(rows)
     if args.json:
         write_json(args.json, rows)
 

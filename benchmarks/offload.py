@@ -171,7 +171,9 @@ def second_turn(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for run in range(args.runs):
         llm = build(
-            model, num_gpu_blocks_override=num_blocks // 3, kv_host_bytes=2 * num_blocks * args.block_bytes
+            model,
+            num_gpu_blocks_override=num_blocks // 3,
+            kv_host_bytes=int(1.1 * num_blocks) * args.block_bytes,
         )
         core, r = llm.core, Random(run)
         times = FetchTimes(core)

@@ -258,6 +258,8 @@ class Request:
     # The first tokens of the answer, where they were drawn elsewhere: the engine goes on behind them. They
     # count as its own do for max_tokens, min_tokens, penalties and grammars.
     output_token_ids: list[int] = field(default_factory=list)
+    session: str | None = None  # requests of one session fit one worker of a fleet
+    worker: str = ""  # a fleet writes here which of its workers has the answer, up to its first token
 
 
 @dataclass(slots=True)

@@ -389,6 +389,14 @@ class EngineConfig:
                 "a ladder"
             )
 
+    def for_model(self, model: str) -> EngineConfig:
+        """These options for another model. Those that name files of this one, or a version of it, are left
+        out, and its weights are read from its files."""
+        load_format = "auto" if self.load_format == "dummy" else self.load_format
+        return dataclasses.replace(
+            self, model=model, tokenizer=None, chat_template=None, revision=None, load_format=load_format
+        )
+
     @property
     def closes_objects(self) -> bool:
         """Whether an object of a JSON schema has only the keys that the schema names, if neither the schema
@@ -539,6 +547,24 @@ class ServerConfig:
     )
     ssl_keyfile: str | None = option(None, "TLS: the private key", section="TLS")
     ssl_certfile: str | None = option(None, "TLS: the certificate")
+    plane: str | None = option(
+        None,
+        "join the fleet whose plane is here, as a worker: tcp://127.0.0.1:PORT, ipc:///PATH or "
+        "nats://HOST:4222; the port is then any free one, unless it is given",
+        common=True,
+        section="fleet",
+    )
+    role: str = option(
+        "both", "what this worker does in a fleet", common=True, choices=("both", "prefill", "decode")
+    )
+    worker_id: str | None = option(None, "its name in the fleet; default: made of host and process")
+    fleet_key_file: str | None = option(
+        None,
+        "the secret that the processes of a fleet share; without it, fleets do not leave this machine",
+        common=True,
+    )
+    fleet_host: str = option("127.0.0.1", "where routers reach this worker's tokens")
+    fleet_port: int = option(0, "likewise; 0: any that is free", low=0, high=65535)
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
@@ -555,5 +581,7 @@ class ServerConfig:
             raise ConfigError(
                 f"admin_port {self.admin_port} is the public port too; give each a port of its own"
             )
+        if self.plane is None and (self.role != "both" or self.worker_id is not None):
+            raise ConfigError("role and worker_id are of a worker in a fleet; name the fleet's --plane, too")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")

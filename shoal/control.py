@@ -155,8 +155,10 @@ class Control(Protocol):
         return await self.control(ResetPrefixCache())
 
     async def update_weights(self, source: str) -> int:
-        """Loads the weights of the checkpoint `source` (as EngineConfig.model) in place. Returns the new
-        version, counted from 1. Raises CheckpointError, with nothing changed, for weights that do not fit."""
+        """Loads the weights of the checkpoint `source` (as EngineConfig.model). Returns the new version,
+        counted from 1. An engine that sleeps at level 2 takes another model too, and its KV cache sleeps on.
+        Raises CheckpointError, ConfigError or UnavailableError, with nothing changed, for weights that do not
+        fit."""
         return await self.control(UpdateWeights(source))
 
     async def check_weights(self) -> dict[str, str]:

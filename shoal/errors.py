@@ -5,7 +5,10 @@ ShoalError
         ConfigError                 an option of the engine
         RequestError                a prompt or a sampling parameter
         CheckpointError             a model folder, a file in it, a tensor in that
+        UnknownWorkerError          no worker of the fleet has this id
     UnavailableError                not now: asleep, paused, full, ending; says when to try again
+        BusyError                   all that could take it are full
+        WorkerFailedError           a worker of the fleet broke off; another may take the request
     EngineDeadError                 the engine cannot go on: a rank died, the device failed
     NoFreeBlocksError               a pool of KV blocks has too few that are free; nothing was taken
 """
@@ -45,6 +48,28 @@ class CheckpointError(UserError):
 class UnavailableError(ShoalError, RuntimeError):
     """The engine lives but takes no such request now: it sleeps, is paused, its queue is full, or it is
     ending."""
+
+
+class UnknownWorkerError(UserError):
+    """No worker of the fleet has this id."""
+
+
+class BusyError(UnavailableError):
+    """Whoever could take the request is full, and so is the queue. It may be sent again in `retry_after_s`
+    seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerFailedError(UnavailableError):
+    """A worker of the fleet broke off, died or answered nonsense. Another one may take the request.
+    `is_absent`: its address takes no connection, so nobody else need try."""
+
+    def __init__(self, message: str, is_absent: bool = False) -> None:
+        super().__init__(message)
+        self.is_absent = is_absent
 
 
 class EngineDeadError(ShoalError, RuntimeError):

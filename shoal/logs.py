@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 STYLES = ("text", "json")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # not tab and line feed
@@ -56,9 +56,17 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def set_up(level: int, style: str) -> None:
-    """Sends messages of `level` and above to standard error, in one of the STYLES."""
-    handler = logging.StreamHandler()
+class Stream(Protocol):
+    """Where lines of a log go."""
+
+    def write(self, text: str, /) -> Any: ...
+
+    def flush(self) -> None: ...
+
+
+def set_up(level: int, style: str, stream: Stream | None = None) -> None:
+    """Sends messages of `level` and above to a stream (default: standard error), in one of the STYLES."""
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
 

@@ -57,6 +57,7 @@ class RequestBuilder:
         priority: int = 0,
         cache_salt: str | None = None,
         embed: bool = False,
+        session: str | None = None,
         output_token_ids: Sequence[int] = (),
     ) -> list[Request]:
         """`params.n` requests for each prompt (a list of token ids), prompt by prompt. Answer i of a prompt
@@ -91,6 +92,7 @@ class RequestBuilder:
                     arrival=arrival,
                     cache_salt=cache_salt,
                     embed=embed,
+                    session=session,
                     eos_token_ids=self.eos_token_ids,
                     bad_word_ids=bad_words,
                 )

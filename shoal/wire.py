@@ -96,7 +96,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
-    """What the HTTP process must know of the engine, as it was built."""
+    """What the HTTP process must know of the engine, as it was built for its model."""
 
     model: str
     pid: int  # the core's process
@@ -114,6 +114,9 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ready(Message, frozen=True):
+    """The engine is built. It comes again, ahead of the reply to UpdateWeights, when the engine has become
+    another model."""
+
     info: ModelInfo
 
 

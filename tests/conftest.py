@@ -57,6 +57,23 @@ def build(root, engine_options):
 
 
 @pytest.fixture
+def trainer():
+    """Starts trainers as tests.trainer.start does; all are ended after the test."""
+    from tests.trainer import start
+
+    started = []
+
+    def start_one(*arguments):
+        started.append(start(*arguments))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
 def no_triton(tmp_path):
     """An environment for processes in which `import triton` fails, as it does beside a CPU wheel of torch."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
+from msgspec.structs import replace
 
-from shoal.kv.copy import BlockCopyError, CopyStream, copy_blocks
+from shoal.kv.block_map import BlockMap, reachable
+from shoal.kv.copy import CopyStream, copy_blocks, copy_layer
 from shoal.kv.layout import CacheSpec, Layout, contiguous_strides
-from shoal.kv.reshard import reshard
 from shoal.kv.storage import DirectFile, Storage, host_memory, mapped_file
 from shoal.kv.view import BlockView, TensorView
 
@@ -52,8 +51,9 @@ def contents(cache: BlockView) -> torch.Tensor:
 
 def new_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate, rng: random.Random) -> BlockView:
     """Of random bytes, not at the beginning of its storage."""
+    spec = replace(spec, num_blocks=num_blocks)
     offset = 64 * rng.randrange(3)
-    storage = allocate(offset + num_blocks * spec.block_bytes + rng.randrange(3))
+    storage = allocate(offset + spec.num_bytes + rng.randrange(3))
     noise = TensorView(host_memory(storage.num_bytes), (storage.num_bytes,), torch.uint8)
     noise.tensor().copy_(
         torch.randint(
@@ -61,7 +61,13 @@ def new_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate, rng: random.
         )
     )
     noise.copy_to(TensorView(storage, (storage.num_bytes,), torch.uint8))
-    return BlockView.over(spec, num_blocks, storage, offset)
+    return BlockView.over(spec, storage, offset)
+
+
+def empty_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate = host_memory) -> BlockView:
+    """In a storage of its own."""
+    spec = replace(spec, num_blocks=num_blocks)
+    return BlockView.over(spec, allocate(spec.num_bytes))
 
 
 def random_spec(rng: random.Random) -> CacheSpec:
@@ -98,8 +104,8 @@ def check_random_copies(
         from_memory, to_memory = allocators[i % len(allocators)]
         src = new_cache(spec, rng.randint(1, 9), from_memory, rng)
         dst = new_cache(replace(spec, layout=rng.choice(list(Layout))), rng.randint(1, 9), to_memory, rng)
-        dst_ids = rng.sample(range(dst.num_blocks), rng.randint(0, dst.num_blocks))
-        src_ids = [rng.randrange(src.num_blocks) for _ in dst_ids]
+        dst_ids = rng.sample(range(dst.spec.num_blocks), rng.randint(0, dst.spec.num_blocks))
+        src_ids = [rng.randrange(src.spec.num_blocks) for _ in dst_ids]
         before, expected = contents(src), contents(dst)
         expected[:, dst_ids] = before[:, src_ids]
         copy_blocks(src, src_ids, dst, dst_ids)
@@ -135,19 +141,17 @@ def check_a_round_trip_layer_by_layer(
     for layer in range(2):
         for block in range(8):
             outside.layer(layer, mutable=True).slice(axis, block, block + 1).fill(block)
-    there = CopyStream(device)
-    there.prepare_block_map(outside, inside)
-    there.prepare_block_ids([0, 1, 2, 3], [0, 1, 2, 3])
+    copying = CopyStream(device)
+    there = copying.stage(BlockMap(outside, inside), [0, 1, 2, 3], [0, 1, 2, 3])
     there.trigger_layer(1)
     there.trigger_all_layers()
-    there.synchronize()
+    copying.synchronize()
     for layer in range(2):
         outside.layer(layer, mutable=True).fill(0)
-    back = CopyStream(device)
-    back.prepare_block_map(inside, outside)
-    back.prepare_block_ids([3, 2, 1, 0], [0, 1, 2, 3])
+    back_map = BlockMap(inside, outside)
+    back = copying.stage(back_map, [3, 2, 1, 0], [0, 1, 2, 3])
     back.trigger_layer(0)
-    back.synchronize()
+    copying.synchronize()
     held = [
         [int(on_host(outside.layer(layer).slice(axis, block, block + 1)).flatten()[0]) for block in range(8)]
         for layer in range(2)
@@ -158,98 +162,124 @@ def check_a_round_trip_layer_by_layer(
     back.trigger_layer(0)
     back.trigger_layer(1)
     back.wait_layer(1)
-    back.synchronize()
+    copying.synchronize()
     for block in range(4):
         assert (on_host(outside.layer(0).slice(axis, block, block + 1)) == 9).all()
         assert (on_host(outside.layer(1).slice(axis, block, block + 1)) == 3 - block).all()
-    # Once more without staging, then other ids on the same map.
-    back.rearm()
-    back.trigger_all_layers()
-    back.synchronize()
+    # Other blocks by the same map, and two copies that are under way together.
+    again, others = (
+        copying.stage(back_map, [3, 2, 1, 0], [0, 1, 2, 3]),
+        copying.stage(back_map, [2, 2], [7, 6]),
+    )
+    others.trigger_layer(1)
+    again.trigger_all_layers()
+    others.trigger_all_layers()
+    copying.synchronize()
     assert torch.equal(contents(outside)[:, :4], contents(inside)[:, [3, 2, 1, 0]])
-    back.prepare_block_ids([2, 2], [7, 6])
-    back.trigger_all_layers()
-    back.synchronize()
     assert torch.equal(contents(outside)[:, 6:], contents(inside)[:, [2, 2]])
-    with pytest.raises(BlockCopyError, match="staged already"):
-        back.prepare_block_map(inside, outside)
-    back.reset()
-    back.prepare_block_map(inside, outside)
-    with pytest.raises(BlockCopyError, match="nothing is staged"):
-        back.trigger_layer(0)
 
 
 def shards_of(
     spec: CacheSpec, tp_size: int, num_blocks: int, allocate: Allocate, rng: random.Random
 ) -> list[BlockView]:
-    return [
-        new_cache(replace(spec, tp_size=tp_size, tp_rank=rank), num_blocks, allocate, rng)
-        for rank in range(tp_size)
-    ]
+    """Ranks that hold the same heads have the same bytes."""
+    shards: list[BlockView] = []
+    for rank in range(tp_size):
+        new = new_cache(replace(spec, tp_size=tp_size, tp_rank=rank), num_blocks, allocate, rng)
+        if shards and shards[-1].spec.first_head == new.spec.first_head:
+            for layer in range(spec.num_layers):
+                shards[-1].layer(layer).copy_to(new.layer(layer, mutable=True))
+        shards.append(new)
+    return shards
 
 
 def merged(shards: Sequence[BlockView]) -> torch.Tensor:
     """As one rank would have it."""
-    return torch.cat([contents(shard) for shard in shards], dim=4)
+    by_first_head = {shard.spec.first_head: contents(shard) for shard in shards}
+    return torch.cat([by_first_head[head] for head in sorted(by_first_head)], dim=4)
 
 
 def many_heads(rng: random.Random) -> CacheSpec:
-    return replace(random_spec(rng), num_heads=rng.choice((4, 6, 8, 12)))
+    return replace(random_spec(rng), num_heads=rng.choice((1, 2, 4, 6, 8, 12)))
 
 
-def check_random_reshards(
+def tp_sizes(num_heads: int) -> list[int]:
+    return [size for size in range(1, 17) if num_heads % size == 0 or size % num_heads == 0]
+
+
+def check_random_shards(
     seed: int,
     rounds: int,
     allocators: Sequence[tuple[Allocate, Allocate]],
     new_spec: Callable[[random.Random], CacheSpec] = many_heads,
+    sizes: tuple[int, int] | None = None,
 ) -> None:
+    """`sizes`: the tensor-parallel sizes of both sides; without them, any that go with the heads."""
     rng = random.Random(seed)
     for i in range(rounds):
         spec = new_spec(rng)
-        sizes = [size for size in range(1, spec.num_heads + 1) if spec.num_heads % size == 0]
+        src_tp, dst_tp = sizes or [rng.choice(tp_sizes(spec.num_heads)) for _ in range(2)]
         from_memory, to_memory = allocators[i % len(allocators)]
-        srcs = shards_of(spec, rng.choice(sizes), rng.randint(1, 6), from_memory, rng)
-        dsts = shards_of(
-            replace(spec, layout=rng.choice((spec.layout, *Layout))),
-            rng.choice(sizes),
-            rng.randint(1, 6),
-            to_memory,
-            rng,
-        )
+        srcs = shards_of(spec, src_tp, rng.randint(1, 6), from_memory, rng)
+        other = replace(spec, layout=rng.choice((spec.layout, *Layout)))
+        dsts = shards_of(other, dst_tp, rng.randint(1, 6), to_memory, rng)
         wanted = rng.sample(dsts, rng.randint(1, len(dsts)))
-        dst_ids = rng.sample(range(dsts[0].num_blocks), rng.randint(0, dsts[0].num_blocks))
-        src_ids = [rng.randrange(srcs[0].num_blocks) for _ in dst_ids]
+        dst_ids = rng.sample(range(dsts[0].spec.num_blocks), rng.randint(0, dsts[0].spec.num_blocks))
+        src_ids = [rng.randrange(srcs[0].spec.num_blocks) for _ in dst_ids]
         whole, expected = merged(srcs), [contents(dst) for dst in dsts]
+        layers = copy_some_layers(rng.sample(srcs, len(srcs)), src_ids, wanted, dst_ids, rng)
         for dst, data in zip(dsts, expected):
             if dst in wanted:
-                first = dst.spec.tp_rank * dst.spec.heads
-                data[:, dst_ids] = whole[:, src_ids, :, :, first : first + dst.spec.heads]
-        reshard(rng.sample(srcs, len(srcs)), src_ids, wanted, dst_ids)
-        for dst, data in zip(dsts, expected):
-            assert torch.equal(contents(dst), data), (spec, len(srcs), len(dsts), src_ids, dst_ids)
+                heads = slice(dst.spec.first_head, dst.spec.first_head + dst.spec.heads)
+                for layer in layers:
+                    data[layer, dst_ids] = whole[layer, src_ids][..., heads, :]
+            assert torch.equal(contents(dst), data), (spec, src_tp, dst_tp, src_ids, dst_ids, layers)
+
+
+def copy_some_layers(
+    srcs: list[BlockView], src_ids: list[int], dsts: list[BlockView], dst_ids: list[int], rng: random.Random
+) -> Sequence[int]:
+    """In one of the ways that there are. Returns the layers that were copied."""
+    every = range(srcs[0].spec.num_layers)
+    way = rng.choice(("all", "one", "some"))
+    if way == "all" or not reachable(srcs, dsts):
+        copy_blocks(srcs, src_ids, dsts, dst_ids)
+        return every
+    block_map = BlockMap(srcs, dsts)
+    if way == "one":
+        layer = rng.choice(every)
+        copy_layer(block_map, layer, src_ids, dst_ids)
+        return [layer]
+    copying = CopyStream(block_map.devices[0] if block_map.devices else "cpu")
+    if copying.stream is not None:
+        copying.stream.wait_stream(torch.cuda.current_stream(copying.device))
+    copy = copying.stage(block_map, src_ids, dst_ids)
+    layers = rng.sample(every, rng.randint(0, len(every)))
+    for layer in layers:
+        copy.trigger_layer(layer)
+    copying.synchronize()
+    return layers
 
 
 def check_the_permutation(allocate: Allocate) -> None:
     """16 heads for four ranks, value = 1000 kv + 100 block + 10 token + head + 0.1 item: reshape and
     permute(3, 0, 1, 2, 4, 5)."""
-    spec = CacheSpec(Layout.KV_FIRST, 1, 16, 6, "float32", 2)
+    spec = CacheSpec(Layout.KV_FIRST, 1, 16, 6, "float32", 2, num_blocks=8)
     rng = random.Random(3)
     src = new_cache(spec, 8, allocate, rng)
-    grid = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in spec.layer_shape(8)), indexing="ij")
+    grid = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in spec.layer_shape), indexing="ij")
     values = sum(scale * axis for scale, axis in zip((1000, 100, 10, 1, 0.1), grid))
     assert isinstance(values, torch.Tensor)
     TensorView.of(values).copy_to(src.layer(0, mutable=True))
-    storage = allocate(src.spec.block_bytes * 8)
-    dsts = [
-        BlockView.over(replace(spec, tp_size=4, tp_rank=rank), 8, storage, rank * 8 * spec.block_bytes // 4)
-        for rank in range(4)
-    ]
-    reshard([src], range(8), dsts, range(8))
+    storage = allocate(spec.num_bytes)
+    ranks = [replace(spec, tp_size=4, tp_rank=rank) for rank in range(4)]
+    dsts = [BlockView.over(rank, storage, rank.tp_rank * rank.num_bytes) for rank in ranks]
+    copy_blocks([src], range(8), dsts, range(8))
     expected = values.reshape(2, 8, 2, 4, 4, 6).permute(3, 0, 1, 2, 4, 5).contiguous()
     shape = tuple(expected.shape)
     assert torch.equal(
         on_host(TensorView(storage, shape, torch.float32, contiguous_strides(shape))), expected
     )
     back = new_cache(spec, 8, allocate, rng)
-    reshard(dsts, [7, 0, 0], [back], [0, 1, 5])
+    copy_blocks(dsts, [7, 0, 0], [back], [0, 1, 5])
     assert torch.equal(contents(back)[:, [0, 1, 5]], contents(src)[:, [7, 0, 0]])

@@ -4,11 +4,14 @@ import random
 from array import array
 
 from shoal.hashing import extend_keys, root_key
-from shoal.kv.block_file import BlockMeta, BlockSpec
+from shoal.kv.block_file import BlockMeta
+from shoal.kv.layout import CacheSpec, Layout
 
 SIZE = 4  # tokens
 BYTES = 512
-SPEC = BlockSpec("[2, 2, 4, 16]", "float16", BYTES, SIZE)
+SPEC = CacheSpec(
+    Layout.WHOLE_BLOCKS, num_layers=2, num_heads=1, head_dim=16, dtype="float16", block_size=SIZE
+)
 MODEL, OTHER_MODEL = b"m" * 16, b"o" * 16
 
 

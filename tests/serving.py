@@ -1,4 +1,4 @@
-"""`shoal serve` in a process of its own."""
+"""`shoal serve` and `shoal route`, each in a process of its own."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import openai
 import psutil
 
 ROOT = Path(__file__).parents[1]
@@ -37,11 +36,13 @@ def free_port():
 
 
 class Serve:
+    command = "serve"
+
     def __init__(self, folder, *arguments):
         self.folder, self.port, self.admin = folder, free_port(), free_port()
         self.log = folder / f"log-{self.port}"
         ports = ("--port", str(self.port), "--admin-port", str(self.admin))
-        command = [PYTHON, "-m", "shoal", "serve", *map(str, arguments), *ports]
+        command = [PYTHON, "-m", "shoal", self.command, *map(str, arguments), *ports]
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)}
         with self.log.open("w") as log:
@@ -56,6 +57,8 @@ class Serve:
         return self.log.read_text()
 
     def client(self, **options):
+        import openai  # Not above: benchmarks and GPU tests start servers on machines without it.
+
         return openai.OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1",
             api_key="none",
@@ -97,6 +100,17 @@ class Serve:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+class Route(Serve):
+    command = "route"
+
+    def fleet(self):
+        return {worker["id"]: worker for worker in json.loads(self.ask("/fleet")[1])["workers"]}
+
+    def await_workers(self, count):
+        until(lambda: [w["state"] for w in self.fleet().values()] == ["ready"] * count, self.text)
+        return self
 
 
 def until(condition, say=lambda: ""):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 300
@@ -129,6 +130,19 @@ def write_model(root: Path, name: str) -> Path:
     write_tokenizer(folder)
     (folder / "complete").touch()
     return folder
+
+
+def write_changed(folder: Path, target: Path) -> Path:
+    """Writes the same model with other weights to `target`, and returns it."""
+    target.mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (target / file).write_bytes((folder / file).read_bytes())
+    weights = {
+        name: (w.flip(0) if "o_proj" in name or "embed" in name else w).contiguous()
+        for name, w in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 @functools.lru_cache(maxsize=4)

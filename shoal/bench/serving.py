@@ -211,11 +211,8 @@ def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -
         bench = replace(bench, api_key=key)
     if plot_file is not None:
         import_figure()  # It fails before the measurement, which may take an hour.
-    try:
-        with tqdm(total=bench.num_prompts, disable=None) as bar:
-            result = asyncio.run(run(bench, lambda answer: bar.update()))
-    except ImportError as error:
-        raise ConfigError(f"shoal bench serve needs {error.name}; pip install 'shoal[bench]'") from None
+    with tqdm(total=bench.num_prompts, disable=None) as bar:
+        result = asyncio.run(run(bench, lambda answer: bar.update()))
     print(table(result, bench.percentiles))
     if result_file is not None:
         Path(result_file).write_text(json.dumps(result))

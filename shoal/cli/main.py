@@ -17,6 +17,7 @@ from shoal.bench import serving
 from shoal.bench.serving import ServeBench
 from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.errors import ConfigError, ShoalError
+from shoal.fleet.fleet_config import FleetConfig
 from shoal.options import SAMPLING, Parser, given_options, integer
 from shoal.version import __version__
 
@@ -24,6 +25,11 @@ DESCRIPTION = "A small, very fast LLM inference system."
 SERVE_DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within
 --shutdown-timeout; a second signal ends it at once. If the engine's process dies the server stays up: its
 requests fail, /health is 503, and with --restart the engine comes back."""
+ROUTE_DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers, each request going where
+most of its prefix is cached and least is waiting. Workers are any servers with OpenAI's API (--worker), and
+our own, which join by themselves (shoal serve --plane). SIGTERM or Ctrl-C lets running requests end."""
+FLEET_DESCRIPTION = """A router and its workers, all from one file (fleet up FILE). Workers that die are
+started again. Ctrl-C lets running requests end, then the workers; a second one ends all at once."""
 CHAT_DESCRIPTION = "A conversation, with a model on this machine or (--url) on a server. /help explains."
 MODELS_DESCRIPTION = "Lists the models in this machine's caches; `shoal models rm NAME` removes one."
 PROFILE_DESCRIPTION = "Runs a batch and traces it for ui.perfetto.dev: steps, kernels and host work by name."
@@ -34,6 +40,24 @@ SIM_DESCRIPTION = """Simulates a fleet under a trace: the router's own code over
 virtual clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/fleet.md
 explains it."""
 SHELLS = ("bash", "zsh", "fish")
+# Options of `shoal serve` that are of an engine, of a worker, or a router's own in FleetConfig.
+NOT_OF_A_ROUTER = (
+    "max_queued_requests",
+    "profile_dir",
+    "served_model_name",
+    "engine_timeout",
+    "restart",
+    "swap",
+    "swap_patience",
+    "tool_call_parser",
+    "reasoning_parser",
+    "plane",
+    "role",
+    "worker_id",
+    "fleet_key_file",
+    "fleet_host",
+    "fleet_port",
+)
 BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
 
 
@@ -108,6 +132,27 @@ def build_parser() -> Parser:
     serve.add_flags(ServerConfig, "server")
     serve.add_flags(EngineConfig, "engine", but=("model",))
     serve.set_defaults(run=run_serve)
+
+    route = commands.add_parser("route", help="one endpoint for many workers", description=ROUTE_DESCRIPTION)
+    route.add_argument("--verbose", action="store_true", help="log more")
+    route.add_flags(FleetConfig, "router", but=("worker",))
+    route.add_argument(
+        "--worker",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="URL[,KEY=VALUE...]",
+        help=_help_of(FleetConfig, "worker"),
+    )
+    route.add_flags(ServerConfig, "server", but=NOT_OF_A_ROUTER)
+    route.set_defaults(run=run_route)
+
+    fleet = commands.add_parser("fleet", help="many workers at once", description=FLEET_DESCRIPTION)
+    fleet.set_defaults(run=_print_help(fleet))
+    deeds = fleet.add_subparsers(title="commands", metavar="COMMAND")
+    up = deeds.add_parser("up", help="start a fleet", description=FLEET_DESCRIPTION)
+    up.add_argument("file", metavar="FILE", help="the fleet, a TOML file; docs/fleet.md explains it")
+    up.add_argument("--verbose", action="store_true", help="log more")
+    up.set_defaults(run=run_fleet_up)
 
     models = commands.add_parser(
         "models", help="list or remove downloaded models", description=MODELS_DESCRIPTION
@@ -211,6 +256,8 @@ def build_parser() -> Parser:
     sim.add_argument(
         "--seed", type=integer, metavar="N", help="of random choices (default: the file's, or 0)"
     )
+    sim.add_argument("--planner", metavar="MODE", help="add and remove workers as the load changes: load")
+    sim.add_argument("--max-gpu-budget", type=integer, metavar="N", help="GPUs that the planner may use")
     sim.add_argument("--json", action="store_true", help="print JSON")
     sim.set_defaults(run=run_sim)
 
@@ -224,6 +271,11 @@ def build_parser() -> Parser:
     explain.add_argument("words", nargs="*", metavar="COMMAND", help="such as serve, or bench latency")
     explain.set_defaults(run=lambda arguments: parser.parse_args([*arguments.words, "--help"]))
     return parser
+
+
+def _help_of(config: type, name: str) -> str:
+    """What the option `name` means."""
+    return next(str(f.metadata["help"]) for f in dataclasses.fields(config) if f.name == name)
 
 
 def _add_engine_flags(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
@@ -355,14 +407,38 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
     from shoal.cli.serve import serve
 
+    given = _server_options(arguments)
+    if "plane" in given:  # workers of one host need no different --port
+        given.setdefault("port", 0)
+    config = ServerConfig(**given)
+    logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
+    return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
+
+
+def _server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     given = given_options(arguments, ServerConfig)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         # vLLM's spelling: a JSON list
         if len(values := given.get(name, ())) == 1 and values[0].startswith("["):
             given[name] = _json_list(name, values[0])
-    config = ServerConfig(**given)
-    logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
-    return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
+    return given
+
+
+def run_route(arguments: argparse.Namespace) -> int:
+    """As run_serve."""
+    from shoal.cli.route import route
+
+    given = _server_options(arguments)
+    server = ServerConfig(**{name: given[name] for name in given if name not in NOT_OF_A_ROUTER})
+    logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, server.log_format)
+    return route(FleetConfig(**given_options(arguments, FleetConfig)), server)
+
+
+def run_fleet_up(arguments: argparse.Namespace) -> int:
+    """As run_serve; 1 also if no worker could be started."""
+    from shoal.cli.fleet import fleet_up
+
+    return fleet_up(arguments.file, arguments.verbose)
 
 
 def _json_list(name: str, text: str) -> list[str]:
@@ -422,8 +498,17 @@ def run_sim(arguments: argparse.Namespace) -> int:
     from shoal.fleet.sim_trace import read_trace
     from shoal.fleet.simulator import Simulation
 
+    planner: dict[str, Any] = {}
+    if arguments.planner is not None:
+        planner |= {"enabled": True, "mode": arguments.planner}
+    if arguments.max_gpu_budget is not None:
+        planner["max_gpu_budget"] = arguments.max_gpu_budget
     config = read_sim_config(
-        arguments.file, policy=arguments.policy, num_workers=arguments.workers, seed=arguments.seed
+        arguments.file,
+        policy=arguments.policy,
+        num_workers=arguments.workers,
+        seed=arguments.seed,
+        planner=planner,
     )
     result = Simulation(config, read_trace(arguments.trace, config.block_size)).run()
     print(json.dumps(dataclasses.asdict(result)) if arguments.json else result.table())

@@ -13,6 +13,7 @@ from typing import Any
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.config import EngineConfig, KVEventsConfig, ServerConfig, StructuredOutputsConfig
 from shoal.fields import Limits, interval, kind_of
+from shoal.fleet.fleet_config import FleetConfig
 from shoal.options import flag_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -36,6 +37,11 @@ SERVER = """## The server
 
 Flags of `shoal serve`, beside the engine's.
 """
+ROUTER = """## The router
+
+Flags of `shoal route`, and keys of `[router]` in a fleet's file, with underscores. To these come the
+server's, but for those of an engine.
+"""
 SAMPLING = """## Sampling parameters
 
 Fields of `SamplingParams(...)`, and of the bodies of requests to the server (there `logprobs` follows
@@ -52,6 +58,7 @@ def page() -> str:
     parts += [NESTED, _tables(KVEventsConfig, as_flags=False)]
     parts += [_tables(StructuredOutputsConfig, as_flags=False)]
     parts += [SERVER, _tables(ServerConfig, as_flags=True)]
+    parts += [ROUTER, _tables(FleetConfig, as_flags=True)]
     parts += [SAMPLING, _tables(SamplingParams, as_flags=False)]
     return "\n".join(parts)
 

@@ -6,21 +6,23 @@ import asyncio
 import contextlib
 import gc
 import logging
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
+from shoal.cli.join import Planned, check_fleet, event_endpoints, joined, with_events
 from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
 from shoal.errors import ConfigError, ShoalError
+from shoal.model_card import ModelCard
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.catalog import Catalog
-from shoal.server.keys import check_admin_port, is_loopback, read_keys
-from shoal.server.model import ServedEngine, ServedModel
-from shoal.server.run import check_tls, open_ports, url_of
+from shoal.server.keys import check_admin_port
+from shoal.server.model import ServedEngine, ServedModel, served_model
+from shoal.server.run import check_tls, open_ports, url_of, warn_of_open_port
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
@@ -29,15 +31,6 @@ from shoal.weights.summary import summarize
 from shoal.wire import ModelInfo
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Planned:
-    """A model to be served, before its engine exists."""
-
-    names: list[str]
-    config: EngineConfig
-    files: CheckpointFiles
 
 
 def serve(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> int:
@@ -59,6 +52,8 @@ def plan(
     ShoalError."""
     check_admin_port(config)
     check_tls(config)
+    if config.plane is not None:
+        check_fleet(config)
     pairs = [_named(entry) for entry in models]
     if model is not None and pairs:
         raise ConfigError(
@@ -82,6 +77,10 @@ def plan(
                 f"two models are called {max(names, key=names.count)!r}; give each a name of its own: "
                 "--model name=model"
             )
+    if config.swap and config.plane is not None:
+        raise ConfigError(
+            "--plane does not go with --swap: a worker of a fleet serves one model; start one each"
+        )
     if config.swap:
         if config.restart:
             raise ConfigError(
@@ -108,6 +107,9 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
     async with AsyncExitStack() as stack:
         ports = [stack.enter_context(port) for port in open_ports(config)]
         swapper = Swapper(config.swap_patience) if config.swap else None
+        events = stack.enter_context(event_endpoints(planned[0].config)) if config.plane is not None else None
+        if events is not None:
+            planned = [with_events(planned[0], events)]
         models, engines = [], list[AsyncLLM]()
         for one in planned:
             llm, tokenizer = await _start(one, config)
@@ -116,7 +118,13 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             engine: ServedEngine = llm
             if swapper is not None:
                 engine = await swapper.add(one.names[0], llm, one.config.model, llm.info.vocab_size)
-            models.append(_served(one, llm, engine, tokenizer, config))
+            card = card_of(one, llm.info, tokenizer, config)
+            model = served_model(card, engine, tokenizer, config)
+            model.reread = _rereading(one, llm, engine, config)
+            models.append(model)
+            if config.plane is not None:
+                url = url_of(config, _number(ports[0]), reachable=True)
+                await stack.enter_async_context(joined(model, card, events, url, config))
         catalog = Catalog(models)
         app = create_app(catalog, config)
         admin = create_admin_app(catalog, config) if config.admin_port is not None else None
@@ -143,17 +151,6 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
         return 0 if drained else 1
 
 
-def warn_of_open_port(config: ServerConfig, port: int) -> None:
-    """Says so if others than this machine's users may use the server without a key."""
-    if not is_loopback(config.host) and not read_keys(config):
-        logger.warning(
-            "whoever reaches port %d on %s may use this server, as it has no key; set one with "
-            "--api-key or SHOAL_API_KEY, or leave --host at 127.0.0.1",
-            port,
-            config.host,
-        )
-
-
 async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:
     """The engine, and meanwhile the tokenizer: a tenth of a small model's start."""
     engine = one.config
@@ -162,11 +159,7 @@ async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenize
     )
     try:
         await asyncio.sleep(0)  # the engine's process first: it takes longer
-        tokenizer = (
-            None
-            if engine.skip_tokenizer_init
-            else await asyncio.to_thread(load_tokenizer, one.files, engine.tokenizer, engine.chat_template)
-        )
+        tokenizer = await _load_tokenizer(engine, one.files)
     except BaseException:
         starting.cancel()
         with contextlib.suppress(ShoalError, asyncio.CancelledError):
@@ -175,32 +168,62 @@ async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenize
     return await starting, tokenizer
 
 
-def _served(
-    planned: Planned, llm: AsyncLLM, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig
-) -> ServedModel:
-    info = llm.info
+async def _load_tokenizer(config: EngineConfig, files: CheckpointFiles) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    return await asyncio.to_thread(load_tokenizer, files, config.tokenizer, config.chat_template)
+
+
+def _rereading(
+    planned: Planned, llm: AsyncLLM, engine: ServedEngine, config: ServerConfig
+) -> Callable[[], Awaitable[ServedModel | None]]:
+    """The function that a served model asks what it has become (ServedModel.reread)."""
+    known = llm.info
+
+    async def reread() -> ServedModel | None:
+        nonlocal known
+        info, now = llm.info, llm.config
+        if info is known:
+            return None
+        files = await asyncio.to_thread(resolve, now.model, now.revision, now.download_dir)
+        tokenizer = await _load_tokenizer(now, files)
+        known = info
+        card = card_of(Planned(planned.names, now, files), info, tokenizer, config)
+        return served_model(card, engine, tokenizer, config)
+
+    return reread
+
+
+def card_of(
+    planned: Planned, info: ModelInfo, tokenizer: Tokenizer | None, config: ServerConfig
+) -> ModelCard:
+    """What anybody must know to serve this engine."""
     template = tokenizer.chat_template if tokenizer is not None else None
-    return ServedModel(
-        planned.names,
-        engine,
-        tokenizer,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
+    engine = planned.config
+    has_own_template = engine.chat_template is not None and tokenizer is not None
+    return ModelCard(
+        info=info,
+        names=planned.names,
+        model=engine.model,
+        revision=engine.revision,
+        download_dir=engine.download_dir,
+        tokenizer=engine.tokenizer,
+        chat_template=template if has_own_template else None,
+        skip_tokenizer_init=engine.skip_tokenizer_init,
         eos_token_ids=end_token_ids(info.eos_token_ids, tokenizer, info.vocab_size),
-        max_num_seqs=info.max_num_seqs,
-        generation_config=info.generation_config,
-        seed=planned.config.seed,
-        max_queued_requests=config.max_queued_requests,
-        request_timeout=config.request_timeout,
+        seed=engine.seed,
+        max_logprobs=engine.max_logprobs,
+        closes_objects=engine.closes_objects,
         tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
-        trust_request_chat_template=config.trust_request_chat_template,
-        max_logprobs=planned.config.max_logprobs,
-        closes_objects=planned.config.closes_objects,
-        cache_config=_cache_config(planned.config, info),
-        on_gpu=info.device != "cpu",
+        cache_config=_cache_config(engine, info),
         summary=summarize(planned.files),
     )
+
+
+def _number(port: socket.socket) -> int:
+    """0 for a Unix socket."""
+    return 0 if port.family == socket.AF_UNIX else int(port.getsockname()[1])
 
 
 def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:

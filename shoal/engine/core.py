@@ -2,23 +2,24 @@
 (engine/llm.py).
 
 It builds the parts of an engine, gives each what it needs, and is their one front. Nothing below holds the
-core.
+core. All its life a core has one model: when an engine takes another model, a new core takes the place of the
+old one.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from shoal.api import FinishReason, MemoryReport, Output, Request, SleepState, Stats
 from shoal.config import EngineConfig, ResolvedConfig
-from shoal.engine.lifecycle.sleep import Sleeper
-from shoal.engine.lifecycle.standstill import Standstill
+from shoal.engine.lifecycle.sleep import KV_CACHE, Sleeper
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.ranks.ranks import Ranks
@@ -28,8 +29,17 @@ from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.step_costs import StepCosts
+from shoal.engine.standstill import Standstill
 from shoal.engine.step_loop import StepLoop
-from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UnavailableError
+from shoal.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    ShoalError,
+    UnavailableError,
+    UserError,
+)
 from shoal.kv.event_publisher import KvEvents
 from shoal.models.decoder import check_parallel
 from shoal.request_builder import check_request
@@ -45,7 +55,12 @@ class EngineCore:
     """One engine. Raises UserError for impossible options or checkpoints, before any device work where
     possible."""
 
-    def __init__(self, config: EngineConfig, files: CheckpointFiles) -> None:
+    def __init__(
+        self, config: EngineConfig, files: CheckpointFiles, predecessor: EngineCore | None = None
+    ) -> None:
+        """`predecessor`: the core whose place this one is to take. It sleeps, and so does the KV cache of
+        this one at first. Who listens to its events listens to this one's from now on."""
+        self.files, self._given = files, config
         self.model_config = files.config
         check_parallel(self.model_config, config.tensor_parallel_size)
         quantized_bytes = files.tensor_bytes if files.kind == "gguf" else None
@@ -55,12 +70,18 @@ class EngineCore:
             if config.check_weights:
                 verify_weights(files)
         with ExitStack() as undo:
-            self.events = self._open_events()
-            if self.events is not None:
-                undo.callback(self.events.close)
-            self.ranks = Ranks(self.config, files)
+            if predecessor is None:
+                self.events = self._open_events()
+                if self.events is not None:
+                    undo.callback(self.events.close)
+            else:
+                self.events = predecessor.events
+            others = predecessor.ranks if predecessor is not None else None
+            self.ranks: Ranks = Ranks(self.config, files, others)
             undo.callback(self.ranks.close)
             self._start(files)
+            if predecessor is not None:
+                self.sleep(2, [KV_CACHE])  # Listeners hear by it that all blocks are gone.
             undo.pop_all()
 
     def _open_events(self) -> KvEvents | None:
@@ -127,7 +148,7 @@ class EngineCore:
         """Has every rank make its KV cache, as large as the smallest room allows. Returns the number of
         blocks."""
         config, ranks = self.config, self.ranks
-        block_bytes = ranks.runner.block_bytes
+        block_bytes = ranks.runner.cache.spec.block_bytes
         if config.device == "cuda":
             ranks.call(commands.COMPILE_AHEAD)
         num_blocks = config.num_gpu_blocks_override or min(ranks.call(commands.NUM_BLOCKS_THAT_FIT))
@@ -233,9 +254,6 @@ class EngineCore:
     def sleep_state(self) -> SleepState:
         return self._standstill.sleep
 
-    def update_weights(self, source: str) -> int:
-        return self.weights.update(source)
-
     def check_weights(self) -> dict[str, str]:
         return self.weights.check()
 
@@ -245,6 +263,104 @@ class EngineCore:
         return {
             tag: {name: sum(rank[tag][name] for rank in ranks) for name in ranks[0][tag]} for tag in ranks[0]
         }
+
+    # Another model
+
+    def update_weights(self, source: str) -> EngineCore:
+        """Loads the weights of a checkpoint. Returns the core that goes on with them.
+
+        That is this one, where the weights fit into the memory of the old ones. Another model needs an engine
+        that sleeps at level 2: a new core is built for it, takes this one's place, and this one is ended. The
+        new one has its weights on the device; its KV cache sleeps until `wake_up`.
+
+        Raises CheckpointError, ConfigError or UnavailableError. Then this core is as it was, and if it sleeps
+        it may be woken, or updated with something else.
+        """
+        files = self.weights.find(source)
+        why = self.weights.difference(files)
+        if why is None:
+            self.weights.update(files)
+            return self
+        self._check_can_end(files, why)
+        config = self._given.for_model(source)
+        refusal: ShoalError | None = None
+        try:
+            _check_text(config, files)
+            with self._room_made():
+                successor = EngineCore(config, files, self)
+        except (ShoalError, RuntimeError, MemoryError, OSError) as error:
+            kind = type(error) if isinstance(error, UserError) else UnavailableError
+            refusal = kind(
+                f"the engine cannot take {files.path}: {error}. It sleeps on with {self.config.model}: name "
+                "another checkpoint, or wake it up and load weights of its own"
+            )
+        if self.error is not None:
+            raise self.error
+        if refusal is not None:
+            # The error itself is gone by now, with its frames, so nothing holds what was built by half.
+            gc.collect()
+            if self.config.device == "cuda":
+                torch.cuda.empty_cache()
+            raise refusal
+        self._hand_over(successor)
+        return successor
+
+    def _check_can_end(self, files: CheckpointFiles, why: str) -> None:
+        """Raises CheckpointError or ConfigError if another model cannot take this one's place now."""
+        another = f"{files.path} is of another model: {why}"
+        if not self.config.enable_sleep_mode:
+            raise CheckpointError(
+                f"{another}; build a new engine for it, or build this one with enable_sleep_mode, and put it "
+                "to sleep at level 2 before it takes another model"
+            )
+        if not self.sleeper.is_emptied:
+            raise CheckpointError(
+                f"{another}; the engine must give its own up first: call sleep(level=2), then "
+                "update_weights, then wake_up"
+            )
+        if self.weights.groups:
+            raise ConfigError(
+                f"{another}, and the engine is in the weights update groups {self.weights.groups}; destroy "
+                "them first, and join again with the other model"
+            )
+
+    @contextmanager
+    def _room_made(self) -> Iterator[None]:
+        """Inside, this core holds no memory that a successor needs. If what runs in here fails, the core has
+        its host memory again, and it sleeps."""
+        self.sleep(2, mode="keep")
+        if self.tiers is not None:
+            self.tiers.give_slab_back()
+        try:
+            yield
+        except BaseException:
+            self.ranks.use_threads()
+            if self.tiers is not None:
+                try:
+                    self.tiers.take_slab()
+                except (ShoalError, RuntimeError) as error:
+                    raise self.ranks.failed(error) from None
+            raise
+
+    def _hand_over(self, successor: EngineCore) -> None:
+        """Ends this core, whose requests are aborted: their tokens mean nothing to another model."""
+        self.tiers = None  # They have given their memory back.
+        try:
+            successor.weights.version = self.weights.version + 1
+            successor.refused = self.refused
+            self.scheduler.abort_all()
+            successor.loop.tell(self.loop.step())
+            self.events = None  # They are the successor's from now on.
+            try:
+                self.ranks.close()
+            except (RuntimeError, OSError, ShoalError) as error:
+                logger.warning("%s did not end in order: %s", self.config.model, error)
+            successor.ranks.use_threads()
+        except BaseException:  # An interrupt: neither of the two is whole.
+            successor.exit()
+            self.exit()
+            raise
+        logger.info("weights version %d: another model, %s", successor.weights.version, successor.files.path)
 
     # The cache
 
@@ -301,3 +417,11 @@ class EngineCore:
             if self.events is not None:
                 self.events.close()
             self.ranks.close()
+
+
+def _check_text(config: EngineConfig, files: CheckpointFiles) -> None:
+    """Raises CheckpointError unless whoever speaks text for this model finds what that needs."""
+    if not config.skip_tokenizer_init:
+        load_tokenizer(files, config.tokenizer, config.chat_template)
+    if config.generation_config == "auto":
+        files.generation_config  # noqa: B018 - reading it checks it

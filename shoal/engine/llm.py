@@ -38,7 +38,7 @@ from shoal.fields import described
 from shoal.kv_event_format import EventBatch
 from shoal.request_builder import RequestBuilder
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
-from shoal.weights.source import resolve
+from shoal.weights.source import CheckpointFiles, resolve
 
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
@@ -61,24 +61,27 @@ class LLM:
                 options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir).check()
-        self.tokenizer = (
-            None
-            if config.skip_tokenizer_init
-            else load_tokenizer(files, config.tokenizer, config.chat_template)
-        )
-        self.generation_config = files.generation_config if config.generation_config == "auto" else {}
-        self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, files.config.vocab_size)
+        self._ids = itertools.count()
+        self._answers: dict[str, _Answer | _Embedding] = {}
+        self._learn_text(config, files)
         self.core = EngineCore(config, files)
         self.config = self.core.config
+
+    def _learn_text(self, config: EngineConfig, files: CheckpointFiles) -> None:
+        """Takes what it needs to speak text for this model. Raises CheckpointError."""
+        self.tokenizer: Tokenizer | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(files, config.tokenizer, config.chat_template)
+        vocab_size = files.config.vocab_size
+        self.generation_config = files.generation_config if config.generation_config == "auto" else {}
+        self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, vocab_size)
         self._builder = RequestBuilder(
             self.tokenizer,
-            self.core.model_config.vocab_size,
+            vocab_size,
             self.eos_token_ids,
             seed=config.seed,
             closes_objects=config.closes_objects,
         )
-        self._ids = itertools.count()
-        self._answers: dict[str, _Answer | _Embedding] = {}
 
     # Generation
 
@@ -309,11 +312,21 @@ class LLM:
         return self.core.memory_usage()
 
     def update_weights(self, source: str) -> int:
-        """Loads the weights of another checkpoint of the same architecture (as the option `model` names one)
-        in place of these, and returns their version. Raises CheckpointError, with nothing changed, for
-        another model, shape or quantization. If loading itself breaks off, nothing is generated until a good
-        update."""
-        return self.core.update_weights(str(source))
+        """Loads the weights of another checkpoint (as the option `model` names one) in place of these, and
+        returns their version.
+
+        After `sleep(level=2)`, and before its KV cache is awake, the engine takes a checkpoint of another
+        model too: other shapes, another architecture or quantization. Tokenizer, chat template and defaults
+        become that model's. The weights are awake then; `wake_up` brings the KV cache. Requests that were
+        kept are aborted. If this fails, the engine sleeps on with its old model. At any other time another
+        model raises CheckpointError, with nothing changed.
+
+        If loading weights in place breaks off, nothing is generated until a good update."""
+        core = self.core.update_weights(str(source))
+        if core is not self.core:
+            self.core, self.config = core, core.config
+            self._learn_text(core.config, core.files)
+        return core.weights.version
 
     def update_weights_from_tensors(self, tensors: Mapping[str, Any] | Sequence[dict[str, Any]]) -> int:
         """Loads whole tensors by their Hugging Face names: a dict of this process's, or the handles of

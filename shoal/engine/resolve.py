@@ -15,6 +15,7 @@ import dataclasses
 import torch
 
 from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, StructuredOutputsConfig
+from shoal.engine.runner.kv_cache import cache_spec
 from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes, total_bytes
@@ -98,7 +99,7 @@ def _check_memory(
     gpu, ranks = config.device == "cuda", config.tensor_parallel_size
     itemsize = getattr(torch, config.dtype).itemsize
     blocks = -(-config.max_model_len // config.block_size)  # of the longest sequence
-    block_bytes = _block_bytes(config, model)
+    block_bytes = cache_spec(config, model).block_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks).row_stride
     state = row + PENALTY_BYTES * model.vocab_size
@@ -139,7 +140,7 @@ def _default_num_seqs(config: ResolvedConfig, model: ModelConfig) -> int:
     card_bytes = torch.cuda.get_device_properties(0).total_memory
     if card_bytes < LARGE_CARD_BYTES:
         return FEW_SEQS
-    block_bytes = _block_bytes(config, model)
+    block_bytes = cache_spec(config, model).block_bytes
     cache_bytes = config.kv_cache_memory_bytes
     if config.num_gpu_blocks_override:
         cache_bytes = config.num_gpu_blocks_override * block_bytes
@@ -149,13 +150,6 @@ def _default_num_seqs(config: ResolvedConfig, model: ModelConfig) -> int:
     num_tokens = cache_bytes // block_bytes * config.block_size
     wanted = MANY_SEQS * min(TOKENS_OF_SHORT_SEQ, config.max_model_len)
     return MANY_SEQS if num_tokens >= wanted else FEW_SEQS
-
-
-def _block_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
-    """Bytes of a KV block on one rank."""
-    heads = model.kv_heads_per_rank(config.tensor_parallel_size)
-    itemsize = getattr(torch, config.dtype).itemsize
-    return model.num_layers * 2 * heads * config.block_size * model.head_dim * itemsize
 
 
 def _longest(model: ModelConfig) -> int:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from shoal.api import Logprob, Output, TokenLogprobs
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.standstill import Standstill
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks
@@ -26,6 +25,7 @@ from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.step_costs import StepCosts
+from shoal.engine.standstill import Standstill
 from shoal.errors import EngineDeadError, ShoalError
 from shoal.kv.event_publisher import KvEvents
 
@@ -130,6 +130,10 @@ class StepLoop:
         with self._guarded():
             while self._in_flight:
                 self._late += self._complete(self._in_flight.popleft())
+
+    def tell(self, outputs: list[Output]) -> None:
+        """The next `step` returns these outputs, of requests that another core had."""
+        self._late += outputs
 
     # Launching
 

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shoal.fleet.indexer import WorkerRank
 
 RECENT_HALF_LIFE_S = 10.0
@@ -29,6 +31,32 @@ class Load:
     recent_tokens: float = 0.0  # prefill work given lately, halved every RECENT_HALF_LIFE_S
 
 
+class Change(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What a router writes into its books, as others hear of it."""
+
+    request_id: str
+
+
+class Begun(Change, frozen=True):
+    worker: str
+    rank: int
+    num_tokens: int
+    cached_tokens: int
+    chain: list[int]
+    block_size: int
+
+
+class FirstToken(Change, frozen=True):
+    """Its prefill is done."""
+
+
+class Ended(Change, frozen=True):
+    pass
+
+
+AnyChange = Begun | FirstToken | Ended
+
+
 @dataclass(slots=True)
 class _Request:
     rank: WorkerRank
@@ -37,6 +65,8 @@ class _Request:
     block_size: int
     tail_tokens: int  # of the block that is not full, and of what was generated
     heard_at: float
+    num_tokens: int
+    is_own: bool  # this router's, and no other's
 
 
 @dataclass(slots=True)
@@ -51,9 +81,11 @@ class _Worker:
 
 
 class Books:
-    """`clock`: seconds that only grow."""
+    """`on_change` is called with what this router's own requests change here."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds that only grow."""
+        self.on_change: Callable[[AnyChange], None] | None = None
         self._clock = clock
         self._workers: dict[WorkerRank, _Worker] = {}
         self._ranks: dict[str, WorkerRank] = {}  # by request
@@ -66,23 +98,27 @@ class Books:
         cached_tokens: int,
         chain: Sequence[int],
         block_size: int,
+        *,
+        is_own: bool = True,
     ) -> None:
         """A request of `num_tokens` tokens goes to this worker, which is thought to have `cached_tokens` of
-        them. A request that is in the books already moves."""
+        them. A request that is in the books already moves. `is_own`: this router has sent it."""
         self.end(request_id)
         now, worker = self._clock(), self._workers.setdefault(rank, _Worker())
         prefill = max(0, num_tokens - cached_tokens)
-        request = _Request(rank, prefill, chain, block_size, num_tokens - len(chain) * block_size, now)
+        tail = num_tokens - len(chain) * block_size
+        request = _Request(rank, prefill, chain, block_size, tail, now, num_tokens, is_own)
         worker.requests[request_id] = request
         self._ranks[request_id] = rank
-        for block in chain:
-            worker.blocks[block] += 1
-            if worker.blocks[block] == 1:
-                worker.block_tokens += block_size
+        num_before = len(worker.blocks)
+        worker.blocks.update(chain)  # counts in C; prompts have hundreds of blocks
+        worker.block_tokens += (len(worker.blocks) - num_before) * block_size
         worker.tail_tokens += request.tail_tokens
         worker.prefill_tokens += prefill
         worker.recent_tokens = _faded(worker, now) + prefill
         worker.recent_at = now
+        if is_own and self.on_change is not None:
+            self.on_change(_begun(request_id, request))
 
     def first_token(self, request_id: str) -> None:
         """Its prefill is done."""
@@ -91,6 +127,8 @@ class Books:
             worker, request = found
             worker.prefill_tokens -= request.prefill_tokens
             request.prefill_tokens = 0
+            if request.is_own and self.on_change is not None:
+                self.on_change(FirstToken(request_id))
 
     def generated(self, request_id: str, num_tokens: int) -> None:
         """It has so many more tokens."""
@@ -109,11 +147,42 @@ class Books:
         request = worker.requests.pop(request_id)
         worker.prefill_tokens -= request.prefill_tokens
         worker.tail_tokens -= request.tail_tokens
+        blocks, num_before = worker.blocks, len(worker.blocks)
         for block in request.chain:
-            worker.blocks[block] -= 1
-            if not worker.blocks[block]:
-                del worker.blocks[block]
-                worker.block_tokens -= request.block_size
+            count = blocks[block]
+            if count == 1:
+                blocks.pop(block)  # a Counter's `del` is not in C
+            else:
+                blocks[block] = count - 1
+        worker.block_tokens -= (num_before - len(blocks)) * request.block_size
+        if request.is_own and self.on_change is not None:
+            self.on_change(Ended(request_id))
+
+    def own_requests(self) -> list[str]:
+        """The ids of the requests that this router has sent."""
+        return [
+            request_id
+            for worker in self._workers.values()
+            for request_id, request in worker.requests.items()
+            if request.is_own
+        ]
+
+    def story_of(self, request_id: str) -> list[AnyChange]:
+        """What has been written of a request that runs."""
+        rank = self._ranks.get(request_id)
+        if rank is None:
+            return []
+        request = self._workers[rank].requests[request_id]
+        begun = _begun(request_id, request)
+        return [begun] if request.prefill_tokens else [begun, FirstToken(request_id)]
+
+    def chain_of(self, request_id: str) -> tuple[WorkerRank, Sequence[int], int] | None:
+        """Where a request runs, its chain of blocks, and their size."""
+        rank = self._ranks.get(request_id)
+        if rank is None:
+            return None
+        request = self._workers[rank].requests[request_id]
+        return rank, request.chain, request.block_size
 
     def load(self, rank: WorkerRank) -> Load:
         worker = self._workers.get(rank)
@@ -156,6 +225,19 @@ class Books:
         request = worker.requests[request_id]
         request.heard_at = self._clock()
         return worker, request
+
+
+def _begun(request_id: str, request: _Request) -> Begun:
+    rank, cached = request.rank, request.num_tokens - request.prefill_tokens
+    return Begun(
+        request_id,
+        rank.worker,
+        rank.rank,
+        request.num_tokens,
+        cached,
+        list(request.chain),
+        request.block_size,
+    )
 
 
 def _faded(worker: _Worker, now: float) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -28,9 +28,9 @@ GAP = -1
 MAX_BLOCKS = 10_000_000  # of all workers together: some 3 GB of a router's memory
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class WorkerRank:
-    """A data-parallel rank of a worker: each has a cache of its own."""
+class WorkerRank(NamedTuple):
+    """A data-parallel rank of a worker: each has a cache of its own. It is a tuple because it is the key of
+    every answer, and a tuple's hash is computed in C."""
 
     worker: str
     rank: int = 0
@@ -131,6 +131,12 @@ class KvIndexer:
         worker = self._workers.get(rank)
         return self.block_size if worker is None else worker.block_size
 
+    def block_of(self, rank: WorkerRank, name: int) -> int | None:
+        """The chain hash of a block by the worker's name for it."""
+        worker = self._workers.get(rank)
+        node = None if worker is None else worker.find(name)
+        return None if node is None else node.chain
+
     def num_blocks(self, rank: WorkerRank | None = None) -> int:
         """How many blocks are known, of all workers or of one; a block in two tiers counts twice."""
         if rank is None:
@@ -177,16 +183,6 @@ class KvIndexer:
                 self.num_unplaced += len(names)
                 return
         self._store(worker, tier, names, hashes, before, seed)
-
-    def store_chain(
-        self, rank: WorkerRank, chain: Sequence[int], tier: int = DEVICE, seed: int = WIRE_SEED
-    ) -> None:
-        """Stores a prefix by its chain hashes, which are the names of its blocks too."""
-        worker, before = self._worker(rank, None), None
-        for name in chain:
-            before = self._place(worker, tier, name, name, before, seed)
-        if self._num_blocks > self.max_blocks:
-            self._forget_oldest()
 
     def remove(self, rank: WorkerRank, tier: int, name: int) -> None:
         """Removes a block from one tier by the worker's name for it; an unknown name changes nothing."""

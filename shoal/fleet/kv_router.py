@@ -16,57 +16,132 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from shoal.errors import UnavailableError
-from shoal.fleet.books import Books
+from shoal.fleet.books import AnyChange, Books, Ended, FirstToken, Load
 from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.fleet.policy import Ask, Candidate, Choice, RouterWeights, check_policy, choose
 from shoal.hashing import block_hashes, sequence_hashes, wire_seed
+from shoal.kv_event_format import AllBlocksCleared, BlockRemoved, KVEvent
 
 APPROXIMATE_TTL_S = 120.0  # how long the router's own decisions stand for events that never come
 PREDICTED_TTL_S = 5.0  # how long they stand until the event comes
+LOAD_TTL_S = 10.0  # how long a worker's published load counts
+PREDICTS = ("kv", "kv_approx")  # policies that count blocks before their events come
 
 Selector = Callable[[Ask, Sequence[Candidate]], Choice]
 
 
+@dataclass(slots=True)
+class _Predicted:
+    """What is predicted of one worker."""
+
+    until: dict[int, float] = field(default_factory=dict)  # block -> when it is forgotten
+    sent: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)  # until when, chain
+    # Blocks that the worker has dropped, and until when others behind them may be predicted.
+    dropped: dict[int, float] = field(default_factory=dict)
+
+
 class Predictions:
     """What workers will have cached by what they were sent, for a while: NVIDIA Dynamo's approximate index,
-    and its side index of predicted blocks."""
+    and its side index of predicted blocks.
 
-    def __init__(self, clock: Callable[[], float], ttl_s: float) -> None:
-        self._clock, self._ttl_s = clock, ttl_s
-        self._index = KvIndexer()
-        self._until: dict[tuple[WorkerRank, int], float] = {}
-        self._due: deque[tuple[float, WorkerRank, Sequence[int]]] = deque()
+    A request brings all blocks of its chain, and each lasts at least as long as those behind it. So a
+    worker's depth is found by bisection, as in the index, and a dictionary for each worker is enough."""
 
-    def add(self, rank: WorkerRank, chain: Sequence[int]) -> None:
-        """Worker was sent a request with this chain of blocks."""
-        until = self._clock() + self._ttl_s
-        self._index.store_chain(rank, chain)
-        for block in chain:
-            self._until[rank, block] = until
-        self._due.append((until, rank, chain))
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._workers: dict[WorkerRank, _Predicted] = {}
+
+    def add(self, rank: WorkerRank, chain: Sequence[int], ttl_s: float) -> None:
+        """The worker was sent a request with this chain of blocks. `ttl_s` is the same for all requests of a
+        worker."""
+        until = self._clock() + ttl_s
+        mine = self._workers.setdefault(rank, _Predicted())
+        mine.until.update(dict.fromkeys(chain, until))
+        mine.sent.append((until, chain))
+        if mine.dropped:
+            mine.dropped = {block: end for block, end in mine.dropped.items() if block not in mine.until}
 
     def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
-        self._expire()
-        return self._index.find_chain(chain)
+        """As KvIndexer.find_chain; all that is predicted counts as lying on the device."""
+        self.expire()
+        found = {}
+        for rank, mine in self._workers.items():
+            depth = _depth(mine, chain)
+            if depth:
+                found[rank] = Overlap(depth)
+        return found
+
+    def num_blocks(self, rank: WorkerRank) -> int:
+        mine = self._workers.get(rank)
+        return 0 if mine is None else len(mine.until)
+
+    def correct(self, rank: WorkerRank, chain: Sequence[int], num_cached: int) -> None:
+        """The worker had the first `num_cached` blocks of this chain when it was sent it. If more were
+        predicted, it has dropped the others, and with them all that lay behind them. What it was sent itself
+        stays: it has been computed since."""
+        mine = self._workers.get(rank)
+        if mine is None or num_cached >= len(chain):
+            return
+        computed = set(chain)
+        for _, other in mine.sent:
+            if len(other) > num_cached and other[num_cached] == chain[num_cached]:
+                for block in other[num_cached:]:
+                    if block not in computed:
+                        mine.until.pop(block, None)
+
+    def drop(self, rank: WorkerRank, block: int) -> None:
+        """The worker has dropped this block."""
+        mine = self._workers.get(rank)
+        if mine is not None and block in mine.until:
+            mine.dropped[block] = mine.until.pop(block)  # those behind it do not last longer
 
     def remove_worker(self, rank: WorkerRank) -> None:
-        self._index.remove_worker(rank)
-        self._until = {key: until for key, until in self._until.items() if key[0] != rank}
+        self._workers.pop(rank, None)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Forgets what has had its time."""
         now = self._clock()
-        while self._due and self._due[0][0] <= now:
-            _, rank, chain = self._due.popleft()
-            for block in reversed(chain):
-                if self._until.get((rank, block), now + 1) <= now:
-                    self._drop(rank, block)
+        for rank, mine in list(self._workers.items()):
+            if mine.sent[0][0] > now:
+                continue
+            while mine.sent and mine.sent[0][0] <= now:
+                _, chain = mine.sent.popleft()
+                for block in chain:
+                    if mine.until.get(block, math.inf) <= now:
+                        del mine.until[block]
+            mine.dropped = {block: end for block, end in mine.dropped.items() if end > now}
+            if not mine.sent:
+                del self._workers[rank]
 
-    def _drop(self, rank: WorkerRank, block: int) -> None:
-        if self._until.pop((rank, block), None) is not None:
-            self._index.remove(rank, 0, block)
+
+def _depth(mine: _Predicted, chain: Sequence[int]) -> int:
+    """How many blocks of the chain are predicted, from the first without a gap."""
+    until = mine.until
+    if not chain or chain[0] not in until:
+        return 0
+    if not mine.dropped.keys().isdisjoint(chain):
+        return next((depth for depth, block in enumerate(chain) if block not in until), len(chain))
+    low, high = 0, len(chain)  # block `low` is predicted, and block `high` is not
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if chain[middle] in until:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """The part of a worker's published load that came by other ways than this router."""
+
+    until: float
+    other_requests: int
+    other_tokens: int
 
 
 class KvRouter:
@@ -89,8 +164,10 @@ class KvRouter:
         self.indexer = indexer
         self.books = Books(clock)
         self.candidates: dict[WorkerRank, Candidate] = {}
-        ttl_s = APPROXIMATE_TTL_S if policy == "kv_approx" else PREDICTED_TTL_S
-        self.predictions = Predictions(clock, ttl_s)
+        self.predictions = Predictions(clock)
+        self._clock = clock
+        self._published: dict[WorkerRank, _Published] = {}
+        self._without_events: set[WorkerRank] = set()
         self._policy = policy
         self._weights = weights or RouterWeights()
         self._rng = Random(seed)
@@ -99,22 +176,95 @@ class KvRouter:
         for worker in workers:
             self.add_worker(worker if isinstance(worker, WorkerRank) else WorkerRank(worker))
 
-    def add_worker(self, rank: WorkerRank) -> None:
-        """A worker may be chosen from now on."""
+    def add_worker(self, rank: WorkerRank, *, has_events: bool = True) -> None:
+        """A worker may be chosen from now on. `has_events`: it tells what it caches; where it does not, the
+        router's own decisions stand in for that."""
         self.candidates.setdefault(rank, Candidate(rank))
+        if not has_events:
+            self._without_events.add(rank)
 
     def remove_worker(self, rank: WorkerRank) -> list[str]:
         """A worker is gone, with its blocks. Returns the ids of the requests that it had."""
         self.candidates.pop(rank, None)
-        self.indexer.remove_worker(rank)
-        self.predictions.remove_worker(rank)
+        self._published.pop(rank, None)
+        self._without_events.discard(rank)
+        self.forget_blocks(rank)
         return self.books.remove_worker(rank)
 
-    def published(self, rank: WorkerRank, kv_usage: float, num_waiting: int) -> None:
-        """What a worker says of itself. A usage that is no finite number changes nothing."""
+    def forget_blocks(self, rank: WorkerRank) -> None:
+        """Nothing of this worker is cached any more, as far as is known."""
+        self.indexer.remove_worker(rank)
+        self.predictions.remove_worker(rank)
+
+    def apply(self, rank: WorkerRank, event: KVEvent) -> None:
+        """Takes in one event of a worker. What it has dropped is predicted no longer either."""
+        if isinstance(event, BlockRemoved) and self.predictions.num_blocks(rank):
+            for name in event.block_hashes:
+                block = self.indexer.block_of(rank, name)
+                if block is not None:
+                    self.predictions.drop(rank, block)
+        elif isinstance(event, AllBlocksCleared):
+            self.predictions.remove_worker(rank)
+        self.indexer.apply(rank, event)
+
+    def was_cached(self, request_id: str, num_tokens: int) -> None:
+        """The worker says how many tokens of a running request's prompt it had cached. This corrects what was
+        predicted of a worker without events."""
+        found = self.books.chain_of(request_id)
+        if found is not None:
+            rank, chain, block_size = found
+            if rank in self._without_events:
+                self.predictions.correct(rank, chain, num_tokens // block_size)
+
+    def num_cached_tokens(self, choice: Choice) -> int:
+        """How many tokens of the prompt the chosen worker is thought to have."""
+        return choice.overlap.total * self.indexer.block_size_of(choice.rank)
+
+    def num_cached_blocks(self, rank: WorkerRank) -> int:
+        """How many blocks it has, as far as is known."""
+        return max(self.indexer.num_blocks(rank), self.predictions.num_blocks(rank))
+
+    def published(
+        self, rank: WorkerRank, kv_usage: float, num_waiting: int, num_running: int = 0, kv_tokens: int = 0
+    ) -> None:
+        """What a worker says of itself; it counts for LOAD_TTL_S seconds. `kv_tokens`: room of its KV cache,
+        0 where that is not known. A usage that is no finite number changes nothing."""
         candidate = self.candidates.get(rank)
-        if candidate is not None and math.isfinite(kv_usage):
-            candidate.kv_usage, candidate.num_waiting = kv_usage, num_waiting
+        if candidate is None or not math.isfinite(kv_usage):
+            return
+        candidate.kv_usage, candidate.num_waiting = kv_usage, num_waiting
+        own = self.books.load(rank)
+        self._published[rank] = _Published(
+            self._clock() + LOAD_TTL_S,
+            max(0, num_running + num_waiting - own.active_requests),
+            max(0, round(kv_usage * kv_tokens) - own.active_tokens),
+        )
+
+    def kv_usage(self, rank: WorkerRank) -> float:
+        """As it was published lately; else 0."""
+        candidate = self.candidates.get(rank)
+        if candidate is None:
+            return 0.0
+        self._load_of(candidate)
+        return candidate.kv_usage
+
+    def _load_of(self, candidate: Candidate) -> Load:
+        """By the books, and what of its load they do not know of."""
+        load = self.books.load(candidate.rank)
+        published = self._published.get(candidate.rank)
+        if published is None:
+            return load
+        if self._clock() >= published.until:  # it is silent: nothing is known of its load any more
+            del self._published[candidate.rank]
+            candidate.kv_usage, candidate.num_waiting = 0.0, 0
+            return load
+        if not published.other_requests and not published.other_tokens:
+            return load
+        return replace(
+            load,
+            active_requests=load.active_requests + published.other_requests,
+            active_tokens=load.active_tokens + published.other_tokens,
+        )
 
     def schedule(
         self,
@@ -158,7 +308,7 @@ class KvRouter:
                 continue
             candidate.overlap = found.get(rank, Overlap())
             candidate.block_size = self.indexer.block_size_of(rank)
-            candidate.load = self.books.load(rank)
+            candidate.load = self._load_of(candidate)
             candidates.append(candidate)
         if not candidates:
             raise UnavailableError("no worker can take the request; start one, or try again later")
@@ -167,18 +317,42 @@ class KvRouter:
             self._write(request_id, choice, num_tokens, chains)
         return choice
 
+    def block_sizes(self) -> set[int]:
+        """Each block size that a worker has."""
+        return {self.indexer.block_size_of(rank) for rank in self.candidates}
+
     def _write(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:
         size = self.indexer.block_size_of(choice.rank)
         chain = chains[size]
         self._turn += 1
         self.books.begin(request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size)
-        if self._policy in ("kv", "kv_approx"):
-            self.predictions.add(choice.rank, chain)
+        self._predict(choice.rank, chain)
+
+    def take(self, change: AnyChange, own_id: str) -> None:
+        """What another router has written. `own_id`: the request's id here."""
+        if isinstance(change, Ended):
+            self.books.end(own_id)
+        elif isinstance(change, FirstToken):
+            self.books.first_token(own_id)
+        else:
+            rank, chain = WorkerRank(change.worker, change.rank), change.chain
+            if rank in self.candidates:
+                size = change.block_size
+                self.books.begin(
+                    own_id, rank, change.num_tokens, change.cached_tokens, chain, size, is_own=False
+                )
+                self._predict(rank, chain)
+
+    def _predict(self, rank: WorkerRank, chain: Sequence[int]) -> None:
+        """It was sent these blocks."""
+        is_alone = self._policy == "kv_approx" or rank in self._without_events
+        if self._policy in PREDICTS or (is_alone and self._policy == "kv_logit"):
+            self.predictions.add(rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
 
     def _choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Choice:
         return choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)
 
     def _chains(self, token_ids: Sequence[int], seed: int) -> dict[int, list[int]]:
         """The chain hashes of the prompt for each block size that a worker has."""
-        sizes = {self.indexer.block_size_of(rank) for rank in self.candidates}
+        sizes = self.block_sizes()
         return {size: sequence_hashes(block_hashes(token_ids, size, seed)) for size in sizes}

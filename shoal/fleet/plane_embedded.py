@@ -1,16 +1,15 @@
 """The plane of one host, without a server: ZMQ, inside of one of its processes (the router's).
 
 The first process that may host it binds the address and keeps the books (`plane_hub`); all others connect,
-and join again when it comes back. Whoever may open a loopback port or the Unix socket may join, so no other
-address is taken: a fleet of many hosts needs NATS. A `Host` without an address serves planes of its own
-process alone, on any clock: the simulator's way.
+and join again when it comes back. It takes loopback addresses and Unix sockets alone, and with the fleet key
+nobody joins who does not have it: a fleet of many hosts needs NATS. A `Host` without an address serves planes
+of its own process alone, on any clock: the simulator's way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import ipaddress
 import itertools
 import logging
 import os
@@ -22,10 +21,12 @@ from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
+from zmq.auth.thread import ThreadAuthenticator
 
 from shoal.errors import ConfigError
 from shoal.fleet import plane_hub as wire
 from shoal.fleet.clock import Clock
+from shoal.fleet.fleet_key import FleetKey, is_loopback
 from shoal.fleet.plane import (
     LEASE_S,
     MAX_PAYLOAD_BYTES,
@@ -68,21 +69,28 @@ class Host:
         self._hub = wire.Hub(clock.now(), lease_s)
         self.num_dropped = 0  # messages to processes that took none
         self._local: dict[str, asyncio.Queue[bytes]] = {}
+        self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._lock: int | None = None
+        self._authenticator: ThreadAuthenticator | None = None
         self._tasks = [start(self._tick())]
 
     @property
     def num_unreadable(self) -> int:
         return self._hub.reader.num_unreadable.total()
 
-    def bind(self, context: zmq.asyncio.Context, address: str) -> None:
-        """Raises BlockingIOError where another process hosts the plane at this address."""
+    def bind(self, address: str, key: FleetKey | None = None) -> None:
+        """Raises BlockingIOError where another process hosts the plane at this address. `key`: who does not
+        have it is not let in."""
         if address.startswith("ipc://"):
             # libzmq would take the socket file away from who has it, so a lock file says whose it is.
             self._lock = os.open(address.removeprefix("ipc://") + ".lock", os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        context = self._context = zmq.asyncio.Context()  # its own: libzmq asks one authenticator a context
         socket = self._socket = context.socket(zmq.ROUTER)
+        if key is not None:
+            self._authenticator = key.let_in(context)
+            key.protect_server(socket)
         socket.router_mandatory = True
         socket.router_handover = True
         socket.maxmsgsize = MAX_PAYLOAD_BYTES + ROOM_FOR_HEAD
@@ -116,6 +124,10 @@ class Host:
             task.cancel()
         if self._socket:
             self._socket.close()
+        if self._authenticator:
+            self._authenticator.stop()
+        if self._context:
+            self._context.term()
         if self._lock is not None:
             os.close(self._lock)
 
@@ -170,8 +182,10 @@ class _LocalLink:
 
 
 class _ZmqLink:
-    def __init__(self, context: zmq.asyncio.Context, address: str, name: str) -> None:
-        self._socket = context.socket(zmq.DEALER)
+    def __init__(self, address: str, name: str, key: FleetKey | None) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        if key is not None:
+            key.protect_client(self._socket)
         self._socket.routing_id = name.encode()
         self._socket.immediate = True  # nothing is kept for a hub that is not there
         self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER
@@ -217,16 +231,20 @@ class EmbeddedPlane(Plane):
 
     @classmethod
     def open(
-        cls, url: str, clock: Clock, random: Random, lease_s: float = LEASE_S, may_host: bool = False
+        cls,
+        url: str,
+        clock: Clock,
+        random: Random,
+        lease_s: float = LEASE_S,
+        may_host: bool = False,
+        key: FleetKey | None = None,
     ) -> EmbeddedPlane:
         """`may_host`: keeps the books itself, unless another process does at this address. Everybody else
-        waits for that process, so only who lives as long as the plane should host it."""
-        check_address(url)
-        context = zmq.asyncio.Context.instance()
+        waits for that process, so only who lives as long as the plane should host it. `key`: of the fleet."""
         if may_host:
             host = Host(clock, lease_s)
             try:
-                host.bind(context, url)
+                host.bind(url, key)
             except BlockingIOError:
                 host.close()
             except (OSError, zmq.ZMQError) as error:
@@ -237,7 +255,7 @@ class EmbeddedPlane(Plane):
                 plane._owned_host = host
                 return plane
         try:
-            return cls(clock, random, lease_s, lambda name: _ZmqLink(context, url, name))
+            return cls(clock, random, lease_s, lambda name: _ZmqLink(url, name, key))
         except zmq.ZMQError as error:
             raise ConfigError(f"there can be no plane at {url!r}: {error}") from None
 
@@ -484,15 +502,11 @@ def check_address(url: str) -> None:
     if parts.scheme == "ipc" and url.removeprefix("ipc://").startswith("/"):
         return
     try:
-        is_local = parts.scheme == "tcp" and bool(parts.port) and _is_loopback(parts.hostname or "")
+        is_local = parts.scheme == "tcp" and bool(parts.port) and is_loopback(parts.hostname or "")
     except ValueError:
         is_local = False
     if not is_local:
         raise ConfigError(
             f"plane {url!r}: the embedded plane is for one host, at tcp://127.0.0.1:PORT or ipc:///PATH. "
-            "Many hosts need a NATS server: nats://HOST:4222"
+            "Many hosts need a NATS server, nats://HOST:4222, and a key (--fleet-key-file)"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback

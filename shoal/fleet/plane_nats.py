@@ -29,6 +29,7 @@ from nats.js.kv import KeyValue
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.clock import Clock
+from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import (
     MAX_ATTEMPTS,
     MAX_QUEUED,
@@ -90,8 +91,9 @@ class _Seen:
 class NatsPlane(Plane):
     """A process's end of the plane."""
 
-    def __init__(self, clock: Clock, random: Random, lease_s: float) -> None:
+    def __init__(self, clock: Clock, random: Random, lease_s: float, key: FleetKey | None) -> None:
         super().__init__(clock, random, lease_s)
+        self._key = key
         if lease_s > MEMBERS_TTL_S:
             raise ConfigError(f"a lease of {lease_s:g} s is longer than NATS keeps it: {MEMBERS_TTL_S:g} s")
         self._client = Client()
@@ -116,12 +118,19 @@ class NatsPlane(Plane):
 
     @classmethod
     def open(
-        cls, url: str, clock: Clock, random: Random, lease_s: float, credentials_file: str | None
+        cls,
+        url: str,
+        clock: Clock,
+        random: Random,
+        lease_s: float,
+        credentials_file: str | None,
+        key: FleetKey | None = None,
     ) -> NatsPlane:
-        """It connects in the background, for ever: a server that is not there may come yet."""
+        """It connects in the background, for ever: a server that is not there may come yet. `key`: of the
+        fleet; what others than its holders write is passed over."""
         if credentials_file:
             _check_credentials(credentials_file)
-        plane = cls(clock, random, lease_s)
+        plane = cls(clock, random, lease_s, key)
         loops = (plane._keep_joined, plane._renew, plane._expire, plane._follow_hints)
         plane._tasks = [start(loop()) for loop in loops]
         plane._tasks.append(start(plane._connect(url, credentials_file)))
@@ -161,7 +170,8 @@ class NatsPlane(Plane):
 
     async def _claim(self, member: Member) -> bool:
         """Writes our key. False: another process that may be alive has it."""
-        key, value = _member_key(member.id), encode(_Lease(member, self.name, self.lease_s))
+        key = _member_key(member.id)
+        value = self._seal(key, encode(_Lease(member, self.name, self.lease_s)))
         last = self._revisions.get(member.id)
         try:
             if last is None:
@@ -170,7 +180,7 @@ class NatsPlane(Plane):
                 except KeyNotFoundError:
                     self._revisions[member.id] = await self._bucket.create(key, value)
                     return True
-                lease = self.reader.read("member", entry.value or b"", _Lease)
+                lease = self._read_lease(key, entry.value)
                 if lease and lease.owner not in (self.name, self._dead.get(member.id)):
                     if member.id not in self._seen:
                         self._see(lease, self.clock.now())
@@ -238,7 +248,7 @@ class NatsPlane(Plane):
     async def _hear_member(self, message: Msg) -> None:
         """A renewal is taken as it is. A change is read from the bucket, as the message may be a write that
         the bucket has refused."""
-        lease = self.reader.read("member", message.data, _Lease) if message.data else None
+        lease = self._read_lease(_key_of(message.subject), message.data) if message.data else None
         seen = self._seen.get(lease.member.id) if lease else None
         if seen and seen.lease == lease:
             seen.renewed_at = self.clock.now()
@@ -246,12 +256,13 @@ class NatsPlane(Plane):
             self._hint(message.subject)
 
     async def _read_member(self, member_id: str) -> None:
+        key = _member_key(member_id)
         try:
-            entry = await self._bucket.get(_member_key(member_id))
+            entry = await self._bucket.get(key)
         except KeyNotFoundError:
             self._unsee(member_id)
             return
-        lease = self.reader.read("member", entry.value or b"", _Lease)
+        lease = self._read_lease(key, entry.value)
         if lease and lease.member.id == member_id:
             self._see(lease, self.clock.now())
 
@@ -275,7 +286,7 @@ class NatsPlane(Plane):
         for entry in entries:
             if not entry.key.startswith("member."):
                 continue
-            lease = self.reader.read("member", entry.value, _Lease)
+            lease = self._read_lease(entry.key, entry.value)
             if lease is None or lease.member.id in self._seen:
                 continue
             age = (server_now - entry.created).total_seconds()
@@ -294,7 +305,7 @@ class NatsPlane(Plane):
         else:
             self._check_size(payload)
             try:
-                await self._client.publish(f"{PREFIX}.subject.{subject}", payload)
+                await self._client.publish(f"{PREFIX}.subject.{subject}", self._seal(subject, payload))
             except nats.errors.Error as error:
                 self.num_unsent += 1
                 self._log_once("messages cannot be sent", error)
@@ -302,7 +313,7 @@ class NatsPlane(Plane):
 
     async def listen(self, subject: str, take: Callable[[bytes], None]) -> Callable[[], None]:
         async def hear(message: Msg) -> None:
-            take(message.data)
+            take(self._unseal(subject, message.data))
 
         async def subscribe() -> Any:
             subscription = await self._client.subscribe(f"{PREFIX}.subject.{subject}", cb=hear)
@@ -311,6 +322,17 @@ class NatsPlane(Plane):
 
         subscription = await self._insist(subscribe)
         return lambda: self._background(subscription.unsubscribe())
+
+    def _seal(self, where: str, payload: bytes) -> bytes:
+        """`where` is the subject, the queue or the key: nobody can bring it elsewhere."""
+        return payload if self._key is None else self._key.seal(where, payload)
+
+    def _unseal(self, where: str, data: bytes) -> bytes:
+        """The payload; an empty one, which is no message, if it has no valid seal."""
+        return data if self._key is None else self._key.unseal(where, data) or b""
+
+    def _read_lease(self, key: str, value: bytes | None) -> _Lease | None:
+        return self.reader.read("member", self._unseal(key, value or b""), _Lease)
 
     def _check_size(self, payload: bytes) -> None:
         limit = self._client.max_payload - ROOM_FOR_HEAD
@@ -338,7 +360,9 @@ class NatsPlane(Plane):
         await self._ensure_queue(queue)
         try:
             await self._js.publish(
-                f"{PREFIX}.queue.{queue}", encode(item), headers={api.Header.MSG_ID: item.id}
+                f"{PREFIX}.queue.{queue}",
+                self._seal(queue, encode(item)),
+                headers={api.Header.MSG_ID: item.id},
             )
         except APIError as error:
             if error.err_code in QUEUE_IS_FULL:
@@ -389,7 +413,7 @@ class NatsPlane(Plane):
             message = await self._insist(lambda: self._fetch(queue))
             if message is None:
                 continue
-            item = self.reader.read(f"queue {queue}", message.data, WorkItem)
+            item = self.reader.read(f"queue {queue}", self._unseal(queue, message.data), WorkItem)
             if item is None:
                 await self._insist(message.term)
             elif await self._insist(partial(self._read_result, item.id)):
@@ -440,7 +464,7 @@ class NatsPlane(Plane):
         """The outcome first, then the acknowledgement: one that is lost between the two comes again, and who
         gets it then finds the outcome."""
         result = _Result(self.name, outcome)
-        self._check_size(value := encode(result))
+        self._check_size(value := self._seal(item.id, encode(result)))
 
         async def create() -> bool:
             try:
@@ -467,7 +491,7 @@ class NatsPlane(Plane):
             entry = await self._bucket_of_outcomes.get(item_id)
         except KeyNotFoundError:
             return None
-        return self.reader.read("outcome", entry.value or b"", _Result)
+        return self.reader.read("outcome", self._unseal(item_id, entry.value or b""), _Result)
 
     async def _read_ticket(self, item_id: str) -> bool:
         result = await self._read_result(item_id)
@@ -556,9 +580,9 @@ class NatsPlane(Plane):
                 await self._has_hints.wait()
             subject = next(iter(self._hints))
             del self._hints[subject]
-            _, bucket, key = subject.split(".", 2)
+            key = _key_of(subject)
             try:
-                if bucket == MEMBERS:
+                if subject.startswith(f"$KV.{MEMBERS}."):
                     await self._read_member(key.removeprefix("member."))
                 else:
                     await self._read_ticket(key)
@@ -618,6 +642,11 @@ def _check_credentials(path: str) -> None:
         raise ConfigError(f"credentials_file {path!r} cannot be read")
     if importlib.util.find_spec("nkeys") is None:
         raise ConfigError("a credentials_file needs the package nkeys: pip install 'nats-py[nkeys]'")
+
+
+def _key_of(subject: str) -> str:
+    """The key that a message of a bucket is about: $KV.BUCKET.KEY."""
+    return subject.split(".", 2)[2]
 
 
 def _member_key(member_id: str) -> str:

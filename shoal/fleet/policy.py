@@ -118,16 +118,19 @@ def kv_cost(
     if weights.track_prefill_tokens and weights.overlap_score_credit_decay > 0:
         beyond = (load.prefill_tokens - least_prefill_tokens) / block_size
         decay = 1 / (1 + weights.overlap_score_credit_decay * beyond / max(1.0, ask.num_tokens / block_size))
-    credit = scale * (
-        weights.overlap_score_credit * decay * candidate.overlap.device
-        + weights.host_cache_hit_weight * candidate.overlap.host
-        + weights.disk_cache_hit_weight * candidate.overlap.disk
-    )
+    on_device = weights.overlap_score_credit * decay
+    lower = weights.host_cache_hit_weight * candidate.overlap.host
+    lower += weights.disk_cache_hit_weight * candidate.overlap.disk
+    # What is cached need not be computed: up to one block of credit each. What a credit is above that stands
+    # against prefills that wait there, and never hides what is left to compute.
+    own_credit = scale * (min(1.0, on_device) * candidate.overlap.device + lower)
+    more_credit = scale * max(0.0, on_device - 1.0) * candidate.overlap.device
     prefill = 0.0
     if weights.track_prefill_tokens:
-        prefill = (load.prefill_tokens + max(ask.num_tokens, candidate.cached_tokens)) / block_size
+        prompt = max(ask.num_tokens, candidate.cached_tokens) / block_size
+        prefill = max(0.0, prompt - own_credit) + max(0.0, load.prefill_tokens / block_size - more_credit)
     return (
-        weights.prefill_load_scale * max(0.0, prefill - credit)
+        weights.prefill_load_scale * prefill
         + load.active_tokens / block_size
         + weights.decode_active_request_weight * load.active_requests
         + weights.recent_prefill_weight * load.recent_tokens / block_size

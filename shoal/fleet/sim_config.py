@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.fleet.planner import PlannerConfig
 from shoal.fleet.policy import RouterWeights, check_policy
 from shoal.fleet.sim_timing import find_timing
 from shoal.fleet.sim_trace import TRACE_BLOCK_SIZE
 from shoal.fleet.sim_worker import PAGE
+from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
 
 ROLES = ("both",)
+SIM_KEYS = ("gpu", "cache_tokens", "event_delay_ms", "block_size", "worker_start_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class SimWorkers:
 class SimConfig:
     """`cache_tokens`: the room of a worker's KV cache, if it is not what the GPU's memory leaves.
     `event_delay_ms`: until the router's index hears of a block. `block_size`: tokens of a block of the trace.
-    Raises ConfigError."""
+    `worker_start_s`: until a worker that the planner adds serves; its GPU counts meanwhile. Raises
+    ConfigError."""
 
     model: str
     gpu: str = "h200"
@@ -71,6 +74,8 @@ class SimConfig:
     cache_tokens: int | None = None
     event_delay_ms: float = 0.0
     block_size: int = TRACE_BLOCK_SIZE
+    worker_start_s: float = 30.0
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def __post_init__(self) -> None:
         find_timing(self.gpu, self.model)
@@ -86,65 +91,77 @@ class SimConfig:
             )
         if not 0 <= self.event_delay_ms < math.inf:
             raise ConfigError(f"event_delay_ms {self.event_delay_ms} is no length of time; 0 is none")
+        if not 0 <= self.worker_start_s < math.inf:
+            raise ConfigError(f"worker_start_s {self.worker_start_s} is no length of time; 30 is the default")
+        if self.planner.enabled and len(self.workers) != 1:
+            raise ConfigError(
+                f"the planner needs to know which workers to add: there are {len(self.workers)} [[workers]] "
+                "tables; write one"
+            )
+        if self.planner.enabled and self.planner.min_endpoint < 1:
+            raise ConfigError(
+                "min_endpoint 0 is not simulated: requests would find no worker; give 1 or more"
+            )
         if not any(group.count for group in self.workers):
             raise ConfigError("there is no worker; give [[workers]] a count of 1 or more, or --workers")
 
 
 def read_sim_config(
-    path: str | Path, *, policy: str | None = None, num_workers: int | None = None, seed: int | None = None
+    path: str | Path,
+    *,
+    policy: str | None = None,
+    num_workers: int | None = None,
+    seed: int | None = None,
+    planner: Mapping[str, Any] | None = None,
 ) -> SimConfig:
     """From a file; what is given here goes before what the file says. `num_workers` is of a fleet whose
-    workers are all alike. Raises ConfigError."""
+    workers are all alike. `planner`: keys of [planner]. Raises ConfigError."""
+    document = read_document(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        document = tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
-    try:
-        return _config_of(document, policy, num_workers, seed)
+        return _config_of(document, policy, num_workers, seed, planner or {})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
 def _config_of(
-    document: Mapping[str, Any], policy: str | None, num_workers: int | None, seed: int | None
+    document: Mapping[str, Any],
+    policy: str | None,
+    num_workers: int | None,
+    seed: int | None,
+    planner: Mapping[str, Any],
 ) -> SimConfig:
     # port and plane are of the fleet that is served; they change nothing here.
-    _check_keys(document, ("model", "workers", "router", "sim", "port", "plane"), "the file")
+    check_keys(document, ("model", "workers", "router", "planner", "sim", "port", "plane"), "the file")
     if "model" not in document:
         raise ConfigError('"model" is missing; give the name of a published shape, such as "qwen3-8b"')
-    given = _table(document, "sim")
-    _check_keys(given, ("gpu", "cache_tokens", "event_delay_ms", "block_size"), "[sim]")
-    router = _table(document, "router")
-    weights = [entry.name for entry in dataclasses.fields(RouterWeights)]
-    _check_keys(router, ("policy", "seed", *weights), "[router]")
-    given_weights = {name: router[name] for name in weights if name in router}
-    _check_types(RouterWeights, given_weights)
+    given = table(document, "sim")
+    check_keys(given, SIM_KEYS, "[sim]")
+    router = table(document, "router")
+    weights = keys_of(RouterWeights)
+    check_keys(router, ("policy", "seed", *weights), "[router]")
+    planned = {**table(document, "planner"), **planner}
+    check_keys(planned, keys_of(PlannerConfig), "[planner]")
     values = {"model": document["model"], **given}
     for name, value in (("policy", policy), ("seed", seed)):
         if value is not None or name in router:
             values[name] = router[name] if value is None else value
-    _check_types(SimConfig, values)
-    return SimConfig(
-        **values, workers=_workers_of(document, num_workers), weights=RouterWeights(**given_weights)
-    )
+    values["weights"] = build(RouterWeights, {name: router[name] for name in weights if name in router})
+    values["workers"] = _workers_of(document, num_workers)
+    values["planner"] = build(PlannerConfig, planned)
+    return build(SimConfig, values)
 
 
 def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[SimWorkers]:
-    entries = document.get("workers", [{}])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError("workers is no list of tables; write [[workers]]")
     groups = []
-    for entry in entries:
-        _check_keys(entry, ("role", "count", "devices", "options"), "[[workers]]")
+    for entry in tables(document, "workers") or [{}]:
+        check_keys(entry, ("role", "count", "devices", "options"), "[[workers]]")
         if entry.get("role", "both") not in ROLES:
             raise ConfigError(f"role {entry['role']!r} is not simulated; there is {', '.join(ROLES)}")
-        options = _table(entry, "options")
-        known = [option.name for option in dataclasses.fields(SimWorkers) if option.name != "count"]
-        _check_keys(options, known, "options of [[workers]]")
-        values = {**options, "count": entry.get("count", 1)}
-        _check_types(SimWorkers, values)
-        groups.append(SimWorkers(**values))
+        options = table(entry, "options")
+        check_keys(
+            options, [name for name in keys_of(SimWorkers) if name != "count"], "options of [[workers]]"
+        )
+        groups.append(build(SimWorkers, {**options, "count": entry.get("count", 1)}))
     if num_workers is not None:
         if len(groups) != 1:
             raise ConfigError(
@@ -152,27 +169,3 @@ def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[Si
             )
         groups = [dataclasses.replace(groups[0], count=num_workers)]
     return groups
-
-
-def _table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = document.get(name, {})
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} {value!r} is no table; write [{name}]")
-    return value
-
-
-def _check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    names = sorted(known)
-    for name in given:
-        if name not in names:
-            raise ConfigError(f"{name!r} is no key of {where}; there are {', '.join(names)}")
-
-
-def _check_types(config: type, values: Mapping[str, Any]) -> None:
-    """TOML's types have to be those of the dataclass's fields; an integer passes for a float."""
-    kinds = {entry.name: str(entry.type).removesuffix(" | None") for entry in dataclasses.fields(config)}
-    fitting = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
-    for name, value in values.items():
-        kind = kinds[name]
-        if not isinstance(value, fitting[kind]) or (isinstance(value, bool) and kind != "bool"):
-            raise ConfigError(f"{name} {value!r} is not of the type {kind}")

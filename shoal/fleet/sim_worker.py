@@ -184,6 +184,10 @@ class SimWorker:
     def kv_usage(self) -> float:
         return self.cache.used_pages / self.cache.num_pages
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
     def add(self, request: SimRequest) -> None:
         """Raises ConfigError for a request that the whole cache has no room for."""
         needed = _pages(request.num_tokens + request.output_length)

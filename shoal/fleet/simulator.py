@@ -16,9 +16,10 @@ from typing import Any
 
 from shoal.fleet.indexer import KvIndexer, WorkerRank
 from shoal.fleet.kv_router import KvRouter
+from shoal.fleet.planner import Decision, DecodeLoad, Observation, PlannerState, decide
 from shoal.fleet.prefix_tree import DEVICE
 from shoal.fleet.sim_config import SimConfig, SimWorkers
-from shoal.fleet.sim_timing import Timing, find_timing
+from shoal.fleet.sim_timing import find_timing
 from shoal.fleet.sim_trace import Trace, TraceRequest
 from shoal.fleet.sim_worker import Progress, Run, SimRequest, SimWorker
 from shoal.hashing import sequence_hashes
@@ -58,17 +59,26 @@ class SimResult:
 
 
 class Simulation:
-    """One run of a trace. `finished`: the requests, in the order of their ends."""
+    """One run of a trace. `finished`: the requests, in the order of their ends. `decisions`: those of the
+    planner."""
 
     def __init__(self, config: SimConfig, trace: Trace) -> None:
         self.now = 0.0
         self.finished: list[SimRequest] = []
-        self.workers: dict[WorkerRank, SimWorker] = {}
+        self.decisions: list[Decision] = []
+        self.workers: dict[WorkerRank, SimWorker] = {}  # those that serve
+        self._leaving: set[WorkerRank] = set()  # of these, those that finish what they have
+        self._num_starting = 0
+        self._num_made = 0
+        self._worker_s = 0.0  # of all workers, from their starts, up to _counted_until
+        self._counted_until = 0.0
         self._config, self._trace = config, trace
-        timing = find_timing(config.gpu, config.model)
+        self._timing = find_timing(config.gpu, config.model)
+        self._state = PlannerState()
+        self._observations: list[Observation] = []
         for group in config.workers:
             for _ in range(group.count):
-                self.workers[WorkerRank(f"sim-{len(self.workers)}")] = self._make_worker(timing, group)
+                self._enter(group)
         self.router = KvRouter(
             KvIndexer(trace.block_size),
             workers=self.workers,
@@ -86,18 +96,90 @@ class Simulation:
         """Until every request has been answered. Raises ConfigError for a request that a worker's whole cache
         has no room for."""
         self._await_arrival()
+        if self._config.planner.enabled:
+            self._at(self._config.planner.metric_pulling_interval, self._observe, 1)
+        result: SimResult | None = None
         while self._heap:
             self.now, _, happen, arguments = heapq.heappop(self._heap)
             happen(*arguments)
-        return self._result()
+            if result is None and self._is_done:
+                self._count_workers()
+                result = self._result()
+        assert result is not None
+        return result
 
-    def _make_worker(self, timing: Timing, group: SimWorkers) -> SimWorker:
+    @property
+    def _is_done(self) -> bool:
+        return len(self.finished) == len(self._trace.requests)
+
+    # Workers come and go
+
+    def _enter(self, group: SimWorkers) -> WorkerRank:
+        """A worker serves from now on."""
         tokens = self._config.cache_tokens
         if tokens is None:
-            tokens = timing.cache_tokens(group.gpu_memory_utilization)
-        return SimWorker(
-            timing, tokens, self._trace.block_size, group.max_num_seqs, group.max_num_batched_tokens
+            tokens = self._timing.cache_tokens(group.gpu_memory_utilization)
+        rank = WorkerRank(f"sim-{self._num_made}")
+        self._num_made += 1
+        self.workers[rank] = SimWorker(
+            self._timing, tokens, self._trace.block_size, group.max_num_seqs, group.max_num_batched_tokens
         )
+        return rank
+
+    def _started(self) -> None:
+        self._count_workers()
+        self._num_starting -= 1
+        self.router.add_worker(self._enter(self._config.workers[0]))
+
+    def _leave(self, rank: WorkerRank) -> None:
+        """A worker that drains has nothing left to do."""
+        self._count_workers()
+        self._leaving.discard(rank)
+        del self.workers[rank]
+        self.router.remove_worker(rank)
+
+    def _count_workers(self) -> None:
+        num_workers = len(self.workers) + self._num_starting
+        self._worker_s += num_workers * (self.now - self._counted_until)
+        self._counted_until = self.now
+
+    # The planner
+
+    def _observe(self, number: int) -> None:
+        if self._is_done:
+            return
+        planner = self._config.planner
+        loads = [
+            DecodeLoad(round(worker.kv_usage, 6), len(worker.waiting))
+            for rank, worker in self.workers.items()
+            if rank not in self._leaving
+        ]
+        pending = self._num_starting + len(self._leaving)
+        self._observations.append(Observation(at=self.now, decode=loads, decode_role="both", pending=pending))
+        if self.now >= planner.adjustment_interval * (len(self.decisions) + 1):
+            decision, self._state = decide(planner, self._state, self._observations)
+            self._observations.clear()
+            self.decisions.append(decision)
+            if not planner.no_operation:
+                self._follow(decision)
+        self._at((number + 1) * planner.metric_pulling_interval, self._observe, number + 1)
+
+    def _follow(self, decision: Decision) -> None:
+        for change in decision.changes:
+            if change.count > 0:
+                self._count_workers()
+                self._num_starting += 1
+                self._at(self.now + self._config.worker_start_s, self._started)
+            else:
+                idlest = min(
+                    (rank for rank in self.workers if rank not in self._leaving),
+                    key=lambda rank: (self.workers[rank].kv_usage, rank),
+                )
+                self._leaving.add(idlest)
+                if self.workers[idlest].is_idle:
+                    self._leave(idlest)
+
+    # Requests
 
     def _at(self, time_s: float, happen: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._heap, (time_s, next(self._numbers), happen, arguments))
@@ -113,7 +195,11 @@ class Simulation:
             str(number), self.now, asked.input_length, asked.output_length, chain, asked.hash_ids
         )
         choice = self.router.schedule_chains(
-            asked.input_length, {self._trace.block_size: chain}, request_id=request.id, session=asked.session
+            asked.input_length,
+            {self._trace.block_size: chain},
+            request_id=request.id,
+            session=asked.session,
+            among=[rank for rank in self.workers if rank not in self._leaving],
         )
         worker = self.workers[choice.rank]
         was_waiting = bool(worker.waiting)
@@ -144,6 +230,8 @@ class Simulation:
             self._tell(rank, progress)
         self._begin(rank, worker)
         self._publish(rank, worker)
+        if rank in self._leaving and worker.is_idle:
+            self._leave(rank)
 
     # What the router hears
 
@@ -161,7 +249,7 @@ class Simulation:
 
     def _tell(self, rank: WorkerRank, progress: Progress) -> None:
         """KV events of a run; `kv_approx` is a router without them."""
-        if self._config.policy == "kv_approx":
+        if self._config.policy == "kv_approx" or rank not in self.workers:
             return
         index = self.router.indexer
         for block in progress.removed:
@@ -182,7 +270,7 @@ class Simulation:
             ttft_p90=_figure(_percentile(first, 0.9)),
             itl_p99=_figure(self._gap_percentile(0.99)),
             hit_rate=_figure(sum(request.cached_tokens for request in done) / prompt_tokens),
-            gpu_hours=_figure(len(self.workers) * self.now / 3600),
+            gpu_hours=_figure(self._worker_s / 3600),
             simulated_s=_figure(self.now),
         )
 

@@ -1,5 +1,5 @@
-"""A KV block outside of the device: what it is (BlockMeta), how its bytes are meant (BlockSpec), and the file
-that holds it (BlockFormat).
+"""A KV block outside of the device: what it is (BlockMeta), and the file that holds it (BlockFormat). How its
+bytes are meant is a CacheSpec.
 
 A file: magic with the version (8 bytes), xxh3-128 of all that follows (16), length of the header (4,
 little-endian), header (msgpack), zeros up to a whole page, data. Who reads a file knows which block it wants,
@@ -12,13 +12,15 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import xxhash
 
-MAGIC = b"SHOALKV1"
+from shoal.kv.layout import CacheSpec
+
+MAGIC = b"SHOALKV2"
 HEADER_AT = len(MAGIC) + 16  # its length and itself; before them the checksum
 PAGE = 4096  # file systems give space, and direct I/O wants places in files and memory, in such pieces
 Buffer = bytes | bytearray | memoryview
@@ -48,30 +50,33 @@ PlainMeta = tuple[bytes, bytes | None, bytes, str | None, str | None]
 Event = BlockMeta | bytes  # of a tier: a block was stored, or the one of this key was removed
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSpec:
-    """How the bytes of a rank's blocks are meant. Blocks of different specs are of no use to each other."""
+def identity(spec: CacheSpec) -> list[str | int]:
+    """How the bytes of a rank's blocks are meant, as plain values. Blocks of different ones are of no use to
+    each other. How many blocks the rank has does not matter."""
+    return [
+        spec.layout.value,
+        spec.num_layers,
+        spec.num_heads,
+        spec.head_dim,
+        spec.dtype,
+        spec.block_size,
+        spec.tp_size,
+        spec.tp_rank,
+    ]
 
-    layout: str  # order of the dimensions and their sizes, such as "[36, 2, 8, 16, 128]"
-    dtype: str
-    block_bytes: int
-    block_size: int  # tokens
-    tp_rank: int = 0
-    tp_size: int = 1
 
-    @property
-    def group(self) -> str:
-        """A name that the ranks of an engine share, and nobody with blocks of another kind."""
-        kind = repr((self.layout, self.dtype, self.block_bytes, self.block_size, self.tp_size))
-        return f"{self.dtype}-{self.block_size}-tp{self.tp_size}-{xxhash.xxh3_64_hexdigest(kind.encode())}"
+def group_name(spec: CacheSpec) -> str:
+    """A name that the ranks of an engine share, and nobody with blocks of another kind."""
+    kind = repr(identity(spec)[:-1])
+    return f"{spec.dtype}-{spec.block_size}-tp{spec.tp_size}-{xxhash.xxh3_64_hexdigest(kind.encode())}"
 
 
 class BlockFormat:
-    """The files of one model (`fingerprint`: of its weights' content) and one spec."""
+    """The files of one model (`fingerprint`: of its weights' content) and one rank's cache."""
 
-    def __init__(self, fingerprint: bytes, spec: BlockSpec) -> None:
+    def __init__(self, fingerprint: bytes, spec: CacheSpec) -> None:
         self.spec = spec
-        self._identity = [fingerprint, *astuple(spec)]
+        self._identity = [fingerprint, *identity(spec)]
 
     def seal(self, meta: BlockMeta, data: Buffer) -> bytes:
         """The front: all that stands before the data, in whole pages."""

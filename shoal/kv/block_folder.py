@@ -20,7 +20,8 @@ import secrets
 import stat
 from collections.abc import Iterator
 
-from shoal.kv.block_file import BlockSpec
+from shoal.kv.block_file import group_name
+from shoal.kv.layout import CacheSpec
 
 FILE_NAME = re.compile(r"([0-9a-f]{32})\.kv")
 SUBFOLDER = re.compile(r"[0-9a-f]{2}")
@@ -36,9 +37,9 @@ class BlockFolder:
     """Files are written past the page cache where memory and file system allow: at twice the rate for a tenth
     of the CPU time."""
 
-    def __init__(self, path: str, fingerprint: bytes, spec: BlockSpec) -> None:
+    def __init__(self, path: str, fingerprint: bytes, spec: CacheSpec) -> None:
         self.path, self.spec = path, spec
-        self.group = os.path.join(path, fingerprint.hex(), spec.group)
+        self.group = os.path.join(path, fingerprint.hex(), group_name(spec))
         self.root = os.path.join(self.group, f"rank{spec.tp_rank}")
         self.direct = hasattr(os, "O_DIRECT")
         self._unfinished = ""  # the folder of files that we are writing

@@ -82,6 +82,7 @@ class BlockPool:
         self._end_of = [num_blocks] * num_blocks
         self._default_end = self._ring(0)
         self._freed_at = [0] * num_blocks  # age, of blocks with a key
+        self._generations = [0] * num_blocks
         self._num_freed = 0
 
     # What is there
@@ -109,6 +110,11 @@ class BlockPool:
         """Whether held blocks beside the findable one have this content. One of them inherits the key when
         the findable block is released, and no listener is told."""
         return key in self._copies
+
+    def generation(self, block: int) -> int:
+        """A number that grows whenever the block is taken for something else, or its content is forgotten by
+        `reset`. Who reads a block without holding it looks before and after. Any thread may ask."""
+        return self._generations[block]
 
     def is_held(self, block: int) -> bool:
         return self._ref_counts[block] > 0
@@ -146,6 +152,7 @@ class BlockPool:
                 self._unlink(block)
                 self._forget(block)
                 ref_counts[block] = 1
+                self._generations[block] += 1
                 taken.append(block)
                 num_blocks -= 1
         return taken
@@ -248,8 +255,11 @@ class BlockPool:
             block = self._key_to_block.get(key)
             if block is None:
                 continue
-            for copy in self._copies.pop(key, ()):
+            copies = self._copies.pop(key, [])
+            for copy in copies:
                 del self._copy_to_key[copy]
+            for stale in (block, *copies):
+                self._generations[stale] += 1
             if self._ref_counts[block] == 0:
                 self._unlink(block)
                 self._forget(block)
@@ -361,6 +371,7 @@ class BlockPool:
         self._copy_to_key.clear()
         self._keys = [None] * self.num_blocks
         self._end_of = [self.num_blocks] * self.num_blocks
+        self._generations = [generation + 1 for generation in self._generations]
         for block in order:
             self._link(block, before=self.num_blocks)
         for listener in self.listeners:

@@ -1,442 +1,72 @@
-"""Copies of KV blocks, named by lists of ids: from any storage to any storage, between any layouts.
+"""Copies of KV blocks, named by lists of ids, between what a BlockMap connects.
 
 On a device a copy is queued on a stream and told by an event; between host memories it is done when the call
-returns. A caller that overwrites a block first waits for the event. A copy on the caller's own stream waits
-for nothing by itself (`stream.wait_stream(compute)` comes before); without one it is an operation of the
-current stream.
+returns. A caller that overwrites a block first waits for the event.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
-from shoal.errors import UnavailableError, UserError
-from shoal.kernels.block_copy import Pieces, bytes_at, copy_by_dma, copy_on_host, join, runs
-from shoal.kv.layout import ITEM_BYTES, LayoutError, compatibility
+from shoal.errors import UnavailableError
+from shoal.kernels.block_copy import Pieces, bytes_at, copy_by_dma, copy_on_host, runs
+from shoal.kv.block_map import (
+    BlockCopyError,
+    BlockMap,
+    Ids,
+    Shards,
+    as_shards,
+    check_apart,
+    check_ids,
+    check_memory,
+    pieces_between,
+    reachable,
+)
+from shoal.kv.layout import shared_heads
 from shoal.kv.storage import Kind, host_memory, in_flight, pinned_memory
 from shoal.kv.view import BlockView
 
-# Runs of this many bytes and more cross PCIe by the copy engines, shorter ones by a kernel: a descriptor
-# costs what 64 KiB cost.
-DMA_BYTES = 256 << 10
 STAGING_BYTES = 64 << 20  # what passes through memory that both sides reach, at a time
-Ids = Sequence[int] | np.ndarray
-
-
-class BlockCopyError(UserError):
-    """Ids, shapes or memories that do not go together."""
 
 
 class NoFreeCopyStreamError(UnavailableError):
     """All streams of a pool are in use."""
 
 
-def gather_blocks(
-    kv: torch.Tensor,
-    block_ids: Sequence[int],
-    slab: torch.Tensor,
-    host_blocks: Sequence[int],
-    stream: torch.cuda.Stream | None = None,
-) -> torch.cuda.Event | None:
-    """slab[host_blocks[i]] = kv[block_ids[i]]. `kv` [blocks, ...] has contiguous blocks. `slab` [host blocks,
-    bytes of a block] is uint8, pinned if `kv` is on a GPU. The copy is queued on `stream`, or without one
-    behind the current stream, which then waits for it. Returns the event of the copy's end, until which the
-    caller keeps both tensors, or None if the copy is done. Raises BlockCopyError."""
-    return _copy_rows(kv, block_ids, slab, host_blocks, stream)
-
-
-def scatter_blocks(
-    slab: torch.Tensor,
-    host_blocks: Sequence[int],
-    kv: torch.Tensor,
-    block_ids: Sequence[int],
-    stream: torch.cuda.Stream | None = None,
-) -> torch.cuda.Event | None:
-    """kv[block_ids[i]] = slab[host_blocks[i]]; otherwise as `gather_blocks`."""
-    return _copy_rows(slab, host_blocks, kv, block_ids, stream)
-
-
-def _copy_rows(
-    src: torch.Tensor,
-    src_ids: Sequence[int],
-    dst: torch.Tensor,
-    dst_ids: Sequence[int],
-    stream: torch.cuda.Stream | None,
-) -> torch.cuda.Event | None:
-    from_ids, to_ids = check_ids(src_ids, src.shape[0], dst_ids, dst.shape[0])
-    if not len(from_ids):
-        return None
-    for rows in (src, dst):
-        if not rows[0].is_contiguous():
-            raise BlockCopyError(
-                f"the blocks of a tensor of shape {tuple(rows.shape)} and strides {rows.stride()} are not "
-                "contiguous"
-            )
-    if src[0].nbytes != dst[0].nbytes:
-        raise BlockCopyError(
-            f"blocks of {src[0].nbytes} bytes do not fit those of {dst[0].nbytes} bytes: the shapes are "
-            f"{tuple(src.shape)} of {src.dtype} and {tuple(dst.shape)} of {dst.dtype}"
-        )
-    devices = [rows.device for rows in (src, dst) if rows.is_cuda]
-    if len(set(devices)) == 2:
-        raise BlockCopyError(f"a copy from {src.device} to {dst.device} has to go through host memory")
-    if devices and not all(rows.is_cuda or rows.is_pinned() for rows in (src, dst)):
-        raise BlockCopyError(
-            "the host's side of a copy to or from a GPU is not pinned: allocate it with pin_memory=True"
-        )
-    pieces = join(
-        np.array([src.data_ptr()]),
-        np.array([dst.data_ptr()]),
-        src.stride(0) * src.element_size(),
-        dst.stride(0) * dst.element_size(),
-        [],
-        src[0].nbytes,
-    )
-    if not devices:
-        copy_on_host(pieces, from_ids, to_ids)
-        return None
-    return copy_on_device(pieces, from_ids, to_ids, devices[0], stream, len(devices) == 1)
-
-
-def check_ids(src_ids: Ids, num_src: int, dst_ids: Ids, num_dst: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both as int64. A source may come twice, a destination may not. Raises BlockCopyError."""
-    if len(src_ids) != len(dst_ids):
-        raise BlockCopyError(
-            f"{len(src_ids)} source blocks and {len(dst_ids)} destination blocks: the lists go pairwise"
-        )
-    from_ids, to_ids = _integers("source", src_ids), _integers("destination", dst_ids)
-    for what, ids, count in (("source", from_ids, num_src), ("destination", to_ids, num_dst)):
-        if len(ids) and not 0 <= ids.min() <= ids.max() < count:
-            wrong = ids[(ids < 0) | (ids >= count)][0]
-            raise BlockCopyError(f"{what} block {wrong} does not exist: ids go from 0 to {count - 1}")
-    if len(set(to_ids.tolist())) < len(to_ids):
-        twice = np.flatnonzero(np.bincount(to_ids) > 1)[0]
-        raise BlockCopyError(f"destination block {twice} is named more than once: which copy would stay?")
-    return from_ids, to_ids
-
-
-def _integers(what: str, ids: Ids) -> np.ndarray:
-    array = np.asarray(ids)
-    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-        raise BlockCopyError(f"{what} blocks {ids!s:.100} are no list of integers")
-    return array.astype(np.int64, copy=False)
-
-
-def copy_blocks(
-    src: BlockView,
-    src_ids: Sequence[int],
-    dst: BlockView,
-    dst_ids: Sequence[int],
-    stream: torch.cuda.Stream | None = None,
-) -> torch.cuda.Event | None:
-    """dst block dst_ids[i] = src block src_ids[i], in all layers; layouts and numbers of blocks may differ.
-    Returns the event of the end, or None if it is done. What the device can't reach, plain memory and files,
-    passes through pinned memory, and is done when it returns. Raises LayoutError and BlockCopyError."""
-    check_compatible(src, dst, besides=("layout",))
-    return copy_shards([src], src_ids, [dst], dst_ids, stream)
-
-
-def copy_shards(
-    srcs: Sequence[BlockView],
-    src_ids: Ids,
-    dsts: Sequence[BlockView],
-    dst_ids: Ids,
-    stream: torch.cuda.Stream | None,
-) -> torch.cuda.Event | None:
-    """The same blocks of several ranks' caches, whose heads are told apart by their specs; reshard.py checks
-    that they cover each other."""
-    from_ids, to_ids = check_ids(
-        src_ids, min(view.num_blocks for view in srcs), dst_ids, min(view.num_blocks for view in dsts)
-    )
-    for src in srcs:
-        for dst in dsts:
-            check_memory(src, dst, from_ids, to_ids)
-    if not len(from_ids):
-        return None
-    kinds = {srcs[0].storage.kind, dsts[0].storage.kind}
-    if not reachable(kinds):
-        _copy_staged(srcs, from_ids, dsts, to_ids, stream)
-        return None
-    event = None
-    for pieces in pieces_between(srcs, dsts, range(srcs[0].spec.num_layers)):
-        if Kind.DEVICE in kinds:
-            event = copy_on_device(
-                pieces, from_ids, to_ids, device_of(srcs[0], dsts[0]), stream, len(kinds) == 2
-            )
-        else:
-            copy_on_host(pieces, from_ids, to_ids)
-    if event is not None:
-        in_flight.keep(event, *srcs, *dsts)
-    return event
-
-
-def check_compatible(src: BlockView, dst: BlockView, besides: Iterable[str]) -> None:
-    if reasons := compatibility(src.spec, dst.spec, besides):
-        raise LayoutError("these blocks do not go together: " + "; ".join(reasons))
-
-
-def check_memory(src: BlockView, dst: BlockView, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
-    """Blocks may be copied within a cache, other blocks onto other blocks; not between other views of the
-    same memory."""
-    if not dst.mutable:
-        raise BlockCopyError("the destination is read-only")
-    if src.storage.kind is dst.storage.kind is Kind.DEVICE and src.storage.device != dst.storage.device:
-        raise BlockCopyError(
-            f"a copy from {src.storage.device} to {dst.storage.device} has to go through host memory"
-        )
-    if not src.overlaps(dst):
-        return
-    if (src.spec, src.num_blocks, src.strides) != (dst.spec, dst.num_blocks, dst.strides) or (
-        src.addresses != dst.addresses
-    ).any():
-        raise BlockCopyError("source and destination overlap in memory, but are not the same blocks")
-    if len(both := np.intersect1d(src_ids, dst_ids)):
-        raise BlockCopyError(
-            f"block {both[0]} is read and written by one copy within a cache: copy in two steps"
-        )
-
-
-def reachable(kinds: set[Kind]) -> bool:
-    """Whether one processor, the device's or the host's, has both at hand."""
-    return kinds <= {Kind.DEVICE, Kind.PINNED} or kinds <= {Kind.PINNED, Kind.HOST, Kind.MAPPED}
-
-
-def device_of(src: BlockView, dst: BlockView) -> torch.device:
-    return src.storage.device if src.storage.kind is Kind.DEVICE else dst.storage.device
-
-
-def pieces_between(
-    srcs: Sequence[BlockView], dsts: Sequence[BlockView], layers: Iterable[int]
-) -> list[Pieces]:
-    """What to copy so that every head of every destination comes from the source that has it. One element,
-    unless the shards of a side differ in their strides."""
-    a, b = srcs[0].spec, dsts[0].spec
-    heads, item = math.gcd(a.heads, b.heads), ITEM_BYTES[a.dtype]  # so many lie together on both sides
-    owners = {view.spec.tp_rank: view for view in srcs}
-    which = list(layers)
-    found: dict[tuple[tuple[int, int], ...], list[tuple[np.ndarray, np.ndarray]]] = {}
-    for dst in dsts:
-        for head in range(dst.spec.tp_rank * b.heads, (dst.spec.tp_rank + 1) * b.heads, heads):
-            src = owners[head // a.heads]
-            strides = tuple(
-                (src.strides[axis], dst.strides[axis]) for axis in ("block", "kv", "token", "head")
-            )
-            found.setdefault(strides, []).append(
-                (
-                    src.addresses[which] + head % a.heads * src.strides["head"],
-                    dst.addresses[which] + head % b.heads * dst.strides["head"],
-                )
-            )
-    pieces = []
-    for (block, kv, token, head_strides), starts in found.items():
-        src_starts, dst_starts = (np.concatenate(side) for side in zip(*starts))
-        dims = [(2, *kv), (a.block_size, *token), (heads, *head_strides), (a.head_dim, item, item)]
-        pieces.append(join(src_starts, dst_starts, *block, dims, item))
-    return pieces
-
-
-def _copy_staged(
-    srcs: Sequence[BlockView],
-    src_ids: np.ndarray,
-    dsts: Sequence[BlockView],
-    dst_ids: np.ndarray,
-    stream: torch.cuda.Stream | None,
-) -> None:
-    """By way of memory that has the layout of the side which can't be reached."""
-    kinds = {srcs[0].storage.kind, dsts[0].storage.kind}
-    from_source = srcs[0].storage.kind is Kind.DIRECT or dsts[0].storage.kind is Kind.DEVICE
-    shards = srcs if from_source else dsts
-    block_bytes = sum(shard.spec.block_bytes for shard in shards)
-    num_blocks = min(len(src_ids), max(1, STAGING_BYTES // block_bytes))
-    allocate = pinned_memory if Kind.DEVICE in kinds else host_memory
-    staged = [
-        BlockView.over(shard.spec, num_blocks, allocate(num_blocks * shard.spec.block_bytes))
-        for shard in shards
-    ]
-    for start in range(0, len(src_ids), num_blocks):
-        from_ids, to_ids = src_ids[start : start + num_blocks], dst_ids[start : start + num_blocks]
-        ids = np.arange(len(from_ids))
-        if from_source:
-            for shard, stage in zip(shards, staged):
-                _copy_by_host(shard, from_ids, stage, ids)
-            event = copy_shards(staged, ids, dsts, to_ids, stream)
-        else:
-            event = copy_shards(srcs, from_ids, staged, ids, stream)
-        if event is not None:
-            event.synchronize()
-        if not from_source:
-            for shard, stage in zip(shards, staged):
-                _copy_by_host(stage, ids, shard, to_ids)
-
-
-def _copy_by_host(src: BlockView, src_ids: np.ndarray, dst: BlockView, dst_ids: np.ndarray) -> None:
-    """Between caches of one spec, one of them host memory, the other host memory or a file."""
-    file = src if src.storage.kind is Kind.DIRECT else dst
-    storages = [file.layer(i).storage for i in range(file.spec.num_layers)]
-    for storage in dict.fromkeys(storages):
-        (pieces,) = pieces_between([src], [dst], [i for i, its in enumerate(storages) if its is storage])
-        if storage.kind is not Kind.DIRECT:
-            copy_on_host(pieces, src_ids, dst_ids)
-            continue
-        for source, target in zip(*(addresses.tolist() for addresses in runs(pieces, src_ids, dst_ids))):
-            if file is src:
-                storage.read(source, bytes_at(target, pieces.run).numpy())
-            else:
-                storage.write(target, bytes_at(source, pieces.run).numpy())
-
-
-def copy_on_device(
-    pieces: Pieces,
-    src_ids: np.ndarray,
-    dst_ids: np.ndarray,
-    device: torch.device,
-    stream: torch.cuda.Stream | None,
-    over_pcie: bool,
-) -> torch.cuda.Event:
-    """Queues the copy; the event is that of its end."""
-    current = stream or torch.cuda.current_stream(device)
-    if stream is None or not stream.cuda_stream:  # the copy engines' batches don't take the default stream
-        stream = _side_stream(device)
-        stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        if over_pcie and pieces.run >= DMA_BYTES:
-            copy_by_dma(*runs(pieces, src_ids, dst_ids), pieces.run, stream)
-        else:
-            from shoal.kernels.block_copy_triton import copy_by_kernel  # only now: a CPU run may lack Triton
-
-            packed = upload(device, pieces.src, pieces.dst, src_ids, dst_ids)
-            copy_by_kernel(pieces, *packed.split((2 * len(pieces.src), 2 * len(src_ids))))
-        event = stream.record_event()
-    if current is not stream:
-        current.wait_event(event)
-    return event
-
-
-def upload(device: torch.device, *arrays: np.ndarray) -> torch.Tensor:
-    """One after the other, int64, behind what the current stream does."""
-    return torch.from_numpy(np.concatenate(arrays)).pin_memory().to(device, non_blocking=True)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 class CopyStream:
-    """A copy staged once and set off layer by layer, so that one layer travels while the next is computed.
-    Not for several threads.
+    """Copies blocks on a stream of its own, so that they run beside what the device computes. It waits for
+    nothing by itself: call `copying.stream.wait_stream(compute)` or trigger behind an event where a copy
+    needs what is being computed. Not for several threads. On the CPU there is no stream.
 
-        copy.prepare_block_map(src, dst); copy.prepare_block_ids(src_ids, dst_ids) copy.trigger_layer(0,
-        after=computed); copy.wait_layer(0, stream)    # in whatever order, each layer as often as one likes
-
-    On a device everything is queued on `stream`, and each layer has its event; on the CPU a layer is copied
-    when it is triggered.
+        block_map = BlockMap(src, dst)                         # once for a direction
+        copying = CopyStream("cuda")
+        copy = copying.stage(block_map, src_ids, dst_ids)
+        copy.trigger_layer(0, after=computed)                  # while layer 1 is computed
+        copy.trigger_all_layers()                              # what is left
+        copy.wait_layer(0, compute)                            # an event, not a synchronization
     """
 
     def __init__(self, device: torch.device | str, stream: torch.cuda.Stream | None = None) -> None:
-        self.device = torch.device(device)
-        self.stream = stream or (torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
-        self._views: tuple[BlockView, BlockView] | None = None
-        self._ids: tuple[np.ndarray, np.ndarray] | None = None
-        self._maps: list[Pieces] = []  # a layer each; the last: all of them
-        self._clear()
+        self.device, self.stream = torch.device(device), stream
+        if self.device.type == "cuda":
+            self.stream = stream or torch.cuda.Stream(self.device)
+            self.device = self.stream.device  # with its index
 
-    def prepare_block_map(self, src: BlockView, dst: BlockView) -> None:
-        """Which caches. Raises BlockCopyError if others are staged (`reset` first) or plain memory meets a
-        device, and LayoutError."""
-        if self._views is not None:
-            raise BlockCopyError("a block map is staged already: reset() first")
-        check_compatible(src, dst, besides=("layout",))
-        check_memory(src, dst, *(np.empty(0, np.int64),) * 2)
-        kinds = {src.storage.kind, dst.storage.kind}
-        if not reachable(kinds) or (Kind.DEVICE in kinds) != (self.device.type == "cuda"):
-            raise BlockCopyError(
-                f"a copy stream of {self.device} does not reach from {src.storage.kind} to "
-                f"{dst.storage.kind} storage: "
-                "copy_blocks goes through memory in between"
-            )
-        layers = range(src.spec.num_layers)
-        self._maps = [pieces_between([src], [dst], which)[0] for which in (*([i] for i in layers), layers)]
-        self._over_pcie = len(kinds) == 2
-        if self.stream is not None:
-            with torch.cuda.stream(self.stream):
-                packed = upload(
-                    self.device, *(part for pieces in self._maps for part in (pieces.src, pieces.dst))
-                )
-                self._addresses = packed.split([2 * len(pieces.src) for pieces in self._maps])
-        self._views = (src, dst)
-        self._clear()
-
-    def prepare_block_ids(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
-        """Which blocks, from now on; no layer has been triggered then. Raises BlockCopyError."""
-        if self._views is None:
-            raise BlockCopyError("no block map is staged: prepare_block_map() first")
-        src, dst = self._views
-        from_ids, to_ids = check_ids(src_ids, src.num_blocks, dst_ids, dst.num_blocks)
-        check_memory(src, dst, from_ids, to_ids)
-        if self.stream is not None:
-            with torch.cuda.stream(self.stream):
-                self._device_ids = upload(self.device, from_ids, to_ids)
-        self._ids = (from_ids, to_ids)
-        self._clear()
-
-    def trigger_layer(self, layer: int, after: torch.cuda.Event | None = None) -> None:
-        """Sets off a layer, behind an event if one is given. Again for the same ids does nothing, until
-        `rearm`."""
-        self._check(layer)
-        if not self._triggered[layer]:
-            self._start(layer, [layer], after)
-
-    def trigger_all_layers(self, after: torch.cuda.Event | None = None) -> None:
-        """Those that have not been; as one copy if none has."""
-        self._check(0)
-        if not any(self._triggered):
-            self._start(-1, range(len(self._triggered)), after)
-        for layer in range(len(self._triggered)):
-            self.trigger_layer(layer, after)
-
-    def _start(self, which: int, layers: Iterable[int], after: torch.cuda.Event | None) -> None:
-        assert self._ids is not None and self._views is not None
-        pieces, event = self._maps[which], None
-        if self.stream is None:
-            copy_on_host(pieces, *self._ids)
-        else:
-            if after is not None:
-                self.stream.wait_event(after)
-            if len(self._ids[0]):
-                with torch.cuda.stream(self.stream):
-                    if self._over_pcie and pieces.run >= DMA_BYTES:
-                        copy_by_dma(*runs(pieces, *self._ids), pieces.run, self.stream)
-                    else:
-                        from shoal.kernels.block_copy_triton import copy_by_kernel  # only now, as above
-
-                        copy_by_kernel(pieces, self._addresses[which], self._device_ids)
-            event = self.stream.record_event()
-            in_flight.keep(event, *self._views)
-        for layer in layers:
-            self._triggered[layer], self._events[layer] = True, event
-
-    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Has a stream (default: the current one) wait for a layer, which has been triggered. Nothing to wait
-        for on the CPU."""
-        self._check(layer)
-        if not self._triggered[layer]:
-            raise BlockCopyError(
-                f"layer {layer} has not been triggered: waiting for it would wait for nothing"
-            )
-        if (event := self._events[layer]) is not None:
-            (stream or torch.cuda.current_stream(self.device)).wait_event(event)
-
-    def event(self, layer: int) -> torch.cuda.Event | None:
-        """The event of a layer's end; None before the layer is triggered, and on the CPU."""
-        self._check(layer)
-        return self._events[layer]
+    def stage(self, block_map: BlockMap, src_ids: Ids, dst_ids: Ids) -> StagedCopy:
+        """Makes a copy ready, and copies nothing yet. Block dst_ids[i] of every destination is to become
+        block src_ids[i]. Several staged copies may be under way. Raises BlockCopyError if the ids do not go
+        together, or if this stream's device is none of the map's."""
+        devices = block_map.devices or [torch.device("cpu")]
+        if self.device not in devices:
+            names = " and ".join(map(str, devices))
+            raise BlockCopyError(f"a copy stream of {self.device} does not copy between memories of {names}")
+        return StagedCopy(self, block_map, *block_map.check_ids(src_ids, dst_ids))
 
     def synchronize(self) -> None:
         """Returns when what was triggered is done."""
@@ -444,26 +74,86 @@ class CopyStream:
             self.stream.synchronize()
             in_flight.settle()
 
-    def rearm(self) -> None:
-        """The same copy once more: no layer has been triggered."""
-        self._check(0)
-        self._clear()
 
-    def reset(self) -> None:
-        """Forgets caches and blocks; copies in flight go on."""
-        self._views = self._ids = None
+class StagedCopy:
+    """One copy of certain blocks, which is set off layer by layer, in whatever order. On the CPU a layer is
+    copied when it is triggered. CopyStream.stage makes it."""
 
-    def _clear(self) -> None:
-        num_layers = max(0, len(self._maps) - 1)
-        self._triggered = [False] * num_layers
-        self._events: list[torch.cuda.Event | None] = [None] * num_layers
+    def __init__(
+        self, copying: CopyStream, block_map: BlockMap, src_ids: np.ndarray, dst_ids: np.ndarray
+    ) -> None:
+        self._stream, self._device = copying.stream, copying.device
+        self._map, self._ids = block_map, (src_ids, dst_ids)
+        self._device_ids: torch.Tensor | None = None  # once a kernel has needed them
+        self._triggered = [False] * block_map.num_layers
+        self._events: list[torch.cuda.Event | None] = [None] * block_map.num_layers
+        self._last_event: torch.cuda.Event | None = None
+
+    def trigger_layer(self, layer: int, after: torch.cuda.Event | None = None) -> None:
+        """Sets off a layer, behind an event if one is given. A second call does nothing."""
+        self._check(layer)
+        if not self._triggered[layer]:
+            self._start(layer, [layer], after)
+
+    def trigger_all_layers(self, after: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """Sets off the layers that have not been triggered, as one copy if none has. Returns the event of the
+        end of all layers; None on the CPU, where the copy is done."""
+        if not any(self._triggered):
+            self._start(-1, range(self._map.num_layers), after)
+        for layer in range(self._map.num_layers):
+            self.trigger_layer(layer, after)
+        return self._last_event
+
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Has a stream (default: the current one) wait for a layer, which has been triggered. On the CPU
+        there is nothing to wait for. Raises BlockCopyError."""
+        self._check(layer)
+        if not self._triggered[layer]:
+            raise BlockCopyError(
+                f"layer {layer} has not been triggered: waiting for it would wait for nothing"
+            )
+        if (event := self._events[layer]) is not None:
+            (stream or torch.cuda.current_stream(self._device)).wait_event(event)
+
+    def event(self, layer: int) -> torch.cuda.Event | None:
+        """The event of a layer's end; None before the layer is triggered, and on the CPU."""
+        self._check(layer)
+        return self._events[layer]
+
+    def _start(self, which: int, layers: Iterable[int], after: torch.cuda.Event | None) -> None:
+        """`which`: the index into the map's pieces."""
+        event = None
+        if self._stream is None:
+            for pieces in self._map.pieces[which]:
+                copy_on_host(pieces, *self._ids)
+        else:
+            if after is not None:
+                self._stream.wait_event(after)
+            if len(self._ids[0]):
+                for i, pieces in enumerate(self._map.pieces[which]):
+                    self._queue(which, i, pieces)
+            self._last_event = event = self._stream.record_event()
+            in_flight.keep(event, self._map)
+        for layer in layers:
+            self._triggered[layer], self._events[layer] = True, event
+
+    def _queue(self, which: int, i: int, pieces: Pieces) -> None:
+        assert self._stream is not None
+        if self._map.goes_by_dma(pieces):
+            copy_by_dma(*runs(pieces, *self._ids), pieces.run, self._stream)
+            return
+        from shoal.kernels.block_copy_triton import copy_by_kernel  # only now: a CPU run may lack Triton
+
+        with torch.cuda.stream(self._stream):
+            if self._device_ids is None:
+                ids = torch.from_numpy(np.concatenate(self._ids)).pin_memory()
+                self._device_ids = ids.to(self._device, non_blocking=True)
+            copy_by_kernel(pieces, self._map.addresses(self._device)[which][i], self._device_ids)
 
     def _check(self, layer: int) -> None:
-        if self._ids is None:
-            raise BlockCopyError("nothing is staged: prepare_block_map() and prepare_block_ids() first")
-        if not 0 <= layer < len(self._triggered):
+        if not 0 <= layer < self._map.num_layers:
             raise BlockCopyError(
-                f"layer {layer} does not exist: layers go from 0 to {len(self._triggered) - 1}"
+                f"layer {layer} does not exist: layers go from 0 to {self._map.num_layers - 1}"
             )
 
 
@@ -490,6 +180,120 @@ class CopyStreams:
             raise NoFreeCopyStreamError(
                 f"all {self.size} copy streams are in use: drop one, or make the pool larger"
             ) from None
-        copy = CopyStream(self.device, stream)
-        weakref.finalize(copy, self._free.append, stream)
-        return copy
+        copying = CopyStream(self.device, stream)
+        weakref.finalize(copying, self._free.append, stream)
+        return copying
+
+
+def copy_layer(block_map: BlockMap, layer: int, src_ids: Ids, dst_ids: Ids) -> None:
+    """Copies one layer behind what the current stream does. It is done when this returns. Raises
+    BlockCopyError."""
+    copying = _behind_current(block_map.devices, None)
+    copy = copying.stage(block_map, src_ids, dst_ids)
+    copy.trigger_layer(layer)
+    if (event := copy.event(layer)) is not None:
+        event.synchronize()
+
+
+def copy_blocks(
+    srcs: Shards, src_ids: Ids, dsts: Shards, dst_ids: Ids, stream: torch.cuda.Stream | None = None
+) -> torch.cuda.Event | None:
+    """One copy of all layers between any kinds of storage, for which no map has to be made.
+
+    Without a stream it is an operation of the current one; on a stream of the caller's it waits for nothing.
+    Returns the event of its end, or None if it is done. What no processor reaches, as plain memory from a
+    device, or a file, passes through memory in between, and is done when this returns. Raises LayoutError and
+    BlockCopyError.
+    """
+    srcs, dsts = as_shards(srcs), as_shards(dsts)
+    shared_heads([view.spec for view in srcs], [view.spec for view in dsts])  # what can't be is refused first
+    if not reachable(srcs, dsts):
+        is_one_cache = check_memory(srcs, dsts)
+        from_ids, to_ids = check_ids(src_ids, srcs, dst_ids, dsts)
+        if is_one_cache:
+            check_apart(from_ids, to_ids)
+        if len(from_ids):
+            _copy_in_between(srcs, from_ids, dsts, to_ids, stream)
+        return None
+    block_map = BlockMap(srcs, dsts)
+    copying = _behind_current(block_map.devices, stream)
+    event = copying.stage(block_map, src_ids, dst_ids).trigger_all_layers()
+    if event is not None and copying.stream is not stream:
+        (stream or torch.cuda.current_stream(copying.device)).wait_event(event)
+    return event
+
+
+def _behind_current(devices: Sequence[torch.device], stream: torch.cuda.Stream | None) -> CopyStream:
+    """On `stream`, if it is one of these devices'. Otherwise on a stream of ours, which has waited for it or
+    for the current one. Default streams are waited for too, because the copy engines' batches do not accept
+    them."""
+    if not devices:
+        return CopyStream("cpu")
+    if stream is not None and stream.cuda_stream and stream.device in devices:
+        return CopyStream(stream.device, stream)
+    ours = _side_stream(devices[0])
+    ours.wait_stream(stream or torch.cuda.current_stream(devices[0]))
+    return CopyStream(devices[0], ours)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _copy_in_between(
+    srcs: Sequence[BlockView],
+    src_ids: np.ndarray,
+    dsts: Sequence[BlockView],
+    dst_ids: np.ndarray,
+    stream: torch.cuda.Stream | None,
+) -> None:
+    """By way of memory that both sides reach. It has the specs of the side that nothing else can reach."""
+    kinds = {srcs[0].storage.kind, dsts[0].storage.kind}
+    like_source = srcs[0].storage.kind is Kind.DIRECT or dsts[0].storage.kind is Kind.DEVICE
+    shards = srcs if like_source else dsts
+    block_bytes = sum(shard.spec.block_bytes for shard in shards)
+    num_blocks = min(len(src_ids), max(1, STAGING_BYTES // block_bytes))
+    allocate = pinned_memory if Kind.DEVICE in kinds else host_memory
+    specs = [replace(shard.spec, num_blocks=num_blocks) for shard in shards]
+    between = [BlockView.over(spec, allocate(spec.num_bytes)) for spec in specs]
+    there, on = (_copy_alike, copy_blocks) if like_source else (copy_blocks, _copy_alike)
+    for start in range(0, len(src_ids), num_blocks):
+        from_ids, to_ids = src_ids[start : start + num_blocks], dst_ids[start : start + num_blocks]
+        ids = np.arange(len(from_ids))
+        event = there(srcs, from_ids, between, ids, stream)
+        if event is not None:
+            event.synchronize()
+        event = on(between, ids, dsts, to_ids, stream)
+        if event is not None:
+            event.synchronize()
+
+
+def _copy_alike(
+    srcs: Sequence[BlockView],
+    src_ids: np.ndarray,
+    dsts: Sequence[BlockView],
+    dst_ids: np.ndarray,
+    stream: torch.cuda.Stream | None,
+) -> torch.cuda.Event | None:
+    """As copy_blocks, between shards of equal specs. One side may be a file that has no memory."""
+    if reachable(srcs, dsts):
+        return copy_blocks(srcs, src_ids, dsts, dst_ids, stream)
+    for src, dst in zip(srcs, dsts):
+        _copy_file(src, src_ids, dst, dst_ids)
+    return None
+
+
+def _copy_file(src: BlockView, src_ids: np.ndarray, dst: BlockView, dst_ids: np.ndarray) -> None:
+    """Between a direct-I/O file and memory of the same spec. Layers may lie in files of their own."""
+    file = src if src.storage.kind is Kind.DIRECT else dst
+    storages = [file.layer(i).storage for i in range(file.spec.num_layers)]
+    shares = shared_heads([src.spec], [dst.spec])
+    for storage in dict.fromkeys(storages):
+        layers = [i for i, its in enumerate(storages) if its is storage]
+        (pieces,) = pieces_between([src], [dst], shares, layers)
+        for source, target in zip(*(addresses.tolist() for addresses in runs(pieces, src_ids, dst_ids))):
+            if file is src:
+                storage.read(source, bytes_at(target, pieces.run).numpy())
+            else:
+                storage.write(target, bytes_at(source, pieces.run).numpy())

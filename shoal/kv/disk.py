@@ -22,9 +22,10 @@ from functools import partial
 from itertools import takewhile
 
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec, Event, in_pages
+from shoal.kv.block_file import BlockFormat, BlockMeta, Event, in_pages
 from shoal.kv.block_folder import BlockFolder, delete
 from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
+from shoal.kv.layout import CacheSpec
 from shoal.kv.policy import EvictionOrder
 from shoal.kv.tier import TierStats
 
@@ -49,7 +50,7 @@ class DiskTier:
         path: str,
         max_bytes: int,
         fingerprint: bytes,
-        spec: BlockSpec,
+        spec: CacheSpec,
         policy: str = "lru",
         threads: int = 4,
         max_pending: int = 64,

@@ -1,11 +1,14 @@
-"""What a KV cache looks like in memory: layouts, byte arithmetic, and whether two caches go together. Without
-torch."""
+"""What a KV cache looks like in memory: layouts, byte arithmetic, whether two caches go together, and which
+rank of one has the heads of which rank of another. Without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
 
 from shoal.errors import UserError
 
@@ -42,28 +45,30 @@ class Layout(StrEnum):
         }[self]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSpec:
-    """One rank's cache, but for its number of blocks. `num_heads` counts the KV heads of all ranks. Raises
-    LayoutError."""
+class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's cache. It is plain data, so it can be sent to another process.
+
+    Ranks share the KV heads of the model in order. Where there are more ranks than heads, neighbouring ranks
+    hold the same head. Raises LayoutError, which msgspec turns into its ValidationError while it decodes.
+    """
 
     layout: Layout
     num_layers: int
-    num_heads: int
+    num_heads: int  # KV heads of the model
     head_dim: int
     dtype: str
     block_size: int  # tokens
+    num_blocks: int = 1
     tp_rank: int = 0
     tp_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_heads", "head_dim", "block_size", "tp_size"):
+        for name in ("num_layers", "num_heads", "head_dim", "block_size", "num_blocks", "tp_size"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}, but must be 1 or more")
         if not isinstance(self.layout, Layout):
-            raise LayoutError(
-                f"layout {self.layout!r} is none of {', '.join(f'Layout.{layout.name}' for layout in Layout)}"
-            )
+            layouts = ", ".join(f"Layout.{layout.name}" for layout in Layout)
+            raise LayoutError(f"layout {self.layout!r} is none of {layouts}")
         if self.dtype not in ITEM_BYTES:
             raise LayoutError(f"dtype {self.dtype!r} is none of {', '.join(ITEM_BYTES)}")
         if not 0 <= self.tp_rank < self.tp_size:
@@ -71,17 +76,20 @@ class CacheSpec:
                 f"tp_rank is {self.tp_rank}, but with tp_size {self.tp_size} ranks go from 0 to "
                 f"{self.tp_size - 1}"
             )
-        if self.tp_size > self.num_heads:
+        if self.num_heads % self.tp_size and self.tp_size % self.num_heads:
             raise LayoutError(
-                f"tp_size is {self.tp_size}, but there are only {self.num_heads} KV heads to share"
+                f"tp_size {self.tp_size} neither divides {self.num_heads} KV heads nor is a multiple of them"
             )
-        if self.num_heads % self.tp_size:
-            raise LayoutError(f"{self.num_heads} KV heads cannot be shared evenly by tp_size {self.tp_size}")
 
     @property
     def heads(self) -> int:
-        """KV heads of this rank: from tp_rank * heads on."""
-        return self.num_heads // self.tp_size
+        """KV heads of this rank."""
+        return max(1, self.num_heads // self.tp_size)
+
+    @property
+    def first_head(self) -> int:
+        """Which head of the model is the first of this rank."""
+        return self.tp_rank * self.num_heads // self.tp_size
 
     @property
     def token_layer_bytes(self) -> int:
@@ -90,6 +98,7 @@ class CacheSpec:
 
     @property
     def block_layer_bytes(self) -> int:
+        """A block of one layer, on this rank."""
         return self.token_layer_bytes * self.block_size
 
     @property
@@ -97,24 +106,110 @@ class CacheSpec:
         """A block over all layers, on this rank."""
         return self.block_layer_bytes * self.num_layers
 
-    def layer_shape(self, num_blocks: int) -> tuple[int, ...]:
+    @property
+    def num_bytes(self) -> int:
+        """All blocks over all layers, on this rank."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The cache as one tensor, which has all layers: a `WHOLE_BLOCKS` one has them behind the blocks,
+        others have them first."""
+        layer = self.layer_shape
+        if self.layout is Layout.WHOLE_BLOCKS:
+            return (layer[0], self.num_layers, *layer[1:])
+        return (self.num_layers, *layer)
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
         sizes = {
             "kv": 2,
-            "block": num_blocks,
+            "block": self.num_blocks,
             "token": self.block_size,
             "head": self.heads,
             "item": self.head_dim,
         }
         return tuple(sizes[axis] for axis in self.layout.axes)
 
-    def layer_strides(self, num_blocks: int) -> tuple[int, ...]:
+    @property
+    def layer_strides(self) -> tuple[int, ...]:
         """In items."""
-        strides = contiguous_strides(self.layer_shape(num_blocks))
-        return (self.num_layers * strides[0], *strides[1:]) if self.layout is Layout.WHOLE_BLOCKS else strides
+        strides = contiguous_strides(self.layer_shape)
+        if self.layout is Layout.WHOLE_BLOCKS:
+            return (self.num_layers * strides[0], *strides[1:])
+        return strides
 
-    def layer_offset(self, layer: int, num_blocks: int) -> int:
-        """Where a layer begins, in bytes, if all of them are in one piece of `num_blocks * block_bytes`."""
-        return layer * self.block_layer_bytes * (1 if self.layout is Layout.WHOLE_BLOCKS else num_blocks)
+    def layer_offset(self, layer: int) -> int:
+        """Where a layer begins, in bytes, if the cache is one piece of `num_bytes`."""
+        if self.layout is Layout.WHOLE_BLOCKS:
+            return layer * self.block_layer_bytes
+        return layer * self.block_layer_bytes * self.num_blocks
+
+    def mismatch(self, other: CacheSpec) -> str | None:
+        """Why no copy makes blocks of one cache out of blocks of the other, naming each field that differs.
+        None if a copy can: the layouts, the numbers of blocks and the tensor-parallel sizes may differ."""
+        names = ("num_layers", "num_heads", "head_dim", "dtype", "block_size")
+        values = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        differing = [
+            f"{name} is {here} on one side and {there} on the other"
+            for name, here, there in values
+            if here != there
+        ]
+        return "; ".join(differing) or None
+
+
+class SharedHeads(NamedTuple):
+    """Neighbouring heads that one rank of a source has and one rank of a destination wants. Each rank's heads
+    are counted from its own first one."""
+
+    src_rank: int
+    src_head: int
+    dst_rank: int
+    dst_head: int
+    num_heads: int
+
+
+def shared_heads(srcs: Sequence[CacheSpec], dsts: Sequence[CacheSpec]) -> list[SharedHeads]:
+    """Says where each head of each destination comes from, in the order of destinations and their heads. All
+    entries have the same number of heads.
+
+    `srcs` are ranks of one cache and `dsts` ranks of another, all of them or some. If several sources hold a
+    head, destinations take turns among them. Raises LayoutError if blocks of one cache can't become blocks of
+    the other, or if no source has a head that a destination wants.
+    """
+    for specs in (srcs, dsts):
+        _check_ranks(specs)
+    if reason := srcs[0].mismatch(dsts[0]):
+        raise LayoutError(f"these blocks do not go together: {reason}")
+    together = math.gcd(srcs[0].heads, dsts[0].heads)  # so many heads always have the same source
+    found = []
+    for dst in dsts:
+        for i in range(0, dst.heads, together):
+            head = dst.first_head + i
+            holders = [src for src in srcs if 0 <= head - src.first_head < src.heads]
+            if not holders:
+                raise LayoutError(
+                    f"no source has head {head}: the sources are ranks {[src.tp_rank for src in srcs]} of "
+                    f"{srcs[0].tp_size}"
+                )
+            src = holders[dst.tp_rank % len(holders)]
+            found.append(SharedHeads(src.tp_rank, head - src.first_head, dst.tp_rank, i, together))
+    return found
+
+
+def _check_ranks(specs: Sequence[CacheSpec]) -> None:
+    """Raises LayoutError unless these are different ranks of one cache."""
+    if not specs:
+        raise LayoutError("a copy has one source and one destination at least")
+    ranks = [spec.tp_rank for spec in specs]
+    if len(set(ranks)) < len(ranks):
+        raise LayoutError(f"the ranks of one side are {ranks}: each may come once")
+    for spec in specs[1:]:
+        reason = specs[0].mismatch(spec)
+        if spec.tp_size != specs[0].tp_size:
+            reason = f"tp_size is {specs[0].tp_size} on one rank and {spec.tp_size} on another"
+        if reason:
+            raise LayoutError(f"the ranks of one side do not go together: {reason}")
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,13 +218,3 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
     return tuple(reversed(strides[: len(shape)]))
-
-
-def compatibility(a: CacheSpec, b: CacheSpec, besides: Iterable[str] = ()) -> list[str]:
-    """Why a block of one is no block of the other, a text for each field; empty if it is. Numbers of blocks
-    may differ, and `besides`."""
-    return [
-        f"{field.name} is {getattr(a, field.name)} on one side and {getattr(b, field.name)} on the other"
-        for field in fields(CacheSpec)
-        if field.name not in besides and getattr(a, field.name) != getattr(b, field.name)
-    ]

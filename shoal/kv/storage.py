@@ -1,20 +1,23 @@
-"""Where the bytes of KV blocks can lie, as one kind of object, and how long they do.
+"""Storages: memory or a file where the bytes of KV blocks lie, and how long it stays.
 
-A storage counts the views over it (view.py) and the copies in flight (copy.py) and is not closed under them.
-Tensors and arrays taken out of it keep its memory by themselves: closed, it lasts until the last of these is
-gone.
+A storage knows the views over it (view.py) and the copies in flight (copy.py), and refuses to be closed under
+them. Tensors and arrays that were taken out of a storage keep its memory by themselves, also when it has been
+closed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from enum import StrEnum
 
 import numpy as np
@@ -27,11 +30,13 @@ from shoal.memory.slab import PORTABLE_AND_MAPPED, forget_last_error
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096  # of direct I/O: offsets, sizes and addresses
+KEY_BYTES = 16  # by which other processes know that shared memory is the one they mean
+F_SEAL_FUTURE_WRITE = 0x0010  # Python 3.11's fcntl has no name for it
 BOUNCE_BYTES = 4 << 20
 
 
 class StorageError(UserError):
-    """A storage that cannot be had, or not be used like this."""
+    """There is no such storage, or it can't be used in this way."""
 
 
 class NotEnoughMemoryError(StorageError):
@@ -39,11 +44,11 @@ class NotEnoughMemoryError(StorageError):
 
 
 class StorageInUseError(StorageError):
-    """It was to be closed, but views or copies use it."""
+    """The storage can't be closed, because views or copies use it."""
 
 
 class StorageClosedError(StorageError):
-    """It was closed before."""
+    """The storage has been closed."""
 
 
 class Kind(StrEnum):
@@ -61,6 +66,8 @@ class Storage(ABC):
         self.kind, self.num_bytes, self.device = kind, num_bytes, device
         self.closed = False
         self.users: weakref.WeakSet[object] = weakref.WeakSet()  # views
+        self.shared: SharedPages | None = None  # how other processes map it, if they can
+        self.is_far = False  # whether `device`, a GPU, reaches it over a link to another one
 
     @property
     @abstractmethod
@@ -69,28 +76,28 @@ class Storage(ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """All of it, without a copy: uint8 [num_bytes]. Raises StorageError where it is no memory."""
+        """The whole storage as uint8 [num_bytes], without a copy. Raises StorageError if it has no memory."""
 
     @abstractmethod
     def read(self, offset: int, into: np.ndarray) -> None:
-        """`into` is contiguous uint8. Done when it returns. Raises StorageError."""
+        """Fills `into`, which is contiguous uint8, and returns when that is done. Raises StorageError."""
 
     @abstractmethod
-    def write(self, offset: int, data: np.ndarray) -> None: ...
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Writes `data`, which is contiguous uint8, and returns when that is done. Raises StorageError."""
 
     @abstractmethod
     def _let_go(self) -> None: ...
 
     def close(self) -> None:
-        """Safe to call twice. Raises StorageInUseError."""
+        """Does nothing if the storage is closed already. Raises StorageInUseError."""
         if self.closed:
             return
         in_flight.settle()
         if self.users:
             raise StorageInUseError(
                 f"a storage of {self.num_bytes} bytes ({self.kind}) cannot be closed: {len(self.users)} "
-                "views over it "
-                "live, or copies in flight hold them; let go of them first"
+                "views over it live, or copies in flight hold them; let go of them first"
             )
         self.closed = True
         self._let_go()
@@ -112,7 +119,7 @@ class Storage(ABC):
 
 
 class Memory(Storage):
-    """A storage of any kind that has addresses, over a tensor that keeps what it needs."""
+    """A storage that has addresses. Its memory is that of a tensor."""
 
     def __init__(self, kind: Kind, tensor: torch.Tensor) -> None:
         super().__init__(kind, tensor.shape[0], tensor.device)
@@ -140,9 +147,9 @@ class Memory(Storage):
 
 
 class DirectFile(Storage):
-    """A file read and written past the page cache (O_DIRECT), through an aligned buffer. Where its filesystem
-    has no direct I/O, `direct` is False, a warning is logged, and the page cache takes part. The file is
-    made, and its space taken, at once."""
+    """A file that is read and written past the page cache (O_DIRECT), through an aligned buffer. The file is
+    made at once, with all its space. If its filesystem has no direct I/O, `direct` is False, a warning is
+    logged, and the page cache takes part."""
 
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
         _check_size(num_bytes)
@@ -221,6 +228,45 @@ def host_memory(num_bytes: int) -> Memory:
     return Memory(Kind.HOST, _tensor_over(_pages(num_bytes)))
 
 
+class SharedPages:
+    """Anonymous memory that other processes of this user can map, read-only, through `fd`. Behind its
+    `num_bytes` bytes lies a key of KEY_BYTES at `key_offset`, all zeros until it is written."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.key_offset = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        try:
+            self.fd = os.memfd_create("shoal-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._close_fd = weakref.finalize(self, os.close, self.fd)
+            os.ftruncate(self.fd, self.key_offset + ALIGNMENT)
+            self.pages = mmap.mmap(self.fd, 0)
+            # It keeps its size, as a reader of pages that are gone would end. From now on it is mapped
+            # read-only. A kernel older than 5.1 does not know the second.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+        except OSError as error:
+            raise StorageError(
+                f"{num_bytes} bytes of shared memory cannot be had: {error.strerror}; is there a limit on "
+                "memory or on open files (ulimit -n)?"
+            ) from None
+
+    def write_key(self, key: bytes) -> None:
+        self.pages[self.key_offset : self.key_offset + KEY_BYTES] = key
+
+
+def shared_memory(num_bytes: int) -> Memory:
+    """Zeros that other processes of this user on this host can read (`Memory.shared`). They have no name in
+    any folder, and end with the last process that maps them. Raises NotEnoughMemoryError, and StorageError if
+    the system gives none."""
+    _check_free(num_bytes)
+    shared = SharedPages(num_bytes)
+    array = (ctypes.c_uint8 * num_bytes).from_buffer(shared.pages)
+    array.owner = shared  # type: ignore[attr-defined]
+    memory = Memory(Kind.HOST, _tensor_over(array))
+    memory.shared = shared
+    return memory
+
+
 def pinned_memory(num_bytes: int) -> Memory:
     """Zeros in host memory that is registered with CUDA. It takes exactly `num_bytes`, while torch rounds the
     size of its own pinned memory up to a power of two. Raises StorageError without a GPU, and
@@ -243,8 +289,8 @@ def pinned_memory(num_bytes: int) -> Memory:
 
 
 def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
-    """The first bytes of a file, made and with its space taken if it is shorter; what is written reaches the
-    file when the system likes."""
+    """The first `num_bytes` of a file, which is made, or made longer, if need be. The system decides when
+    what is written reaches the file. Raises StorageError."""
     _check_size(num_bytes)
     fd = _open_file(os.fspath(path), num_bytes)
     try:
@@ -255,8 +301,8 @@ def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
 
 
 def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object) -> Memory:
-    """Memory that `owner` has, at an address of the kind's; it is kept alive as long as anything uses the
-    memory."""
+    """Memory of another owner, at an address that is valid for this kind. `owner` is kept alive as long as
+    anything uses the memory. Raises StorageError."""
     _check_size(num_bytes)
     if kind is Kind.DIRECT or not address:
         raise StorageError(
@@ -270,7 +316,7 @@ def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object) -> 
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """What a tensor spans, from its first item to its last."""
+    """The memory of a tensor, from its first item to its last. Raises StorageError if it has no items."""
     if not tensor.numel():
         raise StorageError(f"a tensor of shape {tuple(tensor.shape)} has no memory")
     num_items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -281,28 +327,31 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 class InFlight:
-    """What copies use that devices have not done yet."""
+    """Keeps alive what copies use as long as a device has not done them."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.cuda.Event, tuple[object, ...]]] = []
+        self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
         self._lock = threading.RLock()  # letting go of one thing may end in asking for the rest
 
     def keep(self, event: torch.cuda.Event, *used: object) -> None:
-        """Until the event has come, and the next call of either method."""
-        self.settle()
+        """Keeps what a copy uses until its event has come, and some time longer unless `settle` is called."""
         with self._lock:
+            while self._kept and self._kept[0][0].query():
+                self._kept.popleft()
             self._kept.append((event, used))
 
     def settle(self) -> None:
+        """Lets go of all whose event has come."""
         with self._lock:
-            self._kept = [entry for entry in self._kept if not entry[0].query()]
+            self._kept = deque(entry for entry in self._kept if not entry[0].query())
 
 
 in_flight = InFlight()
 
 
 class _DeviceBytes:
-    """Device memory as torch and others take it over; they keep this object, and it keeps the owner."""
+    """Device memory in a form that torch can take over. The tensor keeps this object, which keeps the
+    owner."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self.owner = owner
@@ -319,14 +368,17 @@ def _check_size(num_bytes: int) -> None:
         raise StorageError(f"a storage of {num_bytes} bytes cannot be: it takes 1 or more")
 
 
-def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
+def _check_free(num_bytes: int) -> None:
     _check_size(num_bytes)
     if num_bytes > (free := available_bytes()):
         raise NotEnoughMemoryError(
             f"{num_bytes / 2**30:.2f} GiB of host memory were asked for, but only {free / 2**30:.2f} GiB "
-            "are free: "
-            "ask for less, or end what else uses it"
+            "are free: ask for less, or end what else uses it"
         )
+
+
+def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
+    _check_free(num_bytes)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -336,7 +388,7 @@ def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
 
 
 def _tensor_over(pages: ctypes.Array[ctypes.c_uint8]) -> torch.Tensor:
-    """It keeps the array, which keeps the map: torch by itself would not notice when a map is closed."""
+    """The tensor keeps the array, which keeps the map. torch would not keep a bare map open."""
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -346,8 +398,8 @@ def _unpin(address: int) -> None:
 
 
 def _open_file(path: str, num_bytes: int, flags: int = 0) -> int:
-    """A descriptor of a file that has `num_bytes` or more. A file that can't have them keeps the size it
-    had."""
+    """Returns a descriptor of a file of `num_bytes` or more. Raises StorageError if there is no space for
+    them, and then leaves the file as long as it was."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
         before = os.fstat(fd).st_size

@@ -24,8 +24,9 @@ from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockFormat, BlockMeta, BlockSpec, Event
+from shoal.kv.block_file import BlockFormat, BlockMeta, Event, group_name
 from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
+from shoal.kv.layout import CacheSpec
 from shoal.kv.tier import TierStats
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class StoreTier:
         self,
         url: str,
         fingerprint: bytes,
-        spec: BlockSpec,
+        spec: CacheSpec,
         threads: int = 8,
         max_pending: int = 64,
         timeout_s: float = 10.0,
@@ -85,7 +86,7 @@ class StoreTier:
         self._fs, base = open_url(url)
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._moves = not protocols & OBJECT_STORES
-        self._root = f"{base.rstrip('/')}/{fingerprint.hex()}/{spec.group}/rank{spec.tp_rank}"
+        self._root = f"{base.rstrip('/')}/{fingerprint.hex()}/{group_name(spec)}/rank{spec.tp_rank}"
         self._made: set[str] = set()  # folders that are there
         # For each key: whether the block is there, and until when that is believed
         self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.config import EngineConfig
-from shoal.kv.block_file import BlockSpec
 from shoal.kv.disk import DiskTier
+from shoal.kv.layout import CacheSpec
 from shoal.kv.store import StoreTier
 from shoal.kv.tier import Tier
 
@@ -20,7 +20,7 @@ class TierPlace:
     """Where a rank's tier belongs: the model that computed its blocks, and how their bytes are meant."""
 
     fingerprint: bytes  # 16 bytes, of the weights' content
-    spec: BlockSpec
+    spec: CacheSpec
     record_events: bool  # somebody will call take_events
 
 

@@ -1,4 +1,5 @@
-"""Tensors over any storage (`TensorView`), and the blocks of one cache as such tensors (`BlockView`)."""
+"""Views of memory that need no copy: a tensor in any storage (`TensorView`), and the blocks of one rank's
+cache, a tensor for each layer (`BlockView`)."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from shoal.kv.storage import Kind, Storage, StorageError, in_flight, memory_of
 
 
 class ViewError(UserError):
-    """A view that reaches beyond its storage, an index beyond its shape, two views that do not match."""
+    """A view reaches beyond its storage, an index beyond its shape, or two views do not match."""
 
 
 class TensorView:
-    """`shape` items of `dtype` in a storage, `strides` (in items) apart, from byte `offset` on. Its storage
-    stays open as long as it lives.
+    """A tensor of shape `shape` in a storage, from byte `offset` on; `strides` are in items. The storage
+    can't be closed as long as the view lives.
 
-    A view that is not `mutable` gives arrays that can't be written, and no torch tensors, as those always
-    can. A view over a direct-I/O file reads and writes what it spans, and gives neither.
+    A view that is not `mutable` gives read-only arrays, and no torch tensors, because those can always be
+    written. A view over a direct-I/O file gives neither: it reads and writes the bytes that it spans.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class TensorView:
 
     @classmethod
     def of(cls, array: Any) -> TensorView:
-        """Over the memory of a tensor, an array, or whatever speaks DLPack. It is kept as long as the
-        view."""
+        """A view over the memory of a tensor, an array, or any object that supports DLPack. The view keeps
+        that memory."""
         tensor = array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)
         return cls(memory_of(tensor), tensor.shape, tensor.dtype, tensor.stride())
 
@@ -82,7 +83,7 @@ class TensorView:
 
     @property
     def span(self) -> int:
-        """Bytes from the first item to the end of the last."""
+        """How many bytes lie between the start of the first item and the end of the last one."""
         if not self.num_items:
             return 0
         return (
@@ -91,20 +92,20 @@ class TensorView:
 
     @property
     def is_contiguous(self) -> bool:
-        """Row-major and without gaps; a dimension of size 1 may have any stride."""
+        """Whether items lie in row-major order without gaps. A dimension of size 1 may have any stride."""
         expected = contiguous_strides(self.shape)
         return not self.num_items or all(
             size == 1 or a == b for size, a, b in zip(self.shape, self.strides, expected)
         )
 
     def byte_offset(self, *index: int) -> int:
-        """Where an item lies in the storage, in bytes."""
+        """Where an item lies in the storage, in bytes. Raises ViewError for an index outside of the shape."""
         if len(index) != len(self.shape) or not all(0 <= i < size for i, size in zip(index, self.shape)):
             raise ViewError(f"index {index} is outside of shape {self.shape}")
         return self.offset + sum(i * stride for i, stride in zip(index, self.strides)) * self.dtype.itemsize
 
     def slice(self, dim: int, start: int, end: int) -> TensorView:
-        """Items `start` to `end - 1` of a dimension, as a view."""
+        """A view of the items `start` to `end - 1` of a dimension. Raises ViewError."""
         if not 0 <= dim < len(self.shape) or not 0 <= start <= end <= self.shape[dim]:
             raise ViewError(
                 f"there is no slice from {start} to {end} of dimension {dim} of shape {self.shape}"
@@ -120,7 +121,7 @@ class TensorView:
         )
 
     def __getitem__(self, index: int | tuple[int, ...]) -> int | float | bool:
-        """One item."""
+        """Reads one item."""
         with self._item(index, False) as item:
             return item.item()
 
@@ -139,8 +140,8 @@ class TensorView:
             tensor.fill_(value)
 
     def copy_to(self, dst: TensorView) -> None:
-        """Done when it returns. Both may lie in the same memory. Raises ViewError for another shape or
-        dtype."""
+        """Copies all items, and returns when that is done. Both views may lie in the same memory. Raises
+        ViewError for another shape or dtype."""
         self._check_like(dst)
         with self._opened(False) as source, dst._opened(True) as target:
             target.copy_(source.clone() if self._meets(dst) else source)
@@ -149,12 +150,12 @@ class TensorView:
                     torch.cuda.current_stream(tensor.device).synchronize()
 
     def h2d(self, dst: TensorView, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        """Queues a copy from the host to a device on `stream` (default: the current one); the event is that
-        of its end. Only from pinned memory is it asynchronous."""
+        """Queues a copy from the host to a device on `stream` (default: the current one). Returns the event
+        of its end. Only a copy from pinned memory is asynchronous. Raises ViewError."""
         return self._queue(dst, stream, dst)
 
     def d2h(self, dst: TensorView, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        """The other direction."""
+        """Queues a copy from a device to the host, otherwise as `h2d`."""
         return self._queue(dst, stream, self)
 
     def _queue(
@@ -176,13 +177,13 @@ class TensorView:
         return event
 
     def tensor(self) -> torch.Tensor:
-        """The same memory as a tensor, which keeps it by itself. Raises ViewError if the view is not mutable,
-        StorageError for a file without memory."""
+        """Returns a tensor over the same memory, which it keeps by itself. Raises ViewError if the view is
+        not mutable, and StorageError for a file without memory."""
         return self._tensor(True)
 
     def array(self) -> np.ndarray:
-        """The same memory as an array. Raises ViewError where numpy has no such dtype, StorageError for what
-        is not on the host."""
+        """Returns an array over the same memory. Raises ViewError if numpy has no such dtype, and
+        StorageError if the memory is not on the host."""
         if self.storage.kind is Kind.DEVICE:
             raise StorageError("device memory is no numpy array: copy it to the host first (`d2h`)")
         try:
@@ -209,7 +210,7 @@ class TensorView:
 
     @contextmanager
     def _opened(self, write: bool) -> Iterator[torch.Tensor]:
-        """The tensor, or for a direct-I/O file a copy of it that is written back."""
+        """Gives the tensor, or for a direct-I/O file a copy of it, which is written back afterwards."""
         if self.storage.kind is not Kind.DIRECT or (write and not self.mutable):
             yield self._tensor(write)
             return
@@ -220,7 +221,7 @@ class TensorView:
             self.storage.write(self.offset, span)
 
     def _meets(self, other: TensorView) -> bool:
-        """Whether their spans share an address, be it by two storages over the same memory."""
+        """Whether the two views span a common address. Two storages may lie over the same memory."""
         start, other_start = self.storage.address + self.offset, other.storage.address + other.offset
         return start < other_start + other.span and other_start < start + self.span
 
@@ -232,21 +233,20 @@ class TensorView:
 
 
 class BlockView:
-    """The blocks of one rank's cache: what they look like, and each layer as a view. Raises LayoutError for
-    layers that are not that."""
+    """The blocks of one rank's cache, with a view of each layer. Raises LayoutError if a layer is not what
+    the spec says."""
 
-    def __init__(self, spec: CacheSpec, num_blocks: int, layers: Sequence[TensorView]) -> None:
-        self.spec, self.num_blocks = spec, num_blocks
+    def __init__(self, spec: CacheSpec, layers: Sequence[TensorView]) -> None:
+        self.spec = spec
         self._layers = list(layers)
         if len(layers) != spec.num_layers:
             raise LayoutError(f"{len(layers)} layers were given, but the cache has {spec.num_layers}")
-        dtype, shape, first = getattr(torch, spec.dtype), spec.layer_shape(num_blocks), layers[0]
+        dtype, shape, first = getattr(torch, spec.dtype), spec.layer_shape, layers[0]
         for i, layer in enumerate(layers):
             if (layer.shape, layer.dtype) != (shape, dtype):
                 raise LayoutError(
-                    f"layer {i} has shape {layer.shape} of {layer.dtype}, but {num_blocks} blocks of a "
-                    f"{spec.layout} cache "
-                    f"have {shape} of {dtype}"
+                    f"layer {i} has shape {layer.shape} of {layer.dtype}, but {spec.num_blocks} blocks of a "
+                    f"{spec.layout} cache have {shape} of {dtype}"
                 )
             if layer.strides != first.strides or layer.strides[-1] != 1:
                 raise LayoutError(
@@ -267,41 +267,30 @@ class BlockView:
         self.extents = _united((start, start + first.span) for start in self.addresses.tolist())
 
     @classmethod
-    def over(cls, spec: CacheSpec, num_blocks: int, storage: Storage, offset: int = 0) -> BlockView:
-        """All layers in one piece of `num_blocks * spec.block_bytes` bytes of a storage."""
-        if num_blocks < 1:
-            raise LayoutError(f"a cache of {num_blocks} blocks cannot be: it takes 1 or more")
-        shape, strides, dtype = (
-            spec.layer_shape(num_blocks),
-            spec.layer_strides(num_blocks),
-            getattr(torch, spec.dtype),
-        )
+    def over(cls, spec: CacheSpec, storage: Storage, offset: int = 0) -> BlockView:
+        """A cache that lies in one piece of `spec.num_bytes` bytes of a storage, from byte `offset` on.
+        Raises ViewError if the storage is too small."""
+        shape, strides, dtype = spec.layer_shape, spec.layer_strides, getattr(torch, spec.dtype)
+        layers = range(spec.num_layers)
         return cls(
-            spec,
-            num_blocks,
-            [
-                TensorView(storage, shape, dtype, strides, offset + spec.layer_offset(layer, num_blocks))
-                for layer in range(spec.num_layers)
-            ],
+            spec, [TensorView(storage, shape, dtype, strides, offset + spec.layer_offset(i)) for i in layers]
         )
 
     @classmethod
     def of(cls, spec: CacheSpec, kv: torch.Tensor) -> BlockView:
-        """Over an engine's cache, [blocks, layers, 2, heads, block_size, head_dim]."""
+        """An engine's cache, which is a tensor [blocks, layers, 2, heads, block_size, head_dim]. Raises
+        LayoutError if the spec says otherwise."""
         if spec.layout is not Layout.WHOLE_BLOCKS or kv.dim() != 6:
             raise LayoutError(
                 f"an engine's cache has 6 dimensions and layout {Layout.WHOLE_BLOCKS}, not {kv.dim()} and "
                 f"{spec.layout}"
             )
         storage = memory_of(kv)
-        return cls(
-            spec,
-            kv.shape[0],
-            [
-                TensorView(storage, layer.shape, kv.dtype, layer.stride(), i * kv.stride(1) * kv.itemsize)
-                for i, layer in enumerate(kv.unbind(1))
-            ],
-        )
+        layers = [
+            TensorView(storage, layer.shape, kv.dtype, layer.stride(), i * kv.stride(1) * kv.itemsize)
+            for i, layer in enumerate(kv.unbind(1))
+        ]
+        return cls(spec, layers)
 
     @property
     def storage(self) -> Storage:
@@ -309,7 +298,7 @@ class BlockView:
         return self._layers[0].storage
 
     def layer(self, i: int, mutable: bool = False) -> TensorView:
-        """Read-only unless asked for as mutable."""
+        """The view of a layer, which is read-only unless it is asked for as mutable."""
         if not 0 <= i < len(self._layers):
             raise LayoutError(f"layer {i} does not exist: layers go from 0 to {len(self._layers) - 1}")
         layer = self._layers[i]
@@ -318,7 +307,7 @@ class BlockView:
         )
 
     def overlaps(self, other: BlockView) -> bool:
-        """Whether what their layers span shares a byte, one between two items too."""
+        """Whether the layers of both span a common byte, be it one between two items."""
         if self.storage.kind is Kind.DIRECT or other.storage.kind is Kind.DIRECT:
             mine, theirs = ({layer.storage for layer in view._layers} for view in (self, other))
             if not mine & theirs:
@@ -327,7 +316,7 @@ class BlockView:
 
 
 def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in as few spans as possible."""
+    """Joins spans [start, end) that overlap or touch."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

@@ -49,7 +49,6 @@ class _Region:
     offload: Offload = True
     reread: Callable[[], None] | None = None
     entered: int = 0
-    paused: bool = False
 
 
 class Regions:
@@ -102,7 +101,7 @@ class Regions:
             raise ConfigError(f"region {tag!r}: offload='file' needs `reread`, which brings the content back")
         with self._lock:
             region = self._find(tag, self._pools.current_device())
-            if region.paused:
+            if self._is_paused(region):
                 raise UnavailableError(
                     f"region {tag!r} is paused, so nothing can be allocated in it; resume it first"
                 )
@@ -150,11 +149,11 @@ class Regions:
         start = time.perf_counter()
         with self._lock:
             chosen = self._choose(tags)
+            going = [region for region in chosen if not self._is_paused(region)]
             if keep is None:
-                kept = [region for region in chosen if region.paused or region.offload is True]
+                kept = [region for region in chosen if region not in going or region.offload is True]
             else:
                 kept = [region for region in chosen if region.tag in keep]
-            going = [region for region in chosen if not region.paused]
             for region in going:
                 if region.entered:
                     raise UnavailableError(
@@ -163,12 +162,11 @@ class Regions:
             ranges = {id(region): self._pools.live_ranges(region.pool) for region in going if region in kept}
             self._check_host([region for region in going if region in kept], ranges)
             dropped = any(
-                region.paused and region not in kept and self._usage(region).host for region in chosen
+                region not in going and region not in kept and self._usage(region).host for region in chosen
             )
             moved = self._call(
                 "shoal_pause", [(region, region in kept, ranges.get(id(region))) for region in chosen]
             )
-            self._note_paused(chosen)
             if dropped:  # The caller wants the host's memory.
                 self._buffers().trim()
             self._pools.release_cache()
@@ -182,10 +180,9 @@ class Regions:
         all regions are paused as before, nothing is lost, and the call can be repeated."""
         start = time.perf_counter()
         with self._lock:
-            coming = [region for region in self._choose(tags) if region.paused]
+            coming = [region for region in self._choose(tags) if self._is_paused(region)]
             kept = [region for region in coming if self._usage(region).host]
             moved = self._call("shoal_resume", [(region, False, None) for region in coming])
-            self._note_paused(coming)
             rereads = dict.fromkeys(
                 region.reread
                 for region in coming
@@ -232,7 +229,7 @@ class Regions:
     def paused(self) -> set[str]:
         """Returns the tags of the regions that are paused."""
         with self._lock:
-            return {region.tag for region in self._regions.values() if region.paused}
+            return {region.tag for region in self._regions.values() if self._is_paused(region)}
 
     def prepare_host(self, num_bytes: int | None = None, *, wait: bool = False) -> None:
         """Has `num_bytes` of host memory pinned in the background, so that no pause waits for it. None: as
@@ -326,7 +323,6 @@ class Regions:
         if getattr(self._library, name)(
             jobs, len(jobs), *buffers, self._map_threads, self._streams, moved, status
         ):
-            self._note_paused([region for region, _, _ in regions])
             raise library.error_of(status)
         logger.debug(
             "%s: copies queued after %.3f s, pieces done %.3f s, all %.3f s",
@@ -337,9 +333,9 @@ class Regions:
         )
         return moved
 
-    def _note_paused(self, regions: list[_Region]) -> None:
-        for region in regions:
-            region.paused = bool(self._usage(region).paused)
+    def _is_paused(self, region: _Region) -> bool:
+        """The library knows: an interrupt may come between its work and any note of ours."""
+        return bool(self._usage(region).paused)
 
     def _usage(self, region: _Region) -> RegionUsage:
         usage = RegionUsage()

@@ -24,6 +24,8 @@ from shoal.model_config import ModelConfig
 from shoal.models.layer import build_layer
 from shoal.models.rope import rope_frequencies
 
+AfterLayer = Callable[[int], None]  # takes the index of a layer
+
 
 def check_parallel(config: ModelConfig, size: int) -> None:
     """Raises ConfigError if the model can't be divided over `size` ranks."""
@@ -81,13 +83,18 @@ class Decoder(nn.Module):
         self._awaited: dict[str, CheckpointTensor] = {}  # what a load still waits for, by name
 
     def forward(
-        self, step: StepInput, kv: torch.Tensor, select_S: torch.Tensor | None = None
+        self,
+        step: StepInput,
+        kv: torch.Tensor,
+        select_S: torch.Tensor | None = None,
+        after_layer: AfterLayer | None = None,
     ) -> torch.Tensor:
-        """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64)."""
+        """Final hidden states [T, D], or [S, D] of the token indices in `select_S` (int64). `after_layer` is
+        called when a layer has been launched, or on the CPU, when it has run."""
         x, residual = None, self.embed_tokens.embed(step.token_ids_T)
         if self.config.embedding_multiplier != 1.0:
             residual.mul_(self.config.embedding_multiplier)
-        if self.fused is not None:
+        if self.fused is not None and after_layer is None:
             x = self.fused(residual, step, kv, self.cos_sin)
             if select_S is not None:
                 x, residual = x[select_S], residual[select_S]
@@ -97,6 +104,8 @@ class Decoder(nn.Module):
                 x, residual = layer(
                     x, residual, step, kv[:, i], self.cos_sin, select_S if i == last else None
                 )
+                if after_layer is not None:
+                    after_layer(i)
         return self.norm.add(x, residual)
 
     @contextmanager

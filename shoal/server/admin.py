@@ -33,7 +33,7 @@ def _route(kind: type[Command[Any]], route: AdminRoute) -> Route:
 
 def _handler(kind: type[Command[Any]], answer: str) -> Handler:
     async def handle(exchange: Exchange) -> None:
-        query = _query(exchange, (*kind.__struct_fields__, "model"))
+        query = query_of(exchange, (*kind.__struct_fields__, "model"))
         model = _model(exchange, query)
         result = await model.engine.control(command_of(kind, query))
         await exchange.json({answer: result} if answer else result)
@@ -47,7 +47,7 @@ def command_of(kind: type[Command[Any]], query: Query) -> Command[Any]:
     arguments = {}
     for field in msgspec.structs.fields(kind):
         if field.name in query:
-            value = query[field.name] if _is_list(field.type) else _one(query, field.name)
+            value = query[field.name] if _is_list(field.type) else one_of(query, field.name)
             try:
                 arguments[field.name] = msgspec.convert(value, field.type, strict=False)
             except msgspec.ValidationError as error:
@@ -69,30 +69,37 @@ def _is_list(kind: Any) -> bool:
 
 
 async def is_sleeping(exchange: Exchange) -> None:
-    state = await _model(exchange, _query(exchange, ("model",))).engine.sleep_state()
+    state = await _model(exchange, query_of(exchange, ("model",))).engine.sleep_state()
     await exchange.json({"is_sleeping": state.is_sleeping})
 
 
 async def pause(exchange: Exchange) -> None:
     """Level 0: nothing is scheduled, nothing released."""
-    query = _query(exchange, ("mode", "model"))
-    await _model(exchange, query).engine.sleep(0, None, _one(query, "mode", "abort"))
+    query = query_of(exchange, ("mode", "model"))
+    await _model(exchange, query).engine.sleep(0, None, one_of(query, "mode", "abort"))
     await exchange.json({"status": "paused"})
 
 
 async def resume(exchange: Exchange) -> None:
-    await _model(exchange, _query(exchange, ("model",))).engine.wake_up()
+    await _model(exchange, query_of(exchange, ("model",))).engine.wake_up()
     await exchange.json({"status": "resumed"})
 
 
 async def is_paused(exchange: Exchange) -> None:
     """Asleep or paused: as vLLM, either way nothing is scheduled."""
-    state = await _model(exchange, _query(exchange, ("model",))).engine.sleep_state()
+    state = await _model(exchange, query_of(exchange, ("model",))).engine.sleep_state()
     await exchange.json({"is_paused": state.is_sleeping})
 
 
 async def update_weights(exchange: Exchange) -> None:
-    model = _model(exchange, _query(exchange, ("model",)))
+    model = _model(exchange, query_of(exchange, ("model",)))
+    version = await model.engine.update_weights(checkpoint_of(exchange))
+    await model.follow()
+    await exchange.json({"version": version})
+
+
+def checkpoint_of(exchange: Exchange) -> str:
+    """What the body names: a checkpoint's folder or file, or a model's name. Raises ApiError."""
     request = exchange.decode(UpdateWeightsRequest)
     if (request.path is None) == (request.model is None):
         raise ApiError(
@@ -100,12 +107,12 @@ async def update_weights(exchange: Exchange) -> None:
             "path and model: give exactly one of them, a checkpoint's folder or file, or a model's name",
             param="path",
         )
-    await exchange.json({"version": await model.engine.update_weights(request.path or request.model or "")})
+    return request.path or request.model or ""
 
 
 async def start_profile(exchange: Exchange) -> None:
-    query = _query(exchange, ("folder", "model"))
-    folder = _below(exchange.port.config.profile_dir, _one(query, "folder", ""))
+    query = query_of(exchange, ("folder", "model"))
+    folder = _below(exchange.port.config.profile_dir, one_of(query, "folder", ""))
     await _model(exchange, query).engine.start_profile(folder)
     await exchange.json({"status": "tracing"})
 
@@ -128,7 +135,7 @@ def _below(profile_dir: str, name: str) -> str:
     return str(Path(profile_dir, *parts))
 
 
-def _query(exchange: Exchange, known: tuple[str, ...]) -> Query:
+def query_of(exchange: Exchange, known: tuple[str, ...]) -> Query:
     """The URL's parameters. An unknown one is refused: a misspelt `tag=` would put everything to sleep."""
     query = exchange.query()
     if unknown := [name for name in query if name not in known]:
@@ -140,7 +147,8 @@ def _query(exchange: Exchange, known: tuple[str, ...]) -> Query:
     return query
 
 
-def _one(query: Query, name: str, default: str = "") -> str:
+def one_of(query: Query, name: str, default: str = "") -> str:
+    """The value of a parameter that is given once at most. Raises ApiError."""
     values = query.get(name, [default])
     if len(values) > 1:
         raise ApiError(400, f"{name} is given {len(values)} times; give it once", param=name)
@@ -148,7 +156,7 @@ def _one(query: Query, name: str, default: str = "") -> str:
 
 
 def _model(exchange: Exchange, query: Query) -> ServedModel:
-    return exchange.models.find(_one(query, "model", exchange.models.first.name))
+    return exchange.models.find(one_of(query, "model") or None)
 
 
 ADMIN_ROUTES: tuple[Route, ...] = (
@@ -157,7 +165,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     Route("POST", "/pause", pause, "Stop scheduling"),
     Route("POST", "/resume", resume, "Schedule again"),
     Route("GET", "/is_paused", is_paused, "Whether scheduling is stopped"),
-    Route("POST", "/update_weights", update_weights, "Load other weights in place", UpdateWeightsRequest),
+    Route("POST", "/update_weights", update_weights, "Load other weights", UpdateWeightsRequest),
     Route("POST", "/start_profile", start_profile, "Trace what runs, for ui.perfetto.dev"),
     Route("GET", "/health", health, "Whether the server works", public=True, quiet=True),
     Route("GET", "/metrics", metrics, "Metrics for Prometheus", public=True, quiet=True),

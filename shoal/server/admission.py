@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.server.errors import ApiError
+from shoal.errors import BusyError, RequestError, UnavailableError
 
 
 class Admission:
@@ -14,26 +14,24 @@ class Admission:
         self.limit = max_running + max_queued
         self.active = 0
         self.refused = 0  # requests refused for want of room, since the start
-        self.draining = False
+        self._drain = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def enter(self, count: int) -> None:
-        """Counts so many sequences in. Raises ApiError: 400 if they never fit, 429 if they do not fit now,
-        503 while draining."""
+        """Counts so many sequences in. Raises RequestError if they never fit, BusyError if they do not fit
+        now, UnavailableError while draining."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down; send the request to another one")
+            raise UnavailableError("the server is shutting down; send the request to another one")
         if count > self.limit:
-            raise ApiError(
-                400,
-                f"the request asks for {count} answers, and the queue takes {self.limit}; lower n or send "
-                "fewer prompts",
-                param="n",
+            raise RequestError(
+                f"n: the request asks for {count} answers, and the queue takes {self.limit}; lower n or send "
+                "fewer prompts"
             )
         if self.active + count > self.limit:
             self.refused += count
-            raise ApiError(
-                429, f"the queue is full: {self.active} of {self.limit} requests run or wait; try again later"
+            raise BusyError(
+                f"the queue is full: {self.active} of {self.limit} requests run or wait; try again later"
             )
         self.active += count
         self._idle.clear()
@@ -42,6 +40,17 @@ class Admission:
         self.active -= count
         if not self.active:
             self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether nobody gets in any more, as the server is shutting down."""
+        return self._drain.is_set()
+
+    def drain(self) -> None:
+        self._drain.set()
+
+    async def wait_draining(self) -> None:
+        await self._drain.wait()
 
     async def wait_idle(self) -> None:
         await self._idle.wait()

@@ -101,12 +101,11 @@ class Server:
     async def drain(self, grace: float) -> None:
         """Refuses new requests, waits for the running ones, and ends what still runs after `grace`
         seconds."""
-        for model in self.port.models:
-            model.admission.draining = True
+        self.port.models.drain()
         try:
             async with asyncio.timeout(grace):
-                for model in self.port.models:
-                    await model.admission.wait_idle()
+                for admission in self.port.models.admissions:
+                    await admission.wait_idle()
         except TimeoutError:
             self.stop("the server is shutting down and its grace period is over")
 

@@ -48,6 +48,7 @@ async def create_chat_completion(exchange: Exchange) -> None:
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
+        session=exchange.session(request.user),
         cuts_max_tokens=True,
     )
     is_plain = plan.mode == "none" and model.reasoning_parser == "none"

@@ -62,6 +62,7 @@ async def create_completion(exchange: Exchange) -> None:
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
+        session=exchange.session(request.user),
     )
     answer = _Answer(model, request, generation)
     exchange.generation = generation

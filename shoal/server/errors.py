@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 
 import msgspec
 
-from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
+from shoal.errors import (
+    BusyError,
+    EngineDeadError,
+    ShoalError,
+    UnavailableError,
+    UnknownWorkerError,
+    UserError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +71,8 @@ def to_api_error(error: BaseException) -> ApiError:
     with its stack, and the client is told without it."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, UnknownWorkerError):
+        return ApiError(404, str(error), param="id")
     if isinstance(error, UserError):
         # the message begins with the field's name, if it is about a field
         field = str(error).split(" ", 1)[0].rstrip(":,")
@@ -70,6 +80,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=field if is_field else None)
     if isinstance(error, RecursionError):
         return ApiError(400, "something in the request is nested too deeply; flatten it")
+    if isinstance(error, BusyError):
+        return ApiError(429, str(error), headers={"retry-after": str(math.ceil(error.retry_after_s))})
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error))
     if isinstance(error, EngineDeadError):

@@ -56,14 +56,16 @@ class Generation:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        session: str | None = None,
         embed: bool = False,
         cuts_max_tokens: bool = False,
     ) -> None:
         """params.max_tokens: None is as many tokens as fit. timeout: seconds from entering; the model's own
-        limit holds too. cuts_max_tokens: a max_tokens that does not fit is lowered, otherwise it is refused.
+        limit holds too. session: see Request. cuts_max_tokens: a max_tokens that does not fit is lowered,
+        otherwise it is refused.
         """
         self.model, self.prompts, self.params, self.request_id = model, prompts, params, request_id
-        self.priority, self.cache_salt, self.embed = priority, cache_salt, embed
+        self.priority, self.cache_salt, self.session, self.embed = priority, cache_salt, session, embed
         self.cuts_max_tokens = cuts_max_tokens
         limits = [t for t in (timeout, model.request_timeout) if t is not None]
         self.seconds = min(limits) if limits else None
@@ -175,6 +177,11 @@ class Generation:
         return [running.times for running in self._running]
 
     @property
+    def worker(self) -> str:
+        """Which worker of a fleet has the first answer; "" where there is no fleet, or not yet."""
+        return self._running[0].request.worker if self._running else ""
+
+    @property
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
         """The prompt log-probabilities of each answer, once its first token is there."""
         return [running.answer.prompt_logprobs for running in self._running]
@@ -225,6 +232,7 @@ class Generation:
             priority=self.priority,
             cache_salt=self.cache_salt,
             embed=self.embed,
+            session=self.session,
         )
 
     def _max_tokens(self, prompt: Prompt) -> int:

@@ -28,6 +28,7 @@ Send = Callable[[Message], Awaitable[None]]
 JSON = b"application/json"
 DONE = b"data: [DONE]\n\n"
 ALWAYS_SEARCHED = 1 << 16  # bytes: a body that is no larger is always searched for unknown fields
+MAX_SESSION = 256  # characters
 MAX_UNKNOWN = 20  # unknown fields of one request that the log tells of
 LINGER_SECONDS = 2.0  # a client that is still sending when it is refused gets so long to see why
 
@@ -155,6 +156,12 @@ class Exchange:
         address = (self.scope.get("client") or ("unknown",))[0]
         return self.headers.get(b"user-agent", b"").decode("latin-1")[:200] or str(address)
 
+    def session(self, user: Any = None) -> str | None:
+        """What keeps requests together at one worker of a fleet: the header X-Session-ID, else the body's
+        `user`, if that is a text."""
+        given = self.headers.get(b"x-session-id", b"").decode("latin-1")
+        return (given or (user if isinstance(user, str) else ""))[:MAX_SESSION] or None
+
     def query(self) -> dict[str, list[str]]:
         """The parameters of the URL: all values of each name. Raises ApiError (400) for invalid UTF-8."""
         try:
@@ -259,6 +266,8 @@ class Exchange:
             (b"x-request-id", self.request_id.encode("ascii")),
             *self.more_headers,
         ]
+        if self.generation is not None and (worker := self.generation.worker):
+            headers.append((b"x-shoal-worker", worker.encode("ascii")))
         headers += [(name.encode("ascii"), value.encode("ascii")) for name, value in (more or {}).items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

@@ -153,7 +153,12 @@ async def create_message(exchange: Exchange) -> None:
     ).parser()
     writer = _Writer(request.model or model.name, len(prompt.token_ids))
     async with Generation(
-        model, [prompt], params, request_id=exchange.request_id, cuts_max_tokens=True
+        model,
+        [prompt],
+        params,
+        request_id=exchange.request_id,
+        session=exchange.session((request.metadata or {}).get("user_id")),
+        cuts_max_tokens=True,
     ) as answers:
         exchange.generation = answers
         if not request.stream:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from shoal.api import Engine, ModelSummary, SleepState, Stats, sampling_defaults
+from shoal.config import ServerConfig
 from shoal.control import Control
-from shoal.errors import RequestError
+from shoal.errors import CheckpointError, RequestError
 from shoal.metrics import ModelMetrics
+from shoal.model_card import ModelCard
 from shoal.request_builder import RequestBuilder
 from shoal.server.admission import Admission
 from shoal.server.errors import ApiError
@@ -39,6 +41,24 @@ TEMPLATE_NAMES = frozenset(
         "tokenize",
         "tool_call_parser",
     }
+)
+
+
+# The attributes of a ServedModel that are another's when its engine has become another model.
+OF_THE_MODEL = (
+    "tokenizer",
+    "max_model_len",
+    "vocab_size",
+    "eos_token_ids",
+    "max_num_seqs",
+    "generation_config",
+    "tool_call_parser",
+    "reasoning_parser",
+    "cache_config",
+    "summary",
+    "builder",
+    "default_params",
+    "default_max_tokens",
 )
 
 
@@ -76,6 +96,8 @@ class ServedModel:
     summary: ModelSummary = field(default_factory=ModelSummary)
     max_logprobs: int = 20  # the most that a request may ask for; -1: no limit
     closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
+    # What `follow` asks: this object for the model that the engine has become, or None if it is the same.
+    reread: Callable[[], Awaitable[ServedModel | None]] | None = None
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
@@ -95,6 +117,25 @@ class ServedModel:
         self.last_sleep_state = SleepState()
         self._threads = TextThreads()
         self._one_huge_text = asyncio.Semaphore(1)
+
+    async def follow(self) -> None:
+        """To be called after an update of the weights. If the engine has become another model, this speaks
+        for that one from now on, under the same names; its queue and its counts go on. Raises CheckpointError
+        if the new model's tokenizer cannot be read. From then on texts are refused."""
+        if self.reread is None:
+            return
+        try:
+            other = await self.reread()
+        except CheckpointError:
+            self.tokenizer = None  # The old one would speak another language.
+            raise
+        if other is None:
+            return
+        for name in OF_THE_MODEL:
+            setattr(self, name, getattr(other, name))
+        self.admission.limit = other.admission.limit
+        self.metrics.cache_config = other.metrics.cache_config
+        other.close()
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -229,6 +270,34 @@ class ServedModel:
 
     def close(self) -> None:
         self._threads.close()
+
+
+def served_model(
+    card: ModelCard, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig
+) -> ServedModel:
+    """The model of this card, behind this engine."""
+    info = card.info
+    return ServedModel(
+        card.names,
+        engine,
+        tokenizer,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        max_num_seqs=info.max_num_seqs,
+        generation_config=info.generation_config,
+        seed=card.seed,
+        max_queued_requests=config.max_queued_requests,
+        request_timeout=config.request_timeout,
+        tool_call_parser=card.tool_call_parser,
+        reasoning_parser=card.reasoning_parser,
+        trust_request_chat_template=config.trust_request_chat_template,
+        max_logprobs=card.max_logprobs,
+        closes_objects=card.closes_objects,
+        cache_config=card.cache_config,
+        on_gpu=info.device != "cpu",
+        summary=card.summary,
+    )
 
 
 def text_size(values: Sequence[str], enough: int) -> int:

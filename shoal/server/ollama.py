@@ -324,7 +324,12 @@ async def _answer(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
     ).parser()
     async with Generation(
-        model, [prompt], params, request_id=exchange.request_id, cuts_max_tokens=True
+        model,
+        [prompt],
+        params,
+        request_id=exchange.request_id,
+        session=exchange.session(),
+        cuts_max_tokens=True,
     ) as generation:
         exchange.generation = generation
         if request.stream is False:

@@ -198,6 +198,7 @@ async def create_response(exchange: Exchange) -> None:
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
+        session=exchange.session(request.user),
         cuts_max_tokens=True,
     ) as answers:
         exchange.generation = answers

@@ -22,6 +22,7 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.server.app import Server
 from shoal.server.connection import Connection, Connections
+from shoal.server.keys import is_loopback, read_keys
 from shoal.server.request_log import RefusalLog
 from shoal.server.throughput import report_throughput
 
@@ -51,8 +52,16 @@ async def serve(
 ) -> bool:
     """Serves until SIGTERM or SIGINT, then drains. A second signal ends it at once. Returns whether it has
     drained. The rest is as in serve_until."""
-    loop = asyncio.get_running_loop()
     drain, force = asyncio.Event(), asyncio.Event()
+    with heeding_signals(drain, force):
+        await serve_until(drain, force, app, admin, config, ports, ready=ready)
+    return not force.is_set()
+
+
+@contextlib.contextmanager
+def heeding_signals(drain: asyncio.Event, force: asyncio.Event) -> Iterator[None]:
+    """Inside of the block SIGTERM and SIGINT set `drain`, and `force` the second time."""
+    loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         (force if drain.is_set() else drain).set()
@@ -60,11 +69,10 @@ async def serve(
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
-        await serve_until(drain, force, app, admin, config, ports, ready=ready)
+        yield
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-    return not force.is_set()
 
 
 async def serve_until(
@@ -226,6 +234,17 @@ def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host) if reachable else config.host
     host = f"[{host}]" if ":" in host else host
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
+
+
+def warn_of_open_port(config: ServerConfig, port: int) -> None:
+    """Says so if others than this machine's users may use the server without a key."""
+    if not is_loopback(config.host) and not read_keys(config):
+        logger.warning(
+            "whoever reaches port %d on %s may use this server, as it has no key; set one with "
+            "--api-key or SHOAL_API_KEY, or leave --host at 127.0.0.1",
+            port,
+            config.host,
+        )
 
 
 def max_connections(config: ServerConfig) -> int:

@@ -14,6 +14,7 @@ from shoal.errors import EngineDeadError
 from shoal.metrics import exposition
 from shoal.server.chat_page import chat_page
 from shoal.server.errors import ApiError
+from shoal.server.foreign_model import ForeignModel
 from shoal.server.http import Exchange
 from shoal.server.model import ServedModel
 from shoal.version import __version__
@@ -25,17 +26,17 @@ PATIENCE_SECONDS = 5.0
 
 
 async def list_models(exchange: Exchange) -> None:
-    await exchange.json(
-        {"object": "list", "data": [_card(m, name) for m in exchange.models for name in m.names]}
-    )
+    models = [*exchange.models, *exchange.models.foreign]
+    await exchange.json({"object": "list", "data": [_card(m, name) for m in models for name in m.names]})
 
 
 async def get_model(exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
-    await exchange.json(_card(exchange.models.find(name), name))
+    model = exchange.models.find_foreign(name) or exchange.models.find(name)
+    await exchange.json(_card(model, name))
 
 
-def _card(model: ServedModel, name: str) -> dict[str, object]:
+def _card(model: ServedModel | ForeignModel, name: str) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
@@ -69,14 +70,16 @@ async def version(exchange: Exchange) -> None:
 
 
 async def load(exchange: Exchange) -> None:
-    await exchange.json({"server_load": sum(m.admission.active for m in exchange.models)})
+    await exchange.json({"server_load": sum(admission.active for admission in exchange.models.admissions)})
 
 
-async def metrics(exchange: Exchange) -> None:
+async def metrics(exchange: Exchange, more: Iterable[Metric] = ()) -> None:
+    """`more`: what is measured beside models and port."""
     families: list[Metric] = []
     for model in exchange.models:
         families += await _families(model)
     families += exchange.port.metrics.collect()
+    families += more
     await exchange.respond(exposition(families), content_type=METRICS_TYPE)
 
 

@@ -108,6 +108,7 @@ async def create_embeddings(exchange: Exchange) -> None:
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
+        user=request.user,
     )
     data = [
         {
@@ -138,6 +139,7 @@ async def embed(
     priority: int = 0,
     cache_salt: str | None = None,
     timeout: float | None = None,
+    user: str | None = None,
 ) -> list[list[float]]:
     """Returns a vector of unit length for each prompt: [number of prompts, `dimensions` or the model's
     hidden size]. Raises ApiError and RequestError."""
@@ -149,6 +151,7 @@ async def embed(
         priority=priority,
         cache_salt=cache_salt,
         timeout=timeout,
+        session=exchange.session(user),
         embed=True,
     )
     exchange.generation = generation
@@ -214,6 +217,7 @@ async def generate_tokens(exchange: Exchange) -> None:
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
+        session=exchange.session(),
     )
     exchange.generation = generation
     head = {"version": TOKEN_PROTOCOL, "request_id": request_id}

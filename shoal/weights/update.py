@@ -13,7 +13,6 @@ from torch import nn
 
 from shoal.errors import CheckpointError
 from shoal.model_config import ModelConfig
-from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles
 
@@ -22,35 +21,25 @@ from shoal.weights.source import CheckpointFiles
 FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"}
 
 
-def check_checkpoint(ours: ModelConfig, files: CheckpointFiles) -> None:
-    """Raises CheckpointError, before a byte of it is loaded, unless `files` hold a model of the same
-    architecture; names the first field or tensor that differs."""
-    theirs = files.config
+def difference(ours: ModelConfig, theirs: ModelConfig) -> str | None:
+    """What makes another model of theirs, the first such field. None: weights of one fit the other."""
     for field in fields(ModelConfig):
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name not in FREE_FIELDS and mine != its:
-            raise CheckpointError(
-                f"{files.path} is of another model: its {field.name} is {its!s:.80}, the engine's "
-                f"{mine!s:.80}; build a new engine for it"
-            )
-    check_shapes(files)
+            return f"its {field.name} is {its!s:.80}, the engine's {mine!s:.80}"
+    return None
 
 
-def check_same_packing(ours: CheckpointFiles, files: CheckpointFiles) -> None:
-    """For an engine whose weights stay quantized. Raises CheckpointError unless every tensor of the other
-    file has the same type."""
+def packing_difference(ours: CheckpointFiles, files: CheckpointFiles) -> str | None:
+    """For an engine whose weights stay quantized, as `ours` has them: the first tensor of the other files
+    that is packed otherwise. None: all are packed alike."""
     if files.file is None:
-        raise CheckpointError(
-            f"{files.path} holds plain weights, but the engine's are packed as {ours.path} has them; name a "
-            "GGUF file of the same quantization, or build a new engine"
-        )
+        return f"it holds plain weights, and the engine's are packed as {ours.path} has them"
     kinds = {name: info.kind for name, info in ours.header.tensors.items()}
     for name, info in files.header.tensors.items():
         if kinds.get(name, info.kind) != info.kind:
-            raise CheckpointError(
-                f"{files.path}: the tensor {name} is {info.kind}, the engine's is packed from "
-                f"{kinds[name]}; name a file of the same quantization, or build a new engine"
-            )
+            return f"its tensor {name} is {info.kind}, and the engine's is packed from {kinds[name]}"
+    return None
 
 
 def check_tensor(

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from shoal.api import FinishReason, Logprob, Output
+from shoal.collector import Collector
 from shoal.config import EngineConfig
-from shoal.engine.process.async_llm import AsyncLLM, Collector
+from shoal.engine.process.async_llm import AsyncLLM
 from shoal.errors import EngineDeadError
 
 

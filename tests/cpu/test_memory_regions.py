@@ -220,6 +220,26 @@ def test_a_resume_that_finds_no_memory_changes_nothing_and_can_be_tried_again(re
     assert all(tensor.holds(i) for i, tensor in enumerate(tensors))
 
 
+def test_an_interrupt_behind_the_librarys_work_hides_nothing(regions, monkeypatch):
+    """The memory has gone, or has come, when an interrupt keeps the call from ending as it should."""
+    tensor = regions.make(10 * GRAIN, seed=1, offload=True)
+    call = regions._call
+
+    def interrupted(*args):
+        call(*args)
+        raise KeyboardInterrupt
+
+    for action, paused in ((regions.pause, {"default"}), (regions.resume, set())):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(regions, "_call", interrupted)
+            action()
+        assert regions.paused() == paused
+    assert tensor.holds(1)
+    regions.pause()
+    regions.resume()
+    assert tensor.holds(1)
+
+
 def test_a_pause_without_host_memory_fails_before_anything_is_unmapped(regions, fake, monkeypatch):
     tensor = regions.make(10 * GRAIN, seed=1, offload=True)
     unmaps = fake.get("unmaps")

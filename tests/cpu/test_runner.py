@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from shoal.api import Request, SamplingParams
 from shoal.attention.triton import TritonBackend
@@ -14,10 +15,14 @@ from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, Header, MixedSh
 from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import Field
+from shoal.kv.block_map import BlockMap
+from shoal.kv.copy import CopyStream
+from shoal.kv.storage import host_memory
+from shoal.kv.view import BlockView
 from shoal.layers.parallel import TensorParallel
 from shoal.weights.source import resolve
 from shoal.weights.update import weight_tensors
-from tests import tiny
+from tests import kv_cases, tiny
 from tests.cpu.test_weights_gguf import write_gguf
 
 PROMPTS = [[5, 9, 200, 31, 7], list(range(40, 75)), [250, 3], list(range(100, 121))]
@@ -200,8 +205,8 @@ def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name,
     model = rank.runner.model
     forward, counts = model.forward, set()
 
-    def forward_twice(step, kv, select_S=None):
-        hidden_SD = forward(step, kv, select_S)
+    def forward_twice(step, kv, select_S=None, after_layer=None):
+        hidden_SD = forward(step, kv, select_S, after_layer)
         if select_S is not None:
             counts.add(len(select_S))
             torch.testing.assert_close(hidden_SD, forward(step, kv)[select_S], rtol=1e-5, atol=1e-5)
@@ -214,17 +219,19 @@ def test_the_last_layer_gives_selected_tokens_what_it_gives_them_among_all(name,
     assert 0 in counts and max(counts) > 1
 
 
-def test_captured_mixed_steps_change_no_token(folder, start, monkeypatch):
-    """What a graph captures is run in its place, with the GPU's attention in Triton's interpreter: padded shapes,
-    inputs from the static buffer."""
+@pytest.fixture
+def captured(start, monkeypatch):
+    """A rank whose mixed steps are all captured. What a graph captures is run in its place, with the GPU's
+    attention in Triton's interpreter: padded shapes, inputs from the static buffer."""
 
     class Graph:
         def __init__(self, steps, shape):
             self.steps, self.shape = steps, shape
-            self.output = torch.empty(0)
+            self.output, self.replays = torch.empty(0), 0
 
         def replay(self):
             self.output = self.steps.captured_mixed(self.shape)
+            self.replays += 1
 
     def select(config, device, dtype, **heads):
         return TritonBackend(
@@ -243,10 +250,84 @@ def test_captured_mixed_steps_change_no_token(folder, start, monkeypatch):
     steps = rank.runner.steps
     steps.mixed_inputs = torch.zeros(1024, dtype=torch.int32)
     steps.mixed_graphs = SimpleNamespace(graphs={shape: Graph(steps, shape) for shape in shapes})
-    seqs = [rank.add(prompt, max_tokens=5) for prompt in PROMPTS]
-    rank.run()
+    return rank
+
+
+def test_captured_mixed_steps_change_no_token(folder, captured):
+    seqs = [captured.add(prompt, max_tokens=5) for prompt in PROMPTS]
+    captured.run()
     assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 5) for prompt in PROMPTS]
-    assert rank.kinds.count("captured mixed") >= 4 and "mixed" not in rank.kinds
+    assert captured.kinds.count("captured mixed") >= 4 and "mixed" not in captured.kinds
+
+
+# The ends of layers
+
+
+def listen(rank):
+    """To the next step: which layer has ended, its event, and the cache at that time."""
+    heard = []
+    rank.runner.layer_ends.listen(
+        lambda layer, event: heard.append((layer, event, rank.runner.cache.blocks.clone()))
+    )
+    return heard
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_listener_hears_of_each_layer_when_its_keys_and_values_are_there(start, tmp_path, packed):
+    options = {}
+    if packed:  # all layers are then one call, unless somebody listens
+        write_gguf(tmp_path / "model.gguf", "qwen3", "Q8_0", 1)
+        options = dict(path=tmp_path / "model.gguf", dtype="auto")
+    unheard = start(**options)
+    vocab_size = unheard.runner.model_config.vocab_size
+    prompts = [[token % vocab_size for token in prompt] for prompt in PROMPTS]
+    expected = [unheard.add(prompt) for prompt in prompts]
+    unheard.run()
+    rank = start(**options)
+    assert (rank.runner.model.fused is not None) == packed
+    seqs = [rank.add(prompt) for prompt in prompts]
+    heard = listen(rank)
+    rank.step()
+    final = rank.runner.cache.blocks
+    assert [(layer, event) for layer, event, _ in heard] == [(i, None) for i in range(final.shape[1])]
+    for layer, _, blocks in heard:
+        assert torch.equal(blocks[:, : layer + 1], final[:, : layer + 1]) and blocks[:, layer].any()
+        assert not blocks[:, layer + 1 :].any()
+    rank.run()
+    assert len(heard) == final.shape[1], "it listens to one step"
+    assert [answer(seq) for seq in seqs] == [answer(seq) for seq in expected]
+
+
+def test_layers_leave_for_another_cache_while_their_step_runs(rank):
+    """As from a prefill worker to a decode worker of two ranks."""
+    cache = rank.runner.cache
+    shards = [replace(cache.spec, num_blocks=9, tp_size=2, tp_rank=i) for i in range(2)]
+    theirs = [BlockView.over(shard, host_memory(shard.num_bytes)) for shard in shards]
+    ours = BlockView.of(cache.spec, cache.blocks)
+    seq = rank.add(PROMPTS[1])
+    plan = rank.scheduler.schedule()
+    packed, _ = rank.builder.build(plan, None)
+    copy = CopyStream("cpu").stage(BlockMap(ours, theirs), seq.block_ids, [8, 0, 4])
+    rank.runner.layer_ends.listen(copy.trigger_layer)
+    rank.runner.step(packed)
+    for layer in range(cache.spec.num_layers):
+        copy.wait_layer(layer)
+    arrived = kv_cases.merged(theirs)[:, [8, 0, 4]]
+    assert torch.equal(arrived, kv_cases.contents(ours)[:, seq.block_ids])
+    assert all(layer.any() for layer in arrived)
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_a_captured_step_tells_its_layers_from_its_graph_or_runs_eagerly(folder, captured, in_graphs):
+    runner = captured.runner
+    runner.layer_ends.in_graphs = in_graphs
+    seqs = [captured.add(prompt, max_tokens=5) for prompt in PROMPTS]
+    while captured.scheduler.has_work:
+        heard = listen(captured)
+        captured.step()
+        assert [layer for layer, *_ in heard] == list(range(runner.model_config.num_layers))
+    assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 5) for prompt in PROMPTS]
+    assert any(graph.replays for graph in runner.steps.mixed_graphs.graphs.values()) == in_graphs
 
 
 def test_a_start_runs_the_end_of_the_longest_sequence(start, monkeypatch):
@@ -315,6 +396,28 @@ def test_what_lies_in_unused_slots_of_the_cache_reaches_no_answer(folder, rank):
     seqs = [rank.add(prompt) for prompt in PROMPTS]
     rank.run()
     assert [answer(seq) for seq in seqs] == [tiny.greedy(folder, prompt, 8) for prompt in PROMPTS]
+
+
+# The end
+
+
+def test_an_end_that_fails_in_one_part_ends_the_others(folder, tmp_path, monkeypatch):
+    """A tier's disk may hang, or be gone."""
+    kv_options = dict(kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=1 << 20)
+    runner = Rank(folder, **kv_options).runner
+    runner.open_kv(num_host_blocks=4)
+    runner.kv.open_tiers(bytes(16), False)
+    slab, ended = runner.kv.slab, []
+    monkeypatch.setattr(runner.weights, "close", lambda: ended.append("weights"))
+    monkeypatch.setattr(runner._regions, "close", lambda: ended.append("regions"))
+
+    def fails():
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(runner.kv.tiers["disk"], "close", fails)
+    with pytest.raises(OSError, match="the disk is gone"):
+        runner.exit()
+    assert ended == ["weights", "regions"] and not len(slab.rows) and not hasattr(runner, "model")
 
 
 # KV blocks below the device

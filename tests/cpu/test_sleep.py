@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
 from shoal.api import SleepState
+from shoal.engine.runner import rank_memory
 from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.models.decoder import Decoder
@@ -99,6 +100,20 @@ def fail_once(monkeypatch, owner, name, error, after=0):
         if len(calls) == after + 1:
             raise error
         return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def interrupt_behind(monkeypatch, owner, name):
+    """The method does its work, and the interrupt comes before its caller goes on. Later calls work."""
+    real, calls = getattr(owner, name), []
+
+    def call(*args):
+        result = real(*args)
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return result
 
     monkeypatch.setattr(owner, name, call)
 
@@ -509,6 +524,72 @@ def test_a_wake_whose_file_cannot_be_read_can_be_tried_again(folder, build, expe
     assert llm.is_sleeping and llm.memory_usage() == asleep
     llm.wake_up()
     assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("offload", ["host", "file"])
+def test_an_interrupt_behind_a_sleep_leaves_an_engine_that_knows_what_sleeps(
+    folder, build, expected, monkeypatch, level, offload
+):
+    """The memory has gone when the interrupt comes, and nobody has noted it yet."""
+    llm = build(folder, sleep_offload=offload)
+    assert tokens(llm) == expected
+    interrupt_behind(monkeypatch, CpuRegions, "release")
+    with pytest.raises(KeyboardInterrupt):
+        llm.sleep(level=level)
+    assert llm.is_sleeping and llm.core.sleep_state().asleep == {"weights", "kv_cache"}
+    with pytest.raises(UnavailableError, match=f"sleeps .level {level}"):
+        tokens(llm)
+    llm.wake_up()
+    if level == 2:
+        with pytest.raises(UnavailableError, match="a sleep was interrupted"):
+            tokens(llm)
+        llm.update_weights(folder)
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("after", [1, 40])
+def test_an_interrupt_in_the_middle_of_a_sleep_loses_weights_knowingly(
+    folder, build, expected, monkeypatch, after
+):
+    """Some tensors' pages have been dropped, all weights' and some of the cache's."""
+    llm = build(folder)
+    assert tokens(llm) == expected
+    num_tensors = len(list(llm.core.ranks.runner.model.parameters()))
+    fail_once(monkeypatch, rank_memory, "drop_pages", KeyboardInterrupt(), min(after, num_tensors))
+    with pytest.raises(KeyboardInterrupt):
+        llm.sleep(level=2)
+    assert "weights" in llm.core.sleep_state().asleep
+    llm.wake_up()
+    with pytest.raises(UnavailableError, match="weights are not there: a sleep was interrupted"):
+        tokens(llm)
+    llm.update_weights(folder)
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("level, offload", [(1, "host"), (1, "file"), (2, "host")])
+def test_an_interrupt_behind_a_wake_up_leaves_an_engine_that_knows_what_is_awake(
+    folder, build, expected, monkeypatch, level, offload
+):
+    llm = build(folder, sleep_offload=offload)
+    llm.sleep(level=level)
+    interrupt_behind(monkeypatch, CpuRegions, "take")
+    with pytest.raises(KeyboardInterrupt):
+        llm.wake_up()
+    assert not llm.is_sleeping
+    if (level, offload) != (1, "host"):
+        with pytest.raises(UnavailableError, match="weights are not there"):
+            tokens(llm)
+        llm.update_weights(folder)
+    assert tokens(llm) == expected
+
+
+def test_an_interrupt_before_anything_has_gone_changes_nothing(folder, build, expected, monkeypatch):
+    llm = build(folder)
+    fail_once(monkeypatch, CpuRegions, "release", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.sleep(level=2)
+    assert not llm.is_sleeping and tokens(llm) == expected
 
 
 def test_weights_that_are_no_files_are_kept_on_the_host(folder, build, tmp_path):

@@ -85,7 +85,7 @@ class FakeRanks:
         self.asked = []
         self.ready = [(0, 16)]  # host blocks, told of once
         self.runner = SimpleNamespace(
-            block_bytes=BLOCK_BYTES,
+            cache=SimpleNamespace(spec=SimpleNamespace(block_bytes=BLOCK_BYTES)),
             model_config=MODEL,
             kv=SimpleNamespace(
                 tiers={},

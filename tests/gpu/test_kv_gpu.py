@@ -6,16 +6,17 @@ import itertools
 import random
 import threading
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from shoal.kv import copy
+from shoal.kv import block_map, copy
 from shoal.kv import storage as storage_module
-from shoal.kv.copy import BlockCopyError, CopyStream, CopyStreams, copy_blocks, gather_blocks, scatter_blocks
+from shoal.kv.block_map import BlockCopyError, BlockMap
+from shoal.kv.copy import CopyStream, CopyStreams, copy_blocks, copy_layer
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import (
     DirectFile,
@@ -41,7 +42,7 @@ SOME_MS = 100_000_000  # cycles
 
 @pytest.fixture(params=["engines", "kernel"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(copy, "DMA_BYTES", 1 if request.param == "engines" else 1 << 60)
+    monkeypatch.setattr(block_map, "DMA_BYTES", 1 if request.param == "engines" else 1 << 60)
     return request.param
 
 
@@ -78,56 +79,99 @@ def test_round_trips_layer_by_layer(layouts, way):
 def test_between_tensor_parallel_sizes(way):
     kv_cases.check_the_permutation(device_memory)
     kinds = (device_memory, pinned_memory)
-    kv_cases.check_random_reshards(
+    kv_cases.check_random_shards(
         seed=32, rounds=24, allocators=list(itertools.product(kinds, kinds)), new_spec=kv_cases.few_specs
     )
 
 
+def as_blocks(rows):
+    """The rows of a uint8 tensor as blocks."""
+    spec = CacheSpec(Layout.WHOLE_BLOCKS, 1, 1, rows.shape[1] // 2, "uint8", 1, num_blocks=len(rows))
+    return BlockView.over(spec, memory_of(rows))
+
+
 def test_an_engines_cache_to_a_slab_and_back(way):
     kv = torch.randn(40, 4, 2, 4, 16, 64, device=DEVICE, dtype=torch.bfloat16)
-    slab = pinned_memory(50 * kv[0].nbytes).tensor().view(50, -1)
-    rng, stream = random.Random(5), torch.cuda.Stream()
-    for on in (stream, None, torch.cuda.default_stream()):
+    spec = replace(SPEC, num_blocks=40)
+    inside = BlockView.of(spec, kv)
+    outside = BlockView.over(replace(spec, num_blocks=50), pinned_memory(50 * spec.block_bytes))
+    there, back = BlockMap(inside, outside), BlockMap(outside, inside)
+    rng = random.Random(5)
+    copying = CopyStream(DEVICE)
+    for _ in range(3):
         blocks, slots = rng.sample(range(40), 30), rng.sample(range(50), 30)
         before = kv.clone()
-        stream.wait_stream(torch.cuda.current_stream())
-        out = gather_blocks(kv, blocks, slab, slots, on)
+        copying.stream.wait_stream(torch.cuda.current_stream())
+        out = copying.stage(there, blocks, slots).trigger_all_layers()
         torch.cuda.current_stream().wait_event(out)
         kv.zero_()
-        stream.wait_stream(torch.cuda.current_stream())
-        back = scatter_blocks(slab, slots, kv, blocks, on)
-        back.synchronize()
+        copying.stream.wait_stream(torch.cuda.current_stream())
+        copying.stage(back, slots, blocks).trigger_all_layers().synchronize()
         assert torch.equal(kv[blocks], before[blocks])
         left = [i for i in range(40) if i not in blocks]
         assert not kv[left].any()
         kv.copy_(before)
-    with pytest.raises(BlockCopyError, match="not pinned"):
-        gather_blocks(kv, [0], torch.empty(2, kv[0].nbytes, dtype=torch.uint8), [0])
-    assert gather_blocks(kv, [], slab, []) is None
+    copying.stage(there, [], []).trigger_all_layers().synchronize()
 
 
-def test_a_copy_without_a_stream_is_in_order_with_the_current_one(way):
+@pytest.mark.parametrize("default", [True, False])
+def test_a_copy_without_a_stream_or_on_a_default_one_is_in_order_with_it(way, default):
     kv = torch.full((8, 1 << 20), 1, device=DEVICE, dtype=torch.uint8)
     slab = pinned_memory(8 << 20).tensor().view(8, -1)
+    stream = torch.cuda.default_stream() if default else None
     torch.cuda._sleep(SOME_MS)
     kv.fill_(2)
-    gather_blocks(kv, range(8), slab, range(8))
+    copy_blocks(as_blocks(kv), range(8), as_blocks(slab), range(8), stream)
     kv.fill_(3)
     torch.cuda.synchronize()
     assert (slab == 2).all()
 
 
+def test_one_layer_is_copied_behind_the_current_stream_when_the_call_returns(way):
+    host, device = cache_of(SPEC, 4, pinned_memory), cache_of(SPEC, 4, device_memory)
+    expected = kv_cases.contents(host)
+    block_map = BlockMap(device, host)
+    torch.cuda._sleep(SOME_MS)
+    device.layer(2, mutable=True).tensor().fill_(5)
+    copy_layer(block_map, 2, [0, 1], [3, 2])
+    expected[2, [3, 2]] = kv_cases.contents(device)[2, [0, 1]]
+    assert torch.equal(kv_cases.contents(host), expected)
+
+
 def test_a_thread_that_never_used_the_device(way):
-    kv, slab = (
-        torch.full((4, 1 << 20), 7, device=DEVICE, dtype=torch.uint8),
-        pinned_memory(4 << 20).tensor().view(4, -1),
+    kv = torch.full((4, 1 << 20), 7, device=DEVICE, dtype=torch.uint8)
+    slab = pinned_memory(4 << 20).tensor().view(4, -1)
+    block_map, copying = BlockMap(as_blocks(kv), as_blocks(slab)), CopyStream(DEVICE)
+    copying.stream.wait_stream(torch.cuda.current_stream())
+    thread = threading.Thread(
+        target=lambda: copying.stage(block_map, [3, 1], [0, 2]).trigger_all_layers().synchronize()
     )
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    thread = threading.Thread(target=lambda: gather_blocks(kv, [3, 1], slab, [0, 2], stream).synchronize())
     thread.start()
     thread.join()
     assert slab[:, 0].tolist() == [7, 0, 7, 0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_copies_between_two_gpus(way):
+    def first(num_bytes):
+        return device_memory(num_bytes, "cuda:0")
+
+    def second(num_bytes):
+        return device_memory(num_bytes, "cuda:1")
+
+    for pair in ((first, second), (second, first)):
+        kv_cases.check_random_copies(seed=41, rounds=10, allocators=[pair], new_spec=kv_cases.few_specs)
+        kv_cases.check_random_shards(seed=42, rounds=10, allocators=[pair], new_spec=kv_cases.few_specs)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_that_do_not_reach_each_other_copy_by_way_of_pinned_memory(monkeypatch):
+    caches = [cache_of(SPEC, 4, lambda n, i=i: device_memory(n, f"cuda:{i}")) for i in range(2)]
+    monkeypatch.setattr(block_map, "_become_peers", lambda device, other: False)
+    copy_blocks(caches[0], [3, 1], caches[1], [0, 2])
+    assert torch.equal(kv_cases.contents(caches[1])[:, [0, 2]], kv_cases.contents(caches[0])[:, [3, 1]])
+    with pytest.raises(BlockCopyError, match="no processor reaches"):
+        BlockMap(*caches)
 
 
 def test_a_stream_waits_for_a_layer_and_a_layer_for_a_stream():
@@ -136,17 +180,16 @@ def test_a_stream_waits_for_a_layer_and_a_layer_for_a_stream():
         for allocate in (pinned_memory, device_memory)
     )
     compute, copying = torch.cuda.Stream(), CopyStream(DEVICE)
-    copying.prepare_block_map(device, host)
-    copying.prepare_block_ids(range(4), range(4))
+    staged = copying.stage(BlockMap(device, host), range(4), range(4))
     with torch.cuda.stream(compute):
         torch.cuda._sleep(SOME_MS)
         device.layer(2, mutable=True).tensor().fill_(5)
         computed = compute.record_event()
-    copying.trigger_layer(2, after=computed)
-    copying.wait_layer(2, compute)
+    staged.trigger_layer(2, after=computed)
+    staged.wait_layer(2, compute)
     with torch.cuda.stream(compute):
         device.layer(2, mutable=True).tensor().fill_(6)
-    copying.event(2).synchronize()
+    staged.event(2).synchronize()
     assert (kv_cases.on_host(host.layer(2)) == 5).all()
     torch.cuda.synchronize()
 
@@ -156,15 +199,14 @@ def test_staged_copies_within_a_cache_and_bad_kinds():
     expected = kv_cases.contents(device)
     expected[:, [4, 5]] = expected[:, [0, 0]]
     copying = CopyStream(DEVICE)
-    copying.prepare_block_map(device, device)
-    copying.prepare_block_ids([0, 0], [4, 5])
-    copying.trigger_all_layers()
+    copying.stream.wait_stream(torch.cuda.current_stream())
+    copying.stage(BlockMap(device, device), [0, 0], [4, 5]).trigger_all_layers()
     copying.synchronize()
     assert torch.equal(kv_cases.contents(device), expected)
-    with pytest.raises(BlockCopyError, match="does not reach from host to device"):
-        CopyStream(DEVICE).prepare_block_map(cache_of(SPEC, 2, host_memory), device)
-    with pytest.raises(BlockCopyError, match="does not reach"):
-        CopyStream("cpu").prepare_block_map(cache_of(SPEC, 2, pinned_memory), device)
+    with pytest.raises(BlockCopyError, match="no processor reaches from host storage"):
+        BlockMap(cache_of(SPEC, 2, host_memory), device)
+    with pytest.raises(BlockCopyError, match="copy stream of cpu"):
+        CopyStream("cpu").stage(BlockMap(cache_of(SPEC, 2, pinned_memory), device), [0], [0])
 
 
 def test_addresses_beyond_31_bits():
@@ -172,15 +214,16 @@ def test_addresses_beyond_31_bits():
     kv = torch.zeros(blocks, block, device=DEVICE, dtype=torch.uint8)
     kv[[0, 4999, 2500]] = torch.tensor([[1], [2], [3]], device=DEVICE, dtype=torch.uint8)
     other = torch.zeros(3, block, device=DEVICE, dtype=torch.uint8)
-    gather_blocks(kv, [4999, 0, 2500], other, [0, 1, 2])
+    copy_blocks(as_blocks(kv), [4999, 0, 2500], as_blocks(other), [0, 1, 2])
     assert other.float().mean(1).tolist() == [2, 1, 3]
-    scatter_blocks(other, [0], kv, [4998])
+    copy_blocks(as_blocks(other), [0], as_blocks(kv), [4998])
     assert (kv[4998] == 2).all()
 
 
 def test_memory_is_kept_while_a_copy_is_in_flight():
-    memories = [device_memory(4 * SPEC.block_bytes), pinned_memory(4 * SPEC.block_bytes)]
-    views = [BlockView.over(SPEC, 4, memory) for memory in memories]
+    spec = replace(SPEC, num_blocks=4)
+    memories = [device_memory(spec.num_bytes), pinned_memory(spec.num_bytes)]
+    views = [BlockView.over(spec, memory) for memory in memories]
     views[0].layer(1, mutable=True).fill(3)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -194,7 +237,7 @@ def test_memory_is_kept_while_a_copy_is_in_flight():
         with pytest.raises(StorageInUseError, match="in flight"):
             memory.close()
     stream.synchronize()
-    assert (BlockView.over(SPEC, 4, memories[1]).layer(1, mutable=True).tensor() == 3).all()
+    assert (BlockView.over(spec, memories[1]).layer(1, mutable=True).tensor() == 3).all()
     for memory in memories:
         memory.close()
 
@@ -205,10 +248,9 @@ def test_nothing_is_left_of_dropped_copies():
 
     def once():
         copying = pool.acquire()
-        copying.prepare_block_map(host, device)
-        copying.prepare_block_ids(range(8), range(8))
-        copying.trigger_layer(1)
-        copying.trigger_all_layers()
+        staged = copying.stage(BlockMap(host, device), range(8), range(8))
+        staged.trigger_layer(1)
+        staged.trigger_all_layers()
 
     once()
     torch.cuda.synchronize()

@@ -329,6 +329,86 @@ print([float(t.double().sum()) for t in tensors.values()])
     assert json.loads(done.stdout) == [float(t.double().sum()) for t in sent.values()]
 
 
+# Another model
+
+
+def tokens_of(folder):
+    return [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_another_model_takes_the_place_of_one_that_sleeps(build, root, folder, expected, eager):
+    other = tiny.write_model(root, "granite")
+    llm = build(enforce_eager=eager)
+    assert tokens(llm) == expected
+    for path in (other, folder, other):
+        llm.sleep(level=2)
+        llm.update_weights(path)
+        assert llm.core.sleep_state().asleep == {"kv_cache"}
+        with pytest.raises(UnavailableError, match="sleeps"):
+            tokens(llm)
+        llm.wake_up()
+        assert tokens(llm) == tokens_of(path)
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert tokens(llm) == tokens_of(path)
+
+
+def test_its_cache_is_as_large_as_a_fresh_engines_and_models_that_go_leave_no_memory(build, root, folder):
+    other = tiny.write_model(root, "granite")
+    llm = build(gpu_memory_utilization=0.5)
+    asleep = []
+    for path in (other, folder) * 4:
+        llm.sleep(level=2)
+        asleep.append(free_bytes())
+        llm.update_weights(path)
+        llm.wake_up()
+    num_blocks = llm.stats().num_blocks
+    # What the first models brought along, such as kernels, stays. Then it is the same each time.
+    assert max(asleep[2:]) - min(asleep[2:]) < 256 << 20
+    llm.exit()
+    gc.collect()
+    torch.cuda.empty_cache()
+    fresh = build(folder, gpu_memory_utilization=0.5)
+    assert abs(num_blocks - fresh.stats().num_blocks) < 0.02 * num_blocks
+
+
+def test_another_model_that_finds_no_room_leaves_the_old_one_asleep_and_well(build, root, folder, expected):
+    other = tiny.write_model(root, "granite")
+    llm = build(gpu_memory_utilization=0.5)
+    llm.sleep(level=2)
+    asleep = free_bytes()
+    hog = torch.empty(asleep - 2 * GIB, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        with pytest.raises(ShoalError, match="It sleeps on with"):
+            llm.update_weights(other)
+    del hog
+    torch.cuda.empty_cache()
+    assert abs(free_bytes() - asleep) < 256 << 20
+    llm.wake_up()
+    llm.update_weights(folder)
+    assert tokens(llm) == expected
+    llm.sleep(level=2)
+    llm.update_weights(other)
+    llm.wake_up()
+    assert tokens(llm) == tokens_of(other)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_take_another_model(build, root, folder, expected):
+    other = tiny.write_model(root, "llama")
+    llm = build(tensor_parallel_size=2)
+    assert tokens(llm) == expected
+    for path in (other, folder):
+        llm.sleep(level=2)
+        llm.update_weights(path)
+        llm.wake_up()
+        assert tokens(llm) == tokens_of(path)
+
+
+# Two ranks
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_sleep_together(build, folder, expected):
     llm = build(tensor_parallel_size=2)

@@ -21,7 +21,7 @@ from shoal.engine.process import async_llm
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
 from shoal.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, UnavailableError
-from tests.tiny import write_model
+from tests.tiny import greedy, write_model
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120
@@ -261,6 +261,40 @@ async def test_sleep_in_its_three_modes(llm):
     with pytest.raises(CheckpointError):
         await llm.update_weights("/nowhere")
     await llm.check()
+
+
+@with_engine(engine={"enable_sleep_mode": True}, restart=True)
+async def test_another_model_takes_the_place_of_the_first_and_comes_again_after_a_death(llm):
+    first = llm.info
+    other = write_model(Path(first.model).parent, "llama")
+    prompt = list(range(40))
+    alone = await run(llm, request(0, prompt=prompt))
+    kept = asyncio.create_task(run(llm, request("kept", 300)))
+    while not (await llm.stats()).num_running:
+        await asyncio.sleep(0.01)
+    with pytest.raises(CheckpointError, match="of another model"):
+        await llm.update_weights(str(other))
+    assert llm.info is first
+    await llm.sleep(2, mode="keep")
+    with pytest.raises(CheckpointError, match="it is not the folder"):
+        await llm.update_weights(str(Path(first.model).parent))
+    assert await llm.update_weights(str(other)) == 1
+    assert (await kept)[1] is FinishReason.ABORT
+    assert (llm.info.model, llm.info.pid) == (str(other), first.pid)
+    await llm.wake_up()
+    wanted = greedy(other, prompt, 8)
+    assert await run(llm, request(1, prompt=prompt)) == (wanted, FinishReason.LENGTH)
+    await llm.check()
+
+    os.kill(llm.info.pid, signal.SIGKILL)
+    await until(lambda: llm.dead is None and llm.info.pid != first.pid)
+    assert llm.info.model == str(other)
+    assert await run(llm, request(2, prompt=prompt)) == (wanted, FinishReason.LENGTH)
+
+    await llm.sleep(2)
+    await llm.update_weights(first.model)
+    await llm.wake_up()
+    assert await run(llm, request(3, prompt=prompt)) == alone
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import transformers
 
 from shoal import LLM, SamplingParams
 from shoal.weights.source import resolve
+from tests import tiny
 
 TEXT = (
     "Water is a chemical compound of hydrogen and oxygen. At sea level it boils at one hundred degrees "
@@ -74,3 +75,26 @@ def test_it_samples_as_its_card_advises_unless_told_otherwise():
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_p) == (0.2, 0.9)
     assert SamplingParams().temperature == 1.0
+
+
+def test_it_makes_room_for_another_model_and_comes_back(tmp_path):
+    """From packed weights of a file to a folder of plain ones, and back."""
+    tiny_model = tiny.write_model(tmp_path, "llama")
+    options = dict(max_model_len=256, kv_cache_memory_bytes=32 << 20, enable_sleep_mode=True)
+    messages = [{"role": "user", "content": "What is water?"}]
+    prompt = list(range(40))
+    with LLM("smollm2", **options) as llm:
+        [first] = llm.chat(messages, GREEDY)
+        llm.sleep(level=2)
+        llm.update_weights(tiny_model)
+        llm.wake_up()
+        greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        [answer] = llm.generate([prompt], greedy)
+        with LLM(str(tiny_model), **options) as fresh:
+            assert answer.outputs[0].token_ids == fresh.generate([prompt], greedy)[0].outputs[0].token_ids
+        llm.sleep(level=2)
+        llm.update_weights("smollm2")
+        llm.wake_up()
+        [again] = llm.chat(messages, GREEDY)
+        assert again.prompt_token_ids == first.prompt_token_ids
+        assert again.outputs[0].text == first.outputs[0].text and llm.config.keep_quantized

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -233,6 +234,45 @@ def test_sleep_by_the_admin_port(serve, checkpoints):
             assert server.ask("/update_weights", {"path": str(checkpoints["qwen3"])}, server.admin)[0] == 200
         assert complete(client).choices[0].text == before
     assert server.ask("/sleep", {})[0] in (404, 405)
+
+
+def test_another_model_is_taken_by_the_admin_port_and_served_under_the_old_name(serve, checkpoints, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(checkpoints["llama"], other)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    (other / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3}))
+    arguments = ("--served-model-name", "tiny", "--enable-sleep-mode", *TINY)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+
+    fresh = serve(other, *arguments).ready()
+    wanted = complete(fresh.client()).choices[0].text
+    wanted_chat = fresh.client().chat.completions.create(**chat)
+    fresh.stop()
+
+    server = serve(checkpoints["qwen3"], *arguments).ready()
+    client = server.client()
+    before = complete(client).choices[0].text
+    assert before != wanted
+    update = ("/update_weights", {"path": str(other)}, server.admin)
+    status, answer = server.ask(*update)
+    assert status == 400 and "sleep(level=2)" in answer
+    assert server.ask("/sleep?level=2&mode=wait", {}, server.admin)[0] == 200
+    assert json.loads(server.ask(*update)[1]) == {"version": 1}
+    with pytest.raises(openai.InternalServerError, match="sleeps"):
+        complete(client)
+    assert server.ask("/wake_up", {}, server.admin)[0] == 200
+    assert complete(client).choices[0].text == wanted
+    answered = client.chat.completions.create(**chat)
+    assert answered.choices[0].message == wanted_chat.choices[0].message
+    assert answered.usage == wanted_chat.usage and answered.usage.completion_tokens == 3
+    assert [m.id for m in client.models.list().data] == ["tiny"]
+    assert server.ask("/sleep?level=2&mode=wait", {}, server.admin)[0] == 200
+    back = ("/update_weights", {"path": str(checkpoints["qwen3"])}, server.admin)
+    assert json.loads(server.ask(*back)[1]) == {"version": 2}
+    assert server.ask("/wake_up", {}, server.admin)[0] == 200
+    assert complete(client).choices[0].text == before
 
 
 def test_two_models_take_turns(serve, checkpoints):

@@ -1,26 +1,22 @@
 """Sleep mode and new weights with two ranks on the CPU, and weights that come from another process."""
 
-import json
-import os
 import random
 import resource
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from shoal import LLM, SamplingParams
+from shoal.engine.runner import runner as runner_module
 from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.models.decoder import Decoder
 from tests import tiny
 from tests.ranks import pids_of_ranks
+from tests.serving import free_port
+from tests.trainer import described, shared_handles
 
-HERE = Path(__file__).parent
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((7, 33, 80))]
 COUNT = 12
 
@@ -36,16 +32,9 @@ def expected(folder):
 
 
 @pytest.fixture(scope="module")
-def changed(folder, tmp_path_factory):
+def changed(folder, root):
     """(checkpoint, its tokens): the same model with other weights."""
-    target = tmp_path_factory.mktemp("changed")
-    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (target / file).write_bytes((folder / file).read_bytes())
-    weights = {
-        name: (w.flip(0) if "o_proj" in name or "embed" in name else w).contiguous()
-        for name, w in load_file(folder / "model.safetensors").items()
-    }
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    target = tiny.write_changed(folder, root / "changed")
     return target, [tiny.greedy(target, p, COUNT) for p in PROMPTS]
 
 
@@ -67,40 +56,6 @@ def build(folder):
     yield make
     for engine in engines:
         engine.exit()
-
-
-@pytest.fixture
-def trainer():
-    """Starts tests/process/trainer.py; all are ended after the test."""
-    started = []
-
-    def start(*arguments):
-        env = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(HERE / "trainer.py"), *map(str, arguments)],
-                env=env,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-        )
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def described(folder):
-    weights = load_file(folder / "model.safetensors")
-    return list(weights), [w.dtype for w in weights.values()], [list(w.shape) for w in weights.values()]
 
 
 def test_ranks_sleep_and_wake_together(build, expected, changed):
@@ -201,8 +156,8 @@ def test_tensors_of_this_process_reach_every_rank(build, changed):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_processs_shared_tensors_are_taken(build, changed, trainer, ranks):
     llm = build(ranks)
-    process = trainer("share", changed[0], 0)
-    handles = json.loads(process.stdout.readline())
+    process = trainer("share", changed[0])
+    handles = shared_handles(process)
     llm.sleep(level=2)
     llm.wake_up(tags=["weights"])
     assert llm.update_weights_from_tensors(handles) == 1
@@ -229,7 +184,7 @@ def test_another_processs_shared_tensors_are_taken(build, changed, trainer, rank
 def test_a_trainer_broadcasts_new_weights(build, expected, changed, trainer, mode, ranks):
     llm, port = build(ranks), free_port()
     assert tokens(llm) == expected
-    trainer(mode, changed[0], port, 1 + ranks)
+    trainer(mode, changed[0], "cpu", port, 1 + ranks)
     llm.init_weights_update_group("127.0.0.1", port, 1, 1 + ranks, backend="gloo")
     with pytest.raises(ConfigError, match="in use"):
         llm.init_weights_update_group("127.0.0.1", port, 1, 1 + ranks, backend="gloo")
@@ -245,7 +200,7 @@ def test_a_trainer_broadcasts_new_weights(build, expected, changed, trainer, mod
 
 def test_a_trainer_that_dies_leaves_an_engine_that_says_so(build, expected, folder, changed, trainer):
     llm, port = build(1), free_port()
-    trainer("die", changed[0], port, 2)
+    trainer("die", changed[0], "cpu", port, 2)
     llm.init_weights_update_group("127.0.0.1", port, 1, 2, backend="gloo")
     with pytest.raises(CheckpointError, match="broke off"):
         llm.update_weights_from_distributed(*described(changed[0]))
@@ -264,3 +219,40 @@ def test_checksums_tell_a_changed_tensor(build, folder):
         "rank0.norm.weight",
         "rank1.norm.weight",
     }
+
+
+def test_two_ranks_take_another_model_and_the_old_one_again(build, root, folder, expected):
+    """Its ranks are new processes, which the old ones make room for."""
+    other = tiny.write_model(root, "llama")
+    threads = torch.get_num_threads()
+    llm = build()
+    divided, pids = torch.get_num_threads(), pids_of_ranks()
+    for path, wanted in ((other, [tiny.greedy(other, p, COUNT) for p in PROMPTS]), (folder, expected)):
+        llm.sleep(level=2)
+        llm.update_weights(path)
+        assert len(pids_of_ranks()) == 1 and pids_of_ranks() != pids
+        llm.wake_up()
+        assert tokens(llm) == wanted
+        first, second = llm.collective_rpc("state_digest")
+        assert first == second and torch.get_num_threads() == divided
+    llm.exit()
+    assert pids_of_ranks() == [] and torch.get_num_threads() == threads
+
+
+def test_a_model_that_one_rank_cannot_load_leaves_both_ranks_asleep_and_well(
+    build, root, expected, folder, monkeypatch
+):
+    llm, other = build(), tiny.write_model(root, "llama")
+    divided, pids = torch.get_num_threads(), pids_of_ranks()
+    llm.sleep(level=2)
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError, match=r"no room.*sleeps on with"):
+
+        def fails(*args, **options):
+            raise MemoryError("no room")
+
+        patch.setattr(runner_module, "load_weights", fails)
+        llm.update_weights(other)
+    assert pids_of_ranks() == pids and torch.get_num_threads() == divided
+    llm.wake_up()
+    llm.update_weights(folder)
+    assert tokens(llm) == expected

@@ -9,6 +9,8 @@ import time
 import pytest
 
 from shoal import LLM, SamplingParams
+from shoal.engine.runner import rank_weights
+from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import EngineDeadError
 from tests import tiny
 from tests.ranks import pids_of_ranks
@@ -76,6 +78,45 @@ def test_a_rank_that_dies_ends_the_engine_with_its_name(root, capfd):
         assert time.monotonic() - start < 5
     finally:
         llm.exit()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_rank_that_dies_in_a_command_ends_the_engine_at_once(root, monkeypatch, answers):
+    """Rank 0 does its part of the command, or fails too, as it does in a collective that the death broke."""
+    llm = build(tiny.write_model(root, "qwen3"))
+    try:
+        [victim] = pids_of_ranks()
+        os.kill(victim, signal.SIGSTOP)  # it cannot answer before it dies
+
+        def checksums(model):
+            os.kill(victim, signal.SIGKILL)
+            if not answers:
+                raise RuntimeError("connection closed by peer")
+            return {}
+
+        monkeypatch.setattr(rank_weights, "checksums", checksums)
+        with pytest.raises(EngineDeadError, match=r"rank 1.*SIGKILL"):
+            llm.check_weights()
+        assert isinstance(llm.core.error, EngineDeadError)
+    finally:
+        llm.exit()
+
+
+def test_an_interrupt_in_a_command_ends_the_engine_because_ranks_may_be_out_of_line(root, monkeypatch):
+    llm = build(tiny.write_model(root, "qwen3"), enable_sleep_mode=True)
+    try:
+
+        def interrupted(self, tags, kept):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(CpuRegions, "release", interrupted)
+            llm.sleep(level=1)  # rank 1 sleeps now
+        with pytest.raises(EngineDeadError, match="interrupted in the middle of a command"):
+            llm.generate(PROMPTS, params())
+    finally:
+        llm.exit()
+    assert pids_of_ranks() == []
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused_before_any_rank_starts(root):

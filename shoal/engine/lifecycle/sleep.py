@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from shoal.api import MemoryReport, check_sleep, check_tags
+from shoal.api import MEMORY_TAGS, MemoryReport, check_sleep, check_tags
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.standstill import Standstill
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.standstill import Standstill
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import ConfigError, UnavailableError
 
@@ -36,7 +37,8 @@ GIB = 2**30
 class Sleeper:
     """Puts one engine to sleep and wakes it. Every call is made between steps. What fails changes nothing: a
     sleep that finds no host memory fails before anything is unmapped or aborted, and a wake-up that fails on
-    one rank is undone on all and can be tried again."""
+    one rank is undone on all and can be tried again. An interrupt leaves an engine that knows which of its
+    regions sleep, so that the call can be repeated, or undone by the other one."""
 
     def __init__(
         self,
@@ -50,7 +52,12 @@ class Sleeper:
     ) -> None:
         self._config, self._ranks, self._loop = config, ranks, loop
         self._scheduler, self._weights, self._tiers = scheduler, weights, tiers
-        self._state = standstill.sleep
+        self._standstill, self._state = standstill, standstill.sleep
+
+    @property
+    def is_emptied(self) -> bool:
+        """Whether the engine's model is given up: its weights are gone, and the KV cache sleeps."""
+        return KV_CACHE in self._state.asleep and self._standstill.weights_lost is not None
 
     def sleep(self, level: int, tags: Sequence[str] | None, mode: str) -> MemoryReport:
         """Puts the regions `tags` (None: all) to sleep.
@@ -83,14 +90,15 @@ class Sleeper:
         if self._tiers is not None and KV_CACHE in going:
             self._tiers.quiesce()
         reports: list[dict[str, int]] = []
-        if going or deeper:
-            reports = self._release([*going, WEIGHTS] if deeper else going, kept)
-        self._settle(mode, KV_CACHE in going)
-        state.level = max(level, state.level or 0)
-        state.asleep |= set(going)
-        state.kept = kept
-        if (WEIGHTS in going or deeper) and level == 2:
-            self._weights.lose("sleep level 2 dropped them")
+        with self._knowing(level, kept):
+            if going or deeper:
+                reports = self._release([*going, WEIGHTS] if deeper else going, kept)
+            self._settle(mode, KV_CACHE in going)
+            if (WEIGHTS in going or deeper) and level == 2:
+                self._weights.lose("sleep level 2 dropped them")
+            state.level = max(level, state.level or 0)
+            state.kept = kept
+            state.asleep |= set(going)
         report = total(reports, time.perf_counter() - start)
         what = ", ".join(sorted(state.asleep)) or "scheduling alone"
         if reports:
@@ -117,19 +125,20 @@ class Sleeper:
         coming = [tag for tag in chosen if tag in state.asleep]
         reread = WEIGHTS in coming and state.kept == "file"
         reports: list[dict[str, int]] = []
-        if coming:
-            reports, errors = self._ranks.each(commands.TAKE_MEMORY, coming)
-            if not errors and reread:
-                errors = self._weights.reread()
-            if errors:
-                kept = [WEIGHTS] if state.kept == "host" and WEIGHTS in coming else []
-                self._ranks.each(commands.RELEASE_MEMORY, coming, kept)
-                raise errors[0]
-        state.asleep -= set(coming)
-        if WEIGHTS in coming:
-            state.kept = ""
-        if not state.asleep:
-            state.level = None
+        with self._knowing(0, state.kept):
+            if coming:
+                reports, errors = self._ranks.each(commands.TAKE_MEMORY, coming)
+                if not errors and reread:
+                    errors = self._weights.reread()
+                if errors:
+                    kept = [WEIGHTS] if state.kept == "host" and WEIGHTS in coming else []
+                    self._ranks.each(commands.RELEASE_MEMORY, coming, kept)
+                    raise errors[0]
+            state.asleep -= set(coming)
+            if WEIGHTS in coming:
+                state.kept = ""
+            if not state.asleep:
+                state.level = None
         report = total(reports, time.perf_counter() - start)
         if reports:
             still = f"; {' and '.join(sorted(state.asleep))} still asleep" if state.asleep else ""
@@ -168,6 +177,42 @@ class Sleeper:
             if WEIGHTS in tags and kept != "host":
                 self._weights.lose("a sleep broke off")
         raise errors[0]
+
+    @contextmanager
+    def _knowing(self, level: int, kept: str) -> Iterator[None]:
+        """If an interrupt ends what runs in here, the state becomes what the memory says. `level`: the one
+        that is wanted, 0 for a wake-up. `kept`: where sleeping weights would be kept."""
+        try:
+            yield
+        except Exception:  # Whoever raised it has changed nothing, or has undone it.
+            raise
+        except BaseException:
+            if self._ranks.error is None:  # With several ranks an interrupt ends the engine.
+                self._read_off(level, kept)
+            raise
+
+    def _read_off(self, level: int, kept: str) -> None:
+        state, [usage] = self._state, self._ranks.call(commands.MEMORY_USAGE)
+        asleep = {tag for tag in MEMORY_TAGS if not usage[tag]["device_bytes"]}
+        went, came = asleep - state.asleep, state.asleep - asleep
+        on_host = usage[WEIGHTS]["host_bytes"] > 0
+        if KV_CACHE in went:
+            self._settle("keep", cache_went=True)
+        if WEIGHTS in came and state.kept == "file":
+            self._weights.lose("a wake-up was interrupted before it had read them again")
+        elif WEIGHTS in asleep and not on_host and kept != "file":
+            self._weights.lose("a sleep was interrupted after it had dropped them")
+        if WEIGHTS not in asleep:
+            state.kept = ""
+        elif on_host:
+            state.kept = "host"
+        else:
+            state.kept = "file" if kept == "file" else ""
+        if went:
+            state.level = max(level, state.level or 0)
+        elif came and not asleep:
+            state.level = None
+        state.asleep = asleep
 
     def _where_kept(self) -> str:
         """Where sleeping weights are kept at level 1: "file" or "host"."""

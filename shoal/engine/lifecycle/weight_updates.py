@@ -1,9 +1,9 @@
 """The weights of a running engine: where they came from, which version they are, whether they are whole, and
 how new ones come in.
 
-New weights are written into the old ones' memory, so that captured graphs stay valid. What they don't fit is
-refused before anything changes. An update that breaks off in the middle leaves an engine that refuses to
-generate until a good one.
+New weights are written into the old ones' memory, so that captured graphs stay valid. What does not fit is
+refused before anything changes; a checkpoint of another model is engine/core.py's. An update that breaks off
+in the middle leaves an engine that refuses to generate until a good one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.standstill import Standstill
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.standstill import Standstill
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.check import verify_weights
-from shoal.weights.loader import is_derived
+from shoal.weights.loader import check_shapes, is_derived
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.transfer import Handle, check_group, checkpoint_tensors, parse_tensors
-from shoal.weights.update import check_checkpoint, check_same_packing, check_tensor, fingerprint
+from shoal.weights.update import check_tensor, difference, fingerprint, packing_difference
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +61,30 @@ class Weights:
 
     # Updates
 
-    def update(self, source: str) -> int:
-        """Loads a checkpoint (a folder, a file or a repository). Returns the new version. Raises
-        CheckpointError; if loading had begun, nothing runs until a good update."""
+    def find(self, source: str) -> CheckpointFiles:
+        """The checkpoint of this name: a folder, a file or a repository. Raises CheckpointError."""
         config = self._config
         revision = config.revision if source == config.model else None
-        files = resolve(str(source), revision, config.download_dir)
+        return resolve(source, revision, config.download_dir)
+
+    def difference(self, files: CheckpointFiles) -> str | None:
+        """Why these weights cannot be written into the memory of the old ones: they are another model's, or
+        are packed otherwise. None: they can."""
+        if self._is_dummy(files):
+            return None
+        why = difference(self._model_config, files.config)
+        if why is None and self._packed_as is not None:
+            why = packing_difference(self._packed_as, files)
+        return why
+
+    def update(self, files: CheckpointFiles) -> int:
+        """Loads a checkpoint that has no `difference`. Returns the new version. Raises CheckpointError; if
+        loading had begun, nothing runs until a good update."""
         self._check_awake()
         dummy = self._is_dummy(files)
         if not dummy:
-            check_checkpoint(self._model_config, files)
-            if self._packed_as is not None:
-                check_same_packing(self._packed_as, files)
-            if config.check_weights:
+            check_shapes(files)
+            if self._config.check_weights:
                 verify_weights(files)
         path = str(files.path)
         self._load(f"from {path}", None, lambda: self._ranks.each(commands.LOAD_CHECKPOINT, path, dummy))
@@ -136,7 +147,7 @@ class Weights:
         members have come. Raises ConfigError for impossible values, UnavailableError if they do not come."""
         runner = self._ranks.runner
         check_group(address, port, rank_offset + runner.tp.size - 1, world_size, backend, runner.device)
-        if group_name in runner.weights.groups:
+        if group_name in self.groups:
             raise ConfigError(
                 f"group_name {group_name!r} is in use; destroy that weights update group first, or choose "
                 "another name"
@@ -178,6 +189,11 @@ class Weights:
         self._check_awake()
         sums = self._ranks.call(commands.CHECKSUMS)
         return {f"rank{rank}.{name}": value for rank, own in enumerate(sums) for name, value in own.items()}
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the trainers' process groups that this engine is in."""
+        return sorted(self._ranks.runner.weights.groups)
 
     # For sleep (engine/lifecycle/sleep.py)
 
@@ -233,10 +249,9 @@ class Weights:
             )
 
     def _check_group(self, group_name: str) -> None:
-        groups = self._ranks.runner.weights.groups
-        if group_name not in groups:
+        if group_name not in self.groups:
             raise ConfigError(
-                f"there is no weights update group {group_name!r} (there are {sorted(groups)}); "
+                f"there is no weights update group {group_name!r} (there are {self.groups}); "
                 "call init_weights_update_group first"
             )
 

@@ -63,7 +63,7 @@ class KvTiers:
         self.ranks = ranks
         self.scheduler = scheduler
         self.events = events
-        rank_block_bytes = ranks.runner.block_bytes
+        rank_block_bytes = ranks.runner.cache.spec.block_bytes
         num_host_blocks = _num_host_blocks(config, rank_block_bytes)
         ranks.call(commands.KV_OPEN, num_host_blocks)
         measured = ranks.call(commands.KV_MEASURE)
@@ -82,7 +82,7 @@ class KvTiers:
     def _first_costs(self, measured: list[tuple[float, float]]) -> Costs:
         """From the seconds that each rank has measured, of a token's computing and a block's copy in. The
         slowest rank counts."""
-        config, rank_block_bytes = self.config, self.ranks.runner.block_bytes
+        config, rank_block_bytes = self.config, self.ranks.runner.cache.spec.block_bytes
         token_s = max(token_s for token_s, _ in measured)
         measured_s = max(copy_s for _, copy_s in measured)
         copy_s = plausible_copy_s(measured_s, rank_block_bytes, config.device)
@@ -240,6 +240,23 @@ class KvTiers:
         for name in self.persistent:
             self.transfers.forget(name)
         self._publish()
+
+    def give_slab_back(self) -> None:
+        """Gives the host memory back, with what lies in it, for an engine that is about to end or whose
+        weights are gone. `take_slab` must come before the next step."""
+        self.quiesce()
+        self.weights_changed()
+        self.ranks.call(commands.KV_CLOSE)
+
+    def take_slab(self) -> None:
+        """The opposite of `give_slab_back`. All tiers begin empty. Raises ConfigError if the host memory is
+        not to be had any more."""
+        self.ranks.call(commands.KV_REOPEN, self._num_host_blocks)
+        self.persistent = self.ranks.runner.kv.tiers
+        self.transfers = RankTransfers(self.ranks)
+        self._detach()
+        self.offloader = self._new_offloader()
+        self._attach()
 
     def start_anew(self) -> None:
         """After an interrupt, when nobody knows what reached the device and all requests are gone. Raises

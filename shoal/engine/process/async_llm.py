@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from shoal.api import Output, Request, Stats
+from shoal.collector import Collector
 from shoal.config import EngineConfig
 from shoal.control import Command, Control, UpdateWeights, result_type
 from shoal.engine.process.core_process import CoreProcess
@@ -32,6 +33,7 @@ from shoal.wire import (
     ModelInfo,
     Outputs,
     ReadStats,
+    Ready,
     Refused,
     Reply,
 )
@@ -49,68 +51,15 @@ RESTART_PAUSES_S = (0.5, 5.0, 30.0)
 logger = logging.getLogger(__name__)
 
 
-class Collector:
-    """One request's outputs on their way to a reader. Outputs that a slow reader leaves waiting are merged,
-    so there is one at most."""
-
-    def __init__(self) -> None:
-        self.output: Output | None = None
-        self.error: ShoalError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, output: Output) -> None:
-        if self.output is None:
-            self.output = output
-        else:
-            merge(self.output, output)
-        self._wake()
-
-    def fail(self, error: ShoalError) -> None:
-        """Outputs that were put before are still delivered."""
-        self.error = error
-        self._wake()
-
-    async def get(self) -> Output:
-        """All that has come since the last call. Waits if nothing has. Raises the error that `fail` was
-        given, once all outputs are delivered."""
-        while self.output is None:
-            if self.error is not None:
-                # Many share this error. Without this each raise would add its frames to it, for ever.
-                raise self.error.with_traceback(None)
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        output, self.output = self.output, None
-        return output
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def merge(first: Output, then: Output) -> None:
-    """Makes `first` what both say."""
-    first.token_ids += then.token_ids
-    if then.logprobs is not None:
-        first.logprobs = (first.logprobs or []) + then.logprobs
-    first.prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
-    first.finish_reason, first.stop_reason, first.error = then.finish_reason, then.stop_reason, then.error
-    first.queued_seconds = max(first.queued_seconds, then.queued_seconds)
-    first.num_cached_tokens = max(first.num_cached_tokens, then.num_cached_tokens)
-    first.embedding = then.embedding if first.embedding is None else first.embedding
-
-
 class AsyncLLM(Control):
     """Built by `start`; used in the loop that it was started in.
 
-    `info` is what the engine says of itself. `dead` is why it does not work, now or for good. With
-    restart=True a dead core is started again, at most MOST_RESTARTS times in RESTART_WINDOW_S, with the
-    weights of the last update and awake; the requests that it took with it are not repeated. A core hangs
-    after engine_timeout seconds without a sign of life, or without the end of a step or of a quick command.
-    It then counts as dead: with restart=True it is killed and started again, otherwise it is well again as
-    soon as it goes on.
+    `info` is what the engine says of itself, a new object when the engine has become another model. `dead` is
+    why it does not work, now or for good. With restart=True a dead core is started again, at most
+    MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the requests that
+    it took with it are not repeated. A core hangs after engine_timeout seconds without a sign of life, or
+    without the end of a step or of a quick command. It then counts as dead: with restart=True it is killed
+    and started again, otherwise it is well again as soon as it goes on.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
@@ -272,6 +221,9 @@ class AsyncLLM(Control):
             self._watchdog.beat(message)
             if self._is_hung:
                 self._goes_on()
+        elif isinstance(message, Ready):
+            self.info = message.info
+            self.config = self.config.for_model(self.info.model)
         elif isinstance(message, Reply):
             reply = self._calls.get(message.call_id)
             if reply is None or reply.done():  # whoever called has left

@@ -75,7 +75,7 @@ Outbox = SimpleQueue[wire.Message | None]
 
 
 class CoreLoop:
-    """Drives an EngineCore by what lies in `inbox`."""
+    """Drives an engine by what lies in `inbox`. A message may put another core in the place of `core`."""
 
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
@@ -86,16 +86,15 @@ class CoreLoop:
 
     def run(self) -> NoReturn:
         """Steps until the engine ends. Raises the error that ended it."""
-        core = self.core
         while True:
-            if self.postponed and not core.has_work:
+            if self.postponed and not self.core.has_work:
                 self._sleep_at_last()
-            while not core.has_work and core.tick():  # KV blocks are on their way to lower tiers
+            while not self.core.has_work and self.core.tick():  # KV blocks are on their way to lower tiers
                 self.take_in(block=True, timeout_s=TICK_S)
-            self.take_in(block=not core.has_work)
-            if core.has_work:
+            self.take_in(block=not self.core.has_work)
+            if self.core.has_work:
                 self.doing = "step"
-                outputs = core.step()
+                outputs = self.core.step()
                 self.progress += 1
                 if outputs:
                     self.outbox.put(Outputs(outputs))
@@ -160,7 +159,7 @@ class CoreLoop:
             case ResetPrefixCache():
                 return core.reset_prefix_cache()
             case UpdateWeights(source):
-                return core.update_weights(source)
+                return self._update_weights(source)
             case CheckWeights():
                 return core.check_weights()
             case MemoryUsage():
@@ -187,6 +186,19 @@ class CoreLoop:
         if calls:
             self.core.refuse(None)
         return self.core.wake_up(tags)
+
+    def _update_weights(self, source: str) -> int:
+        """Tells the parent if the engine has become another model."""
+        gc.unfreeze()  # Otherwise nothing would ever collect the model that goes.
+        try:
+            core = self.core.update_weights(source)
+            if core is not self.core:
+                self.core = core
+                core.admission.prepare()
+                self.outbox.put(Ready(_describe(core)))
+        finally:
+            gc.freeze()
+        return core.weights.version
 
     def _sleep_at_last(self) -> None:
         calls, self.postponed = self.postponed, []
@@ -246,15 +258,20 @@ def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     core.admission.prepare()
     # All that exists now stays. A full collection would look at it in the middle of some step.
     gc.freeze()
-    vocab_size, resolved = core.model_config.vocab_size, core.config
-    return core, ModelInfo(
+    return core, _describe(core)
+
+
+def _describe(core: EngineCore) -> ModelInfo:
+    files, resolved = core.files, core.config
+    vocab_size = core.model_config.vocab_size
+    return ModelInfo(
         model=resolved.model,
         pid=os.getpid(),
         max_model_len=resolved.max_model_len,
         vocab_size=vocab_size,
         hidden_size=core.model_config.hidden_size,
         eos_token_ids=tuple(i for i in files.eos_token_ids if i < vocab_size),
-        generation_config=files.generation_config if config.generation_config == "auto" else {},
+        generation_config=files.generation_config if resolved.generation_config == "auto" else {},
         num_blocks=core.num_blocks,
         block_size=resolved.block_size,
         max_num_seqs=resolved.max_num_seqs,

@@ -150,9 +150,8 @@ class CoreProcess:
             except zmq.Again:
                 return
             message = wire.decode_from_core(data)
-            if isinstance(message, Ready):
-                if not self._ready.done():
-                    self._ready.set_result(message.info)
+            if isinstance(message, Ready) and not self._ready.done():
+                self._ready.set_result(message.info)
             elif isinstance(message, Dead):
                 self._last_words(message)
             else:

@@ -8,7 +8,8 @@ while the others do theirs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from shoal.engine.runner import commands
 from shoal.engine.runner.batch import Extras
 from shoal.engine.runner.commands import Command
 from shoal.engine.runner.runner import ModelRunner, StepResult
-from shoal.errors import EngineDeadError, ShoalError
+from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.weights.source import CheckpointFiles, resolve
 
@@ -37,10 +38,15 @@ class Ranks:
     `error` says why the ranks can no longer be used, once that is so; every command then raises it.
     """
 
-    def __init__(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
+    def __init__(
+        self, config: ResolvedConfig, files: CheckpointFiles, predecessor: Ranks | None = None
+    ) -> None:
+        """`predecessor`: ranks in this process that rest, and will be closed when these are ready."""
         self.size = config.tensor_parallel_size
         self.error: EngineDeadError | None = None
-        self._num_threads = torch.get_num_threads()  # close() sets this number again
+        # The threads that this process had before any rank was in it. close() sets this number again.
+        self._num_threads: int = torch.get_num_threads() if predecessor is None else predecessor._num_threads
+        self._divides_threads = config.device == "cpu" and self.size > 1
         self._group: WorkerGroup | None = None
         self._tp: TensorParallel | None = None
         self._runner: ModelRunner | None = None
@@ -51,7 +57,9 @@ class Ranks:
             raise
 
     def _start(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
-        prepare_process(config, 0)
+        if config.device == "cuda":
+            use_gpu(0)
+        self.use_threads()
         self._tp = tp = TensorParallel.single()
         if self.size > 1:
             rendezvous = Rendezvous()
@@ -73,9 +81,10 @@ class Ranks:
 
     def call(self, command: Command[Result, *Arguments], *args: *Arguments) -> list[Result]:
         """Runs the command on every rank. Returns the results in rank order; raises the first error."""
-        pending = self.ask_others(command, *args)
-        own = command.run(self.runner, *args)
-        return [own] if pending is None else [own, *pending.results()]
+        with self._watched():
+            pending = self.ask_others(command, *args)
+            own = command.run(self.runner, *args)
+            return [own] if pending is None else [own, *pending.results()]
 
     def each(
         self, command: Command[Result, *Arguments], *args: *Arguments
@@ -89,14 +98,15 @@ class Ranks:
     ) -> tuple[list[Result], list[Exception]]:
         """Runs a command that may fail on ranks 1 and up, while rank 0 calls `own`. Returns and raises what
         `each` does."""
-        pending = self.ask_others(command, *args)
         outcomes: list[Result | Exception] = []
-        try:
-            outcomes.append(own())
-        except (ShoalError, RuntimeError, MemoryError, OSError) as error:
-            outcomes.append(error)
-        if pending is not None:
-            outcomes += pending.outcomes()
+        with self._watched():
+            pending = self.ask_others(command, *args)
+            try:
+                outcomes.append(own())
+            except (ShoalError, RuntimeError, MemoryError, OSError) as error:
+                outcomes.append(error)
+            if pending is not None:
+                outcomes += pending.outcomes()
         results = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         return results, [outcome for outcome in outcomes if isinstance(outcome, Exception)]
 
@@ -104,9 +114,10 @@ class Ranks:
         """Runs the command on every rank without waiting for the others. A rank in which it raises dies of
         it."""
         self.check_usable()
-        if self._group is not None:
-            self._group.send(command.name, *args)
-        command.run(self.runner, *args)
+        with self._watched():
+            if self._group is not None:
+                self._group.send(command.name, *args)
+            command.run(self.runner, *args)
 
     def ask_others(self, command: Command[Result, *Arguments], *args: *Arguments) -> Pending[Result] | None:
         """Begins the command on the other ranks; their answers can be collected later. None if rank 0 is the
@@ -134,37 +145,71 @@ class Ranks:
         if self.error is not None:
             raise self.error
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around a command to all ranks: `error` says at once if the ranks cannot be used after it."""
+        try:
+            yield
+        except (UserError, UnavailableError):  # A rank refused what it was asked, and all live.
+            raise
+        except Exception as error:
+            cause = self._cause(error)
+            if isinstance(cause, EngineDeadError):
+                self.error = cause
+            if cause is error:
+                raise
+            raise cause from error
+        except BaseException:  # An interrupt: other ranks may have done their part when rank 0 has not.
+            if self._group is not None:
+                self.error = EngineDeadError(
+                    "interrupted in the middle of a command to several ranks; build a new engine"
+                )
+            raise
+
     def failed(self, error: Exception) -> EngineDeadError:
         """Takes note that `error` ended the engine, and returns what is to be raised: the death of a rank, if
         there was one, rather than the broken collective that it left behind."""
+        cause = self._cause(error)
+        self.error = (
+            cause if isinstance(cause, EngineDeadError) else EngineDeadError(f"a step failed: {cause}")
+        )
+        return self.error
+
+    def _cause(self, error: Exception) -> Exception:
+        """Why a rank ended, if one has: its end may have caused `error`. Otherwise `error` itself."""
         try:
             if self._group is not None:
                 self._group.check(wait_s=NEWS_WAIT_S)
         except ShoalError as death:
-            error = death
-        self.error = (
-            error if isinstance(error, EngineDeadError) else EngineDeadError(f"a step failed: {error}")
-        )
-        return self.error
+            return death
+        return error
+
+    def use_threads(self) -> None:
+        """On the CPU the ranks share the processor's threads. To be called again when other ranks in this
+        process have ended."""
+        if self._divides_threads:
+            torch.set_num_threads(max(1, self._num_threads // self.size))
 
     def close(self) -> None:
-        """Ends the other ranks and frees the device. Safe to call twice."""
+        """Ends the other ranks and frees the device, all of it even if a part of that fails. Safe to call
+        twice."""
         runner, group, tp = self._runner, self._group, self._tp
         self._runner = self._group = self._tp = None
-        if runner is not None:
-            runner.drop_graphs()  # NCCL does not end while graphs hold its collectives
-        if group is not None and group.failed and tp is not None:
-            # A collective may be running whose other half is gone. Otherwise the steps in flight end by
-            # themselves.
-            tp.close()
-        if runner is not None:
-            runner.exit()
-        if group is not None:
-            group.close()
-        if tp is not None:
-            tp.close()
-        torch.set_num_threads(self._num_threads)
         self.error = self.error or EngineDeadError("the engine was ended; build a new one")
+        with ExitStack() as ends:  # It runs the last entry first.
+            ends.callback(torch.set_num_threads, self._num_threads)
+            if tp is not None:
+                ends.callback(tp.close)
+            if group is not None:
+                ends.callback(group.close)
+            if runner is not None:
+                ends.callback(runner.exit)
+            if group is not None and group.failed and tp is not None:
+                # A collective may be running whose other half is gone. Otherwise the steps in flight end by
+                # themselves.
+                ends.callback(tp.close)
+            if runner is not None:
+                ends.callback(runner.drop_graphs)  # NCCL does not end while graphs hold its collectives.
 
 
 def serve_rank(
@@ -173,16 +218,16 @@ def serve_rank(
     """What a rank other than 0 serves (engine/ranks/worker_main.py): the table of commands, on a ModelRunner
     like rank 0's."""
     resolved = ResolvedConfig(**config)
-    prepare_process(resolved, rank)
+    if resolved.device == "cuda":
+        use_gpu(rank)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     tp = TensorParallel.connect(rank, world_size, resolved.device, port)
     files = resolve(resolved.model, resolved.revision, resolved.download_dir)
     return commands.bound_to(ModelRunner(resolved, files, tp))
 
 
-def prepare_process(config: ResolvedConfig, rank: int) -> None:
-    """Chooses the device and the number of threads of one rank's process."""
-    if config.device == "cuda":
-        torch.cuda.set_device(rank)
-        torch.cuda.init()
-    elif config.tensor_parallel_size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+def use_gpu(rank: int) -> None:
+    """Makes the rank's GPU the one that its process uses."""
+    torch.cuda.set_device(rank)
+    torch.cuda.init()

@@ -134,6 +134,16 @@ CHECKSUMS = _entry("checksums", _weights, RankWeights.checksums, is_public=True)
 # KV blocks below the device
 
 KV_OPEN = _entry("kv_open", _itself, ModelRunner.open_kv)
+KV_CLOSE = _entry("kv_close", _itself, ModelRunner.close_kv)
+
+
+def reopen_kv(runner: ModelRunner, num_host_blocks: int) -> None:
+    """`open_kv` on a rank that has measured its copies already."""
+    runner.open_kv(num_host_blocks)
+    runner.kv.slab.pin_rest()
+
+
+KV_REOPEN = _entry("kv_reopen", _itself, reopen_kv)
 KV_OPEN_TIERS = _entry("kv_open_tiers", _kv, RankKv.open_tiers)
 KV_CLOSE_TIERS = _entry("kv_close_tiers", _kv, RankKv.close_tiers)
 KV_COPY_OUT = _entry("kv_copy_out", _kv, RankKv.copy_out)

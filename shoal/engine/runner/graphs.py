@@ -21,6 +21,9 @@ from shoal.models.decoder import Decoder
 
 FEW_DECODES, FEW_PREFILLS = 16, 8  # the places of a shape for few sequences
 MANY = 256  # sequences of a shape for many, at most; a larger batch has shapes of its own
+FINE_SHARING = (
+    128  # rows up to which a decode step that shares prefixes has as many sizes as one that does not
+)
 # From as many tokens on there are shapes for few sequences; smaller steps lose nothing by more.
 FEW_FROM = 128
 TOKENS_PER_PREFILL = 16  # A shape for many sequences has a place for a prompt for as many of its tokens.
@@ -93,8 +96,8 @@ class StepGraphs(Generic[Key]):
 class DecodeGraphs(StepGraphs[tuple[int, bool]]):
     """Keys are (rows, sharing), outputs are logits [rows, V]. Sizes from `share_from` on are captured twice,
     without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a step.
-    Beyond MANY rows every other size is captured with `sharing`, because a batch that shares prefixes gains
-    more by that than it loses by padding, and each graph lengthens the start."""
+    Beyond FINE_SHARING rows every other size is captured with `sharing`, because a batch that shares prefixes
+    gains more by that than it loses by padding, and each graph lengthens the start."""
 
     def __init__(
         self,
@@ -104,12 +107,12 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
         rehearsal: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.sizes = sorted(sizes)
-        beyond = [size for size in self.sizes if size > MANY]
-        self.sharing_sizes = [size for size in self.sizes if size <= MANY] + beyond[::-2][::-1]
-        if share_from is None:
-            self.sharing_sizes = []
-        keys = [(size, False) for size in self.sizes]
-        keys += [(size, True) for size in self.sharing_sizes if size >= (share_from or 0)]
+        self.sharing_sizes: list[int] = []
+        if share_from is not None:
+            fine = [size for size in self.sizes if share_from <= size <= FINE_SHARING]
+            coarse = [size for size in self.sizes if size > max(FINE_SHARING, share_from - 1)]
+            self.sharing_sizes = fine + coarse[::-2][::-1]
+        keys = [(size, False) for size in self.sizes] + [(size, True) for size in self.sharing_sizes]
         super().__init__(decode, sorted(keys, reverse=True), rehearsal)
 
     def fitting(self, size: int, sharing: bool) -> tuple[int, StepGraph] | None:
@@ -120,9 +123,12 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
 
     def padded(self, size: int) -> int:
         """How many rows a step of `size` decodes has at most, with its padding."""
-        sizes = self.sharing_sizes or self.sizes
-        i = bisect.bisect_left(sizes, size)
-        return sizes[i] if i < len(sizes) else size
+        found = size
+        for sizes in (self.sizes, self.sharing_sizes):
+            i = bisect.bisect_left(sizes, size)
+            if i < len(sizes):
+                found = max(found, sizes[i])
+        return found
 
 
 def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:

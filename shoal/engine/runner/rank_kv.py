@@ -11,19 +11,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from shoal.config import ResolvedConfig
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockMeta, BlockSpec
-from shoal.kv.copy import gather_blocks, scatter_blocks
+from shoal.kv.block_file import BlockMeta
+from shoal.kv.block_map import BlockMap
+from shoal.kv.copy import CopyStream
+from shoal.kv.storage import memory_of
 from shoal.kv.tier import Tier
 from shoal.kv.tier_registry import TierPlace, open_tiers
-from shoal.layers.parallel import TensorParallel
+from shoal.kv.view import BlockView
 from shoal.memory.slab import CHUNK_BYTES, HostSlab
 
 MEASURED_BLOCKS = 32
@@ -51,29 +55,25 @@ class RankKv:
     """Every transfer has a ticket, a number that rank 0 chose. `poll` says which have ended."""
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        tp: TensorParallel,
-        cache: KvCache,
-        device: torch.device,
-        num_host_blocks: int,
+        self, config: ResolvedConfig, cache: KvCache, device: torch.device, num_host_blocks: int
     ) -> None:
         """Takes the host slab. Raises ConfigError if there is no memory for it."""
-        self.config, self.tp, self.cache, self.device = config, tp, cache, device
+        self.config, self.spec, self.device = config, cache.spec, device
+        host_spec = replace(cache.spec, num_blocks=num_host_blocks)
         try:
-            self.slab = HostSlab(num_host_blocks, cache.block_bytes, device)
+            self.slab = HostSlab(num_host_blocks, host_spec.block_bytes, device)
         except (MemoryError, OSError) as error:
             what = "the host memory on the way to kv_disk_path or kv_store"
             if config.kv_host_bytes:
                 what = f"kv_host_bytes {config.kv_host_bytes}"
-            num_bytes = num_host_blocks * cache.block_bytes
             raise ConfigError(
-                f"{what} can't be had, {num_bytes} bytes a rank: {error}; lower or drop it"
+                f"{what} can't be had, {host_spec.num_bytes} bytes a rank: {error}; lower or drop it"
             ) from None
         self.tiers: dict[str, Tier] = {}  # by name, while they are open
-        on_gpu = device.type == "cuda"
-        self._out_stream = torch.cuda.Stream(device) if on_gpu else None
-        self._in_stream = torch.cuda.Stream(device) if on_gpu else None
+        inside = BlockView.of(cache.spec, cache.blocks)
+        outside = BlockView.over(host_spec, memory_of(self.slab.rows))
+        self._out, self._in = CopyStream(device), CopyStream(device)
+        self._maps = {"out": BlockMap(inside, outside), "in": BlockMap(outside, inside)}
         self._copies: deque[_CopyInFlight] = deque()
         self._files: list[_FilesInFlight] = []
         self._done: list[tuple[int, list[bool], float]] = []  # ticket, whether each block is intact, seconds
@@ -85,20 +85,13 @@ class RankKv:
         ConfigError."""
         self.close_tiers()
         config = self.config
-        spec = BlockSpec(
-            str(list(self.cache.block_shape)),
-            config.dtype,
-            self.cache.block_bytes,
-            config.block_size,
-            self.tp.rank,
-            self.tp.size,
-        )
-        self.tiers.update(open_tiers(config, TierPlace(fingerprint, spec, record_events)))
+        self.tiers.update(open_tiers(config, TierPlace(fingerprint, self.spec, record_events)))
 
     def close_tiers(self) -> None:
-        for tier in self.tiers.values():
-            tier.close()
-        self.tiers.clear()
+        with ExitStack() as ends:
+            for tier in self.tiers.values():
+                ends.callback(tier.close)
+            self.tiers.clear()
 
     # Measuring
 
@@ -107,15 +100,15 @@ class RankKv:
         """The seconds that the copy in of a block takes among others. To be called once, before the first
         request: afterwards the slab's memory is pinned in the background, and copies may look many times
         slower than they are."""
-        cache, rows = self.cache.blocks, self.slab.rows
 
         def copy(num_blocks: int) -> None:
             blocks = list(range(num_blocks))
-            scatter_blocks(rows, blocks, cache, blocks)
+            self._in.stage(self._maps["in"], blocks, blocks).trigger_all_layers()
             self._settle()
 
-        pinned = CHUNK_BYTES // self.cache.block_bytes
-        num_blocks = max(1, min(MEASURED_BLOCKS, pinned, len(rows), len(cache)))
+        spec = self.spec
+        pinned = CHUNK_BYTES // spec.block_bytes
+        num_blocks = max(1, min(MEASURED_BLOCKS, pinned, len(self.slab.rows), spec.num_blocks))
         seconds = measure_block_s(copy, num_blocks, time.perf_counter)
         self.slab.pin_rest()
         return seconds
@@ -124,61 +117,42 @@ class RankKv:
 
     @torch.inference_mode()
     def copy_out(self, ticket: int, blocks: Sequence[int], host_blocks: Sequence[int], wait: bool) -> None:
-        self._copy(
-            ticket,
-            self._out_stream,
-            wait,
-            gather_blocks,
-            self.cache.blocks,
-            blocks,
-            self.slab.rows,
-            host_blocks,
-        )
+        self._copy(ticket, self._out, self._maps["out"], blocks, host_blocks, wait)
 
     @torch.inference_mode()
     def copy_in(
         self, ticket: int, host_blocks: Sequence[int], blocks: Sequence[int], wait: bool, behind: int
     ) -> None:
-        if self._in_stream is not None:
-            self._order_behind(behind, self._in_stream)
-        self._copy(
-            ticket,
-            self._in_stream,
-            wait,
-            scatter_blocks,
-            self.slab.rows,
-            host_blocks,
-            self.cache.blocks,
-            blocks,
-        )
+        if self._in.stream is not None:
+            self._order_behind(behind, self._in.stream)
+        self._copy(ticket, self._in, self._maps["in"], host_blocks, blocks, wait)
 
     def _copy(
         self,
         ticket: int,
-        stream: torch.cuda.Stream | None,
-        wait: bool,
-        copy: Callable[..., Any],
-        src: torch.Tensor,
+        copying: CopyStream,
+        block_map: BlockMap,
         src_ids: Sequence[int],
-        dst: torch.Tensor,
         dst_ids: Sequence[int],
+        wait: bool,
     ) -> None:
+        stream = copying.stream
         if stream is None:
             start = time.perf_counter()
-            copy(src, src_ids, dst, dst_ids)
+            copying.stage(block_map, src_ids, dst_ids).trigger_all_layers()
             self._done.append((ticket, [True] * len(src_ids), time.perf_counter() - start))
             return
         if wait:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record(stream)
-        copy(src, src_ids, dst, dst_ids, stream)
+        copying.stage(block_map, src_ids, dst_ids).trigger_all_layers()
         end.record(stream)
         self._copies.append(_CopyInFlight(ticket, len(src_ids), begin, end))
 
     def order_behind(self, ticket: int) -> None:
-        if self._in_stream is not None:
-            self._order_behind(ticket, torch.cuda.current_stream(self.device), self._in_stream)
+        if self._in.stream is not None:
+            self._order_behind(ticket, torch.cuda.current_stream(self.device), self._in.stream)
 
     def _order_behind(self, ticket: int, *streams: torch.cuda.Stream) -> None:
         """What these streams get from now on runs after the copy, if it has not ended."""
@@ -249,14 +223,18 @@ class RankKv:
         self._done.clear()
 
     def close(self) -> None:
-        """Waits for copies, closes the tiers and gives the slab back."""
-        self._settle()
-        self.close_tiers()
-        self.slab.close()
+        """Waits for copies, closes the tiers and gives the slab back, all of it even if a part of that
+        fails."""
+        with ExitStack() as ends:  # It runs the last entry first.
+            ends.callback(self.slab.close)
+            ends.callback(self.close_tiers)
+            ends.callback(self._maps.clear)  # They hold the cache and the slab.
+            ends.callback(self._settle)
 
     def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Waits for copies."""
+        for copying in (self._out, self._in):
+            copying.synchronize()
 
 
 def measure_block_s(copy: Callable[[int], None], num_blocks: int, clock: Callable[[], float]) -> float:

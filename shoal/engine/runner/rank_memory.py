@@ -90,11 +90,13 @@ class CpuRegions:
     def release(self, tags: list[str], kept: list[str]) -> dict[str, int]:
         freed = 0
         for tag in tags:
-            if self._asleep.get(tag, True) and tag not in kept:
+            has_content = self._asleep.get(tag, True)
+            # First, as an interrupt may come while pages are dropped: then too the content counts as gone.
+            self._asleep[tag] = has_content and tag in kept
+            if has_content and tag not in kept:
                 for tensor in self._tensors[tag]():
                     drop_pages(tensor)
                 freed += self._size(tag)
-            self._asleep[tag] = self._asleep.get(tag, True) and tag in kept
         return self._report(freed_bytes=freed)
 
     def take(self, tags: list[str]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ from shoal.engine.runner.graphs import (
     mixed_shapes,
     most_captured_tokens,
 )
-from shoal.engine.runner.kv_cache import KvCache
+from shoal.engine.runner.kv_cache import KvCache, cache_spec
+from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import RankMemory, new_regions
 from shoal.engine.runner.rank_profile import RankProfile
@@ -68,7 +69,7 @@ class ModelRunner:
         self._share = GpuShare(self.device, config) if self.device.type == "cuda" else None
         self._regions = new_regions(self.device, config.enable_sleep_mode)
         model = self.model_config
-        num_kv_heads = model.kv_heads_per_rank(tp.size)
+        spec = cache_spec(config, model, tp.rank)
         with self._building():
             ops = select_ops(self.device.type)
             backend = select_backend(
@@ -76,7 +77,7 @@ class ModelRunner:
                 self.device,
                 self.dtype,
                 num_heads=model.num_heads // tp.size,
-                num_kv_heads=num_kv_heads,
+                num_kv_heads=spec.heads,
                 head_dim=model.head_dim,
                 scale=model.attention_scale,
             )
@@ -104,7 +105,8 @@ class ModelRunner:
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy
         buffers = StepBuffers(self.max_num_seqs, self.max_num_tokens, self.device, copy)
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
-        self.cache = KvCache(config, model, num_kv_heads, self.device, self.dtype)
+        self.cache = KvCache(spec, self.device)
+        self.layer_ends = LayerEnds(model.num_layers, self.device)
         self.steps = Steps(
             self.model,
             backend,
@@ -113,6 +115,7 @@ class ModelRunner:
             self.cache,
             Sampler(ops, tp, self.state, self.shaper),
             buffers,
+            self.layer_ends,
             self.mixed_shapes,
             self.max_model_len,
         )
@@ -162,7 +165,7 @@ class ModelRunner:
         left, it runs the largest step that there can be and one at the end of the longest sequence, on a
         cache of one block, and measures the graphs."""
         if self._share is None:
-            return self.config.kv_cache_memory_bytes // self.cache.block_bytes
+            return self.config.kv_cache_memory_bytes // self.cache.spec.block_bytes
         num_seqs = min(self.max_num_seqs, self.max_num_tokens)
         query_len = min(self.max_num_tokens // num_seqs, self.max_model_len)
         logits_SV = self.steps.rehearse(num_seqs, query_len)
@@ -175,7 +178,7 @@ class ModelRunner:
         graph_bytes = 0
         if not self.config.enforce_eager:
             graph_bytes = sum(graphs.measure() for graphs in self._new_graphs())
-        return (self._share.room(graph_bytes) - self.shaper.reserved_bytes) // self.cache.block_bytes
+        return (self._share.room(graph_bytes) - self.shaper.reserved_bytes) // self.cache.spec.block_bytes
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
@@ -238,19 +241,19 @@ class ModelRunner:
 
     # KV blocks below the device
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a KV block on this rank."""
-        return self.cache.block_bytes
-
     def open_kv(self, num_host_blocks: int) -> None:
         """Makes `kv`, with a slab of `num_host_blocks` blocks on the host. Raises ConfigError."""
         assert self._kv is None
-        self._kv = RankKv(self.config, self.tp, self.cache, self.device, num_host_blocks)
+        self._kv = RankKv(self.config, self.cache, self.device, num_host_blocks)
+
+    def close_kv(self) -> None:
+        """The opposite of `open_kv`."""
+        kv, self._kv = self.kv, None
+        kv.close()
 
     @property
     def kv(self) -> RankKv:
-        """Only after `open_kv`."""
+        """Only between `open_kv` and `close_kv`."""
         assert self._kv is not None
         return self._kv
 
@@ -261,10 +264,15 @@ class ModelRunner:
         gc.collect()
 
     def exit(self) -> None:
-        """Waits for the device and frees its memory. The runner is of no use afterwards."""
-        if self._kv is not None:
-            self._kv.close()
-        self.weights.close()
+        """Waits for the device and frees its memory, all of it even if a part of that fails. The runner is of
+        no use afterwards."""
+        with ExitStack() as ends:  # It runs the last entry first.
+            ends.callback(self._free)
+            ends.callback(self.weights.close)
+            if self._kv is not None:
+                ends.callback(self._kv.close)
+
+    def _free(self) -> None:
         # Nothing may hold a tensor of a region when it is closed.
         del self.model, self.state, self.shaper, self.cache, self.steps, self.memory, self.weights, self._kv
         gc.collect()

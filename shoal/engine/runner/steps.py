@@ -5,6 +5,7 @@ decode          Every sequence decodes, and the batch state holds every input. G
                 ladder of batch sizes; without a graph that fits it runs eagerly.
 mixed           Prompts are computed, perhaps beside decodes. The inputs come with the step. It runs eagerly.
 captured mixed  The same as a graph: inputs are copied into a static buffer, padded to the shape of the graph.
+                It runs eagerly if somebody listens to its layers and its graph does not record their ends.
 rehearsal       Made-up prompts, whose keys and values nobody stores. It makes kernels ready, and tells how
                 much memory and time a step takes.
 
@@ -34,6 +35,7 @@ from shoal.engine.runner.batch import (
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
 from shoal.engine.runner.kv_cache import KvCache
+from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.runner.sampling import (
     LogprobTensors,
     Sampler,
@@ -48,7 +50,7 @@ from shoal.engine.runner.step_buffers import StepBuffers
 from shoal.kernels.ops import Ops
 from shoal.kernels.state import Field
 from shoal.kernels.step_input import AttentionBackend, HostView, StepInput
-from shoal.models.decoder import Decoder
+from shoal.models.decoder import AfterLayer, Decoder
 
 # Numbers of tokens. Between two neighbours here, all steps launch the same variants of the kernels (tile
 # sizes and the like), so a rehearsal at each of these numbers makes all variants ready.
@@ -104,13 +106,14 @@ class Steps:
         cache: KvCache,
         sampler: Sampler,
         buffers: StepBuffers,
+        layer_ends: LayerEnds,
         mixed_shapes: list[MixedShape],
         max_model_len: int,
     ) -> None:
         """`mixed_shapes`: those that graphs capture, small to large."""
         self.model, self.backend, self.ops = model, backend, ops
         self.state, self.cache = state, cache
-        self.sampler, self.buffers = sampler, buffers
+        self.sampler, self.buffers, self.layer_ends = sampler, buffers, layer_ends
         self.mixed_shapes, self.max_model_len = mixed_shapes, max_model_len
         size = max((end for shape in mixed_shapes for _, end in token_spans(shape).values()), default=0)
         # The static buffer that captured mixed steps read.
@@ -134,13 +137,14 @@ class Steps:
             self.ops.apply_updates(self.state.flat, sections["addresses"], sections["values"])
         if extras is not None:
             self.sampler.shaper.start_rows(extras)
+        after_layer = self.layer_ends.end_layer if self.layer_ends.begin_step() else None
         if header[Header.DECODE_ONLY]:
-            outcome = self._run_decode(header, extras)
+            outcome = self._run_decode(header, extras, after_layer)
         elif header[Header.GRAPH_TOKENS]:
             inputs = on_device[spans["token_ids"][0] :]
-            outcome = self._replay_mixed(header, inputs, sections, extras)
+            outcome = self._run_captured_mixed(header, inputs, sections, extras, after_layer)
         else:
-            outcome = self._run_mixed(packed, sections, extras)
+            outcome = self._run_mixed(packed, sections, extras, after_layer)
         return self._collect(int(header[Header.NUM_SAMPLES]), outcome, extras)
 
     def _collect(self, num_samples: int, outcome: Outcome, extras: Extras | None) -> StepResult:
@@ -163,25 +167,29 @@ class Steps:
 
     # Decode
 
-    def _run_decode(self, header: np.ndarray, extras: Extras | None) -> Outcome:
+    def _run_decode(
+        self, header: np.ndarray, extras: Extras | None, after_layer: AfterLayer | None
+    ) -> Outcome:
         """Replays the graph of the fewest rows that suffice, or decodes eagerly."""
         num_rows = int(header[Header.NUM_DECODES])
         sharing = bool(header[Header.NUM_GROUPS])
         fitting = None
-        if self.decode_graphs is not None:
+        if self.decode_graphs is not None and after_layer is None:
             fitting = self.decode_graphs.fitting(num_rows, sharing)
         if fitting is not None:
             num_rows, graph = fitting
             graph.replay()
             logits_SV = graph.output
         else:
-            logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing)
+            logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer)
         if header[Header.EXTRAS]:
             rows_B, positions_B = self.state.active_B[:num_rows], self.state.positions_B[:num_rows]
             self.sampler.draw(logits_SV, rows_B, positions_B, extras)
         return Outcome(logits_SV)
 
-    def decode(self, num_rows: int, max_kv_len: int, sharing: bool) -> torch.Tensor:
+    def decode(
+        self, num_rows: int, max_kv_len: int, sharing: bool, after_layer: AfterLayer | None = None
+    ) -> torch.Tensor:
         """One token for each of the first `num_rows` active rows; returns the logits [num_rows, V]. A graph
         captures this."""
         state = self.state
@@ -199,14 +207,18 @@ class Steps:
             prefixes=state.prefixes if sharing else None,
         )
         self.backend.begin(step)
-        logits_SV = self.model.logits(self.model(step, self.cache.blocks))
+        logits_SV = self.model.logits(self.model(step, self.cache.blocks, after_layer=after_layer))
         self.sampler.draw(logits_SV, rows_B, positions_B)
         return logits_SV
 
     # Mixed
 
     def _run_mixed(
-        self, packed: np.ndarray, sections: dict[str, torch.Tensor], extras: Extras | None
+        self,
+        packed: np.ndarray,
+        sections: dict[str, torch.Tensor],
+        extras: Extras | None,
+        after_layer: AfterLayer | None,
     ) -> Outcome:
         header = packed[:HEADER_SIZE]
         spans = section_spans(header)
@@ -239,11 +251,11 @@ class Steps:
         select_S = sections["sample_index"].long()
         prompt_logprobs = None
         if wants_prompts:
-            hidden_TD = self.model(step, self.cache.blocks)
+            hidden_TD = self.model(step, self.cache.blocks, after_layer=after_layer)
             prompt_logprobs = self._prompt_logprobs(hidden_TD[sections["prompt_logits"].long()], extras)
             hidden_SD = hidden_TD[select_S]
         else:
-            hidden_SD = self.model(step, self.cache.blocks, select_S)
+            hidden_SD = self.model(step, self.cache.blocks, select_S, after_layer)
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.draw(logits_SV, sections["sample_rows"], sections["sample_positions"], extras)
         return Outcome(logits_SV, hidden_SD, prompt_logprobs)
@@ -261,20 +273,26 @@ class Steps:
 
     # Captured mixed
 
-    def _replay_mixed(
+    def _run_captured_mixed(
         self,
         header: np.ndarray,
         inputs: torch.Tensor,
         sections: dict[str, torch.Tensor],
         extras: Extras | None,
+        after_layer: AfterLayer | None,
     ) -> Outcome:
         """`inputs`: the sections that describe tokens, in one piece, as `mixed_inputs` takes them."""
         assert self.mixed_graphs is not None
         self.buffers.copy(self.mixed_inputs[: inputs.shape[0]], inputs)
-        graph = self.mixed_graphs.graphs[MixedShape.of(header)]
-        graph.replay()
-        num_samples = int(header[Header.NUM_SAMPLES])
-        hidden_SD = graph.output[:num_samples]
+        shape, num_samples = MixedShape.of(header), int(header[Header.NUM_SAMPLES])
+        if after_layer is None or self.layer_ends.in_graphs:
+            graph = self.mixed_graphs.graphs[shape]
+            graph.replay()
+            if after_layer is not None:
+                self.layer_ends.replayed()
+            hidden_SD = graph.output[:num_samples]
+        else:
+            hidden_SD = self.captured_mixed(shape, after_layer)[:num_samples]
         logits_SV = None
         if header[Header.LOGITS]:
             logits_SV = self.model.logits(hidden_SD)
@@ -283,7 +301,7 @@ class Steps:
             self.sampler.draw(logits_SV, rows_S[:num_samples], positions_S[:num_samples], extras)
         return Outcome(logits_SV, hidden_SD)
 
-    def captured_mixed(self, shape: MixedShape) -> torch.Tensor:
+    def captured_mixed(self, shape: MixedShape, after_layer: AfterLayer | None = None) -> torch.Tensor:
         """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples. A graph
         captures this."""
         sections = {name: self.mixed_inputs[start:end] for name, (start, end) in token_spans(shape).items()}
@@ -303,7 +321,8 @@ class Steps:
             prefixes=self.state.prefixes if shape.sharing else None,
         )
         self.backend.begin(step)
-        hidden_SD = self.model(step, self.cache.blocks, sections["sample_index"].long())
+        select_S = sections["sample_index"].long()
+        hidden_SD = self.model(step, self.cache.blocks, select_S, after_layer)
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.draw(logits_SV, sections["sample_rows"], sections["sample_positions"])
         return hidden_SD
@@ -362,8 +381,11 @@ class Steps:
             num_rows, sharing = key
             return self.decode(num_rows, self.max_model_len, sharing)
 
-        mixed = StepGraphs(self.captured_mixed, self.mixed_shapes[::-1], short)
-        return DecodeGraphs(decode, decode_sizes, share_from, short), mixed
+        def mixed(shape: MixedShape) -> torch.Tensor:
+            return self.captured_mixed(shape, self.layer_ends.record if self.layer_ends.in_graphs else None)
+
+        shapes = self.mixed_shapes[::-1]
+        return DecodeGraphs(decode, decode_sizes, share_from, short), StepGraphs(mixed, shapes, short)
 
     def capture(self, graphs: tuple[DecodeGraphs, StepGraphs[MixedShape]], pool: Any) -> None:
         """Captures these graphs, which `launch` uses from then on."""

@@ -127,12 +127,13 @@ def batch(ts, *events, rank=None):
 def test_what_no_replay_fills_is_not_guessed():
     index = KvIndexer(4)
     feed = EventFeed(index, RANK)
-    feed.replay_ended()
+    silent = Publisher(random, 0, False)
+    catch_up(feed, silent)
     feed.heard(0, batch(1, stored(1, [1, 2, 3, 4])))
     assert index.find_matches([1, 2, 3, 4]) == {RANK: Overlap(1)}
     feed.heard(2, batch(3, stored(3, [5, 6, 7, 8])))
-    assert feed.replay_from == 1
-    feed.replay_ended()
+    assert feed.replay_from == 0
+    catch_up(feed, silent)
     assert index.find_matches([1, 2, 3, 4]) == {} and index.find_matches([5, 6, 7, 8]) == {RANK: Overlap(1)}
     assert feed.replay_from is None and feed.num_lost == 1
 

@@ -2,13 +2,15 @@
 
 import collections
 import io
+import itertools
 import json
+import random
 
 import pytest
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
-from shoal.fleet.kv_router import KvRouter
+from shoal.fleet.kv_router import KvRouter, Predictions
 from shoal.fleet.policy import Choice
 from shoal.fleet.recorder import EventPublisher, Recorder, apply_router_event, read
 from shoal.kv_event_format import GPU, AllBlocksCleared, BlockStored
@@ -155,3 +157,50 @@ def test_a_usage_that_is_no_number_does_not_stop_the_router():
     r.published(A, float("nan"), 3)
     r.published(B, 0.9, 0)
     assert r.schedule(PROMPT).rank == A
+
+
+def test_predictions_equal_those_of_a_naive_book():
+    """Random requests, corrections, drops and waits against a list of what every worker was sent."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng, now = random.Random(seed), [0.0]
+    predictions = Predictions(lambda: now[0])
+    has: dict[WorkerRank, dict[int, float]] = {}  # block -> until when
+    children: dict[int, set[int]] = {}
+    chains = [[0, *(rng.randrange(1, 3) for _ in range(rng.randrange(1, 12)))] for _ in range(30)]
+    named = [[hash(tuple(chain[: end + 1])) for end in range(len(chain))] for chain in chains]
+    for chain in named:
+        for parent, child in itertools.pairwise(chain):
+            children.setdefault(parent, set()).add(child)
+
+    def behind(block):
+        return {block}.union(*(behind(child) for child in children.get(block, ())))
+
+    for _ in range(2000):
+        now[0] += rng.expovariate(2.0)
+        rank, chain = WorkerRank(rng.choice("ab")), rng.choice(named)
+        mine = has.setdefault(rank, {})
+        action = rng.random()
+        if action < 0.6:
+            predictions.add(rank, chain, 5.0)
+            mine.update(dict.fromkeys(chain, now[0] + 5.0))
+            if rng.random() < 0.3:
+                num_cached = rng.randrange(len(chain) + 1)
+                predictions.correct(rank, chain, num_cached)
+                for block in behind(chain[num_cached]) - set(chain) if num_cached < len(chain) else ():
+                    mine.pop(block, None)
+        elif action < 0.7:
+            block = rng.choice(chain)
+            predictions.drop(rank, block)
+            mine.pop(block, None)
+        query = rng.choice(named)
+        expected = {}
+        for worker, blocks in has.items():
+            depth = 0
+            while depth < len(query) and blocks.get(query[depth], 0.0) > now[0]:
+                depth += 1
+            if depth:
+                expected[worker] = Overlap(depth)
+        assert predictions.find_chain(query) == expected
+    now[0] += 6.0
+    assert predictions.find_chain(named[0]) == {} and predictions.num_blocks(WorkerRank("a")) == 0

@@ -15,6 +15,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.errors import ConfigError
+from shoal.fleet.planner import PlannerConfig
 from shoal.fleet.policy import POLICIES, RouterWeights
 from shoal.fleet.prefix_tree import DEVICE
 from shoal.fleet.sim_config import SimConfig, SimWorkers, read_sim_config
@@ -127,9 +128,13 @@ def test_sessions_stay_with_their_workers():
 
 
 def test_late_events_cost_little_as_decisions_stand_for_them():
-    at_once, late = (simulation(event_delay_ms=delay).run() for delay in (0.0, 500.0))
-    assert late.completed == 400 and late != at_once
+    # A customer comes back after some 13 s on average, when the decision is no longer remembered.
+    trace = make_customers(400, 3.0, num_customers=40, output_tokens=50, seed=2)
+    delays = (0.0, 500.0, 60_000.0)
+    at_once, late, too_late = (simulation(trace, event_delay_ms=delay).run() for delay in delays)
+    assert at_once.completed == late.completed == too_late.completed == 400
     assert late.hit_rate > 0.9 * at_once.hit_rate
+    assert too_late.hit_rate < 0.9 * at_once.hit_rate
 
 
 def test_requests_of_one_instant_are_all_answered():
@@ -269,3 +274,41 @@ def test_the_command_prints_a_table_or_one_json_object(tmp_path, capsys):
 def test_a_request_beyond_every_cache_is_a_mistake_that_names_it():
     with pytest.raises(ConfigError, match="request 0 needs"):
         simulation(Trace([TraceRequest(0.0, 200_000, 1, [])], 512)).run()
+
+
+def planned(trace, count=1, **planner):
+    config = SimConfig(
+        "qwen3-8b",
+        workers=[SimWorkers(count)],
+        cache_tokens=100_000,
+        worker_start_s=5.0,
+        planner=PlannerConfig(enabled=True, **planner),
+    )
+    return Simulation(config, trace)
+
+
+def test_a_planner_follows_the_load_within_its_budget():
+    rush = make_customers(600, 40.0, num_customers=40, output_tokens=150, seed=3).requests
+    calm = make_customers(100, 0.3, num_customers=40, output_tokens=20, seed=4).requests
+    later = [dataclasses.replace(each, timestamp_s=each.timestamp_s + 120.0) for each in calm]
+    trace = Trace([*rush, *later], CUSTOMERS.block_size)
+    s = planned(trace, decode_kv_scale_up_threshold=0.5, decode_kv_scale_down_threshold=0.1, max_gpu_budget=3)
+    result = s.run()
+    assert result.completed == 700
+    wanted = [decision.desired["both"] for decision in s.decisions]
+    assert max(wanted) == 3 and wanted[-1] == 1 and len(s.workers) == 1
+    assert result.gpu_hours < 3 * result.simulated_s / 3600
+
+
+def test_an_adviser_changes_nothing():
+    advised, alone = (
+        planned(CUSTOMERS, no_operation=True, decode_kv_scale_up_threshold=0.6),
+        simulation(count=1),
+    )
+    assert advised.run() == alone.run()
+    assert any(decision.changes for decision in advised.decisions)
+
+
+def test_a_planner_without_workers_to_stay_is_refused():
+    with pytest.raises(ConfigError, match="min_endpoint"):
+        planned(CUSTOMERS, min_endpoint=0)

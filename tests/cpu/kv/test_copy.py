@@ -6,19 +6,20 @@ import gc
 import itertools
 import os
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from triton_compile import check_kernels
 
 from shoal.errors import UnavailableError
 from shoal.kernels import block_copy, block_copy_triton
 from shoal.kv import copy
-from shoal.kv.copy import BlockCopyError, CopyStream, CopyStreams, copy_blocks, gather_blocks, scatter_blocks
+from shoal.kv.block_map import BlockCopyError, BlockMap
+from shoal.kv.copy import CopyStream, CopyStreams, copy_blocks, copy_layer
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
-from shoal.kv.storage import DirectFile, StorageInUseError, host_memory
+from shoal.kv.storage import DirectFile, host_memory, memory_of
 from shoal.kv.view import BlockView, TensorView
 from tests import kv_cases
 
@@ -63,37 +64,19 @@ def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
     kv_cases.check_random_copies(seed=8, rounds=45, allocators=list(itertools.product(kinds, kinds)))
 
 
-def test_whole_blocks_are_one_run_and_layers_of_other_layouts_are_not():
-    caches = {
-        layout: BlockView.over(replace(SPEC, layout=layout), 3, host_memory(3 * SPEC.block_bytes))
-        for layout in Layout
-    }
-
-    def shape(a, b):
-        (pieces,) = copy.pieces_between([caches[a]], [caches[b]], range(2))
-        return len(pieces.src), pieces.sizes, pieces.run
-
-    head, side = 8 * 2, SPEC.block_layer_bytes // 2
-    assert shape(Layout.WHOLE_BLOCKS, Layout.WHOLE_BLOCKS) == (1, (1, 1, 1), SPEC.block_bytes)
-    assert shape(Layout.BLOCK_FIRST, Layout.BLOCK_FIRST) == (2, (1, 1, 1), SPEC.block_layer_bytes)
-    assert shape(Layout.KV_FIRST, Layout.KV_FIRST) == (2, (1, 1, 2), side)
-    assert shape(Layout.KV_FIRST, Layout.BLOCK_FIRST) == (2, (1, 1, 2), side)
-    assert shape(Layout.BLOCK_FIRST, Layout.WHOLE_BLOCKS) == (2, (2, 4, 4), head)
-
-
 def test_layers_in_storages_of_their_own(tmp_path):
     """As other engines have them; two files may then have equal offsets."""
-    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=3)
     rng = random.Random(4)
 
     def cache(allocate):
         layers = [
-            TensorView(allocate(3 * spec.block_layer_bytes, i), spec.layer_shape(3), torch.float16)
+            TensorView(allocate(3 * spec.block_layer_bytes, i), spec.layer_shape, torch.float16)
             for i in range(2)
         ]
         for layer in layers:
             layer.fill(rng.randrange(100))
-        return BlockView(spec, 3, layers)
+        return BlockView(spec, layers)
 
     memory, file = cache(lambda n, i: host_memory(n)), cache(lambda n, i: DirectFile(tmp_path / str(i), n))
     other = cache(lambda n, i: DirectFile(tmp_path / f"other{i}", n))
@@ -116,15 +99,12 @@ def test_layers_in_storages_of_their_own(tmp_path):
     ],
 )
 def test_ids_that_are_refused(src_ids, dst_ids, said):
-    src, dst = (BlockView.over(SPEC, n, host_memory(n * SPEC.block_bytes)) for n in (3, 4))
-    staged = CopyStream("cpu")
-    staged.prepare_block_map(src, dst)
-    tensors = [torch.zeros(n, 10, dtype=torch.uint8) for n in (3, 4)]
+    src, dst = (kv_cases.empty_cache(SPEC, n) for n in (3, 4))
+    block_map = BlockMap(src, dst)
     for refused in (
         lambda: copy_blocks(src, src_ids, dst, dst_ids),
-        lambda: staged.prepare_block_ids(src_ids, dst_ids),
-        lambda: gather_blocks(tensors[0], src_ids, tensors[1], dst_ids),
-        lambda: scatter_blocks(tensors[0], src_ids, tensors[1], dst_ids),
+        lambda: copy_layer(block_map, 0, src_ids, dst_ids),
+        lambda: CopyStream("cpu").stage(block_map, src_ids, dst_ids),
     ):
         with pytest.raises(BlockCopyError, match=said):
             refused()
@@ -132,53 +112,42 @@ def test_ids_that_are_refused(src_ids, dst_ids, said):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        dict(num_layers=3),
-        dict(num_heads=2),
-        dict(head_dim=4),
-        dict(dtype="bfloat16"),
-        dict(block_size=8),
-        dict(tp_size=2),
-        dict(tp_size=4, tp_rank=1),
-    ],
+    [dict(num_layers=3), dict(num_heads=2), dict(head_dim=4), dict(dtype="bfloat16"), dict(block_size=8)],
     ids=str,
 )
 def test_caches_that_do_not_go_together(change):
     other = replace(SPEC, **change)
-    src, dst = (BlockView.over(spec, 2, host_memory(2 * spec.block_bytes)) for spec in (SPEC, other))
-    for refused in (
-        lambda: copy_blocks(src, [0], dst, [0]),
-        lambda: CopyStream("cpu").prepare_block_map(src, dst),
-    ):
+    src, dst = (kv_cases.empty_cache(spec, 2) for spec in (SPEC, other))
+    for refused in (lambda: copy_blocks(src, [0], dst, [0]), lambda: BlockMap(src, dst)):
         with pytest.raises(LayoutError, match=f"{next(iter(change))} is .* on one side"):
             refused()
 
 
 def test_copies_within_one_memory():
     memory = host_memory(8 * SPEC.block_bytes)
-    cache = BlockView.over(SPEC, 4, memory)
+    spec = replace(SPEC, num_blocks=4)
+    cache = BlockView.over(spec, memory)
     for block in range(4):
         cache.layer(0, mutable=True).slice(0, block, block + 1).fill(block)
     copy_blocks(cache, [0, 0], cache, [2, 3])
     assert [cache.layer(0)[block, 0, 0, 0, 0] for block in range(4)] == [0, 1, 0, 0]
     with pytest.raises(BlockCopyError, match="block 1 is read and written"):
         copy_blocks(cache, [0, 1], cache, [1, 2])
-    transposed = BlockView.over(replace(SPEC, layout=Layout.KV_FIRST), 4, memory)
-    for other in (BlockView.over(SPEC, 4, memory, offset=SPEC.block_bytes), transposed):
+    transposed = BlockView.over(replace(spec, layout=Layout.KV_FIRST), memory)
+    for other in (BlockView.over(spec, memory, offset=SPEC.block_bytes), transposed):
         with pytest.raises(BlockCopyError, match="overlap"):
             copy_blocks(cache, [0], other, [3])
-    copy_blocks(cache, [1], BlockView.over(SPEC, 4, memory, offset=4 * SPEC.block_bytes), [1])
+    copy_blocks(cache, [1], BlockView.over(spec, memory, offset=4 * SPEC.block_bytes), [1])
 
 
 def test_caches_whose_layers_lie_between_each_other():
-    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=3)
     memory, layer = host_memory(4 * 3 * spec.block_layer_bytes), 3 * spec.block_layer_bytes
     caches = [
         BlockView(
             spec,
-            3,
             [
-                TensorView(memory, spec.layer_shape(3), torch.float16, offset=(2 * i + first) * layer)
+                TensorView(memory, spec.layer_shape, torch.float16, offset=(2 * i + first) * layer)
                 for i in range(2)
             ],
         )
@@ -190,35 +159,14 @@ def test_caches_whose_layers_lie_between_each_other():
 
 
 def test_a_read_only_destination():
-    spec = replace(SPEC, layout=Layout.BLOCK_FIRST)
+    spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=2)
     layers = [
-        TensorView(host_memory(1 << 16), spec.layer_shape(2), torch.float16, mutable=False) for _ in range(2)
+        TensorView(host_memory(1 << 16), spec.layer_shape, torch.float16, mutable=False) for _ in range(2)
     ]
-    cache = BlockView(spec, 2, layers)
+    cache = BlockView(spec, layers)
     with pytest.raises(BlockCopyError, match="read-only"):
         copy_blocks(cache, [0], cache, [1])
-    copy_blocks(cache, [0], BlockView.over(spec, 2, host_memory(2 * spec.block_bytes)), [0])
-
-
-def test_an_engines_cache_to_a_slab_and_back():
-    seed = 3
-    rng = random.Random(seed)
-    kv = torch.rand(9, 2, 2, 3, 4, 5)
-    slab = torch.zeros(12, kv[0].nbytes, dtype=torch.uint8)
-    for _ in range(20):
-        slots = rng.sample(range(12), rng.randint(0, 9))
-        blocks = rng.sample(range(9), len(slots))
-        before = kv.clone()
-        assert gather_blocks(kv, blocks, slab, slots) is None
-        kv.zero_()
-        assert scatter_blocks(slab, slots, kv, blocks) is None
-        assert torch.equal(kv[blocks], before[blocks]), seed
-        kv.copy_(before)
-    assert gather_blocks(kv, [1, 1], slab, [0, 11]) is None and torch.equal(slab[0], slab[11])
-    with pytest.raises(BlockCopyError, match="960 bytes do not fit those of 959"):
-        gather_blocks(kv, [0], slab[:, 1:], [0])
-    with pytest.raises(BlockCopyError, match="not contiguous"):
-        gather_blocks(kv.transpose(2, 3), [0], slab, [0])
+    copy_blocks(cache, [0], kv_cases.empty_cache(spec, 2), [0])
 
 
 def test_a_round_trip_layer_by_layer(way):
@@ -226,50 +174,37 @@ def test_a_round_trip_layer_by_layer(way):
         kv_cases.check_a_round_trip_layer_by_layer("cpu", host_memory, host_memory, layouts)
 
 
-def test_copy_streams_say_what_is_missing():
-    caches = [BlockView.over(SPEC, 3, host_memory(3 * SPEC.block_bytes)) for _ in range(2)]
-    stream = CopyStream("cpu")
-    for staged in (False, True):
-        with pytest.raises(BlockCopyError, match="no block map"):
-            stream.prepare_block_ids([0], [0])
-        if staged:
-            stream.prepare_block_map(*caches)
-        for early in (
-            lambda: stream.trigger_layer(0),
-            stream.trigger_all_layers,
-            stream.rearm,
-            lambda: stream.event(0),
-            lambda: stream.wait_layer(0),
-        ):
-            with pytest.raises(BlockCopyError, match="nothing is staged"):
-                early()
-    stream.prepare_block_ids([0], [0])
+def test_an_engines_cache_to_a_slab_and_back():
+    spec = CacheSpec(Layout.WHOLE_BLOCKS, 2, 3, 5, "float32", 4, num_blocks=9)
+    rng = random.Random(3)
+    kv, slab = torch.rand(spec.shape), torch.zeros(12, spec.block_bytes, dtype=torch.uint8)
+    inside = BlockView.of(spec, kv)
+    outside = BlockView.over(replace(spec, num_blocks=12), memory_of(slab))
+    there, back = BlockMap(inside, outside), BlockMap(outside, inside)
+    copying = CopyStream("cpu")
+    for _ in range(20):
+        slots = rng.sample(range(12), rng.randint(0, 9))
+        blocks = rng.sample(range(9), len(slots))
+        before = kv.clone()
+        assert copying.stage(there, blocks, slots).trigger_all_layers() is None
+        kv.zero_()
+        copying.stage(back, slots, blocks).trigger_all_layers()
+        assert torch.equal(kv[blocks], before[blocks])
+        assert torch.equal(slab[slots].view(torch.float32).flatten(), before[blocks].flatten())
+        kv.copy_(before)
+
+
+def test_a_staged_copy_says_what_is_wrong():
+    copy = CopyStream("cpu").stage(BlockMap(*(kv_cases.empty_cache(SPEC, 3) for _ in range(2))), [0], [0])
     for wrong in (-1, 2):
-        with pytest.raises(BlockCopyError, match="layers go from 0 to 1"):
-            stream.trigger_layer(wrong)
+        for refused in (copy.trigger_layer, copy.event, copy.wait_layer):
+            with pytest.raises(BlockCopyError, match="layers go from 0 to 1"):
+                refused(wrong)
     with pytest.raises(BlockCopyError, match="has not been triggered"):
-        stream.wait_layer(1)
-    stream.trigger_layer(1)
-    stream.wait_layer(1)
-    assert stream.event(1) is None
-
-
-def test_copy_streams_do_not_reach_files(tmp_path):
-    memory = BlockView.over(SPEC, 3, host_memory(3 * SPEC.block_bytes))
-    file = BlockView.over(SPEC, 3, DirectFile(tmp_path / "blocks", 3 * SPEC.block_bytes))
-    with pytest.raises(BlockCopyError, match="from host to direct"):
-        CopyStream("cpu").prepare_block_map(memory, file)
-
-
-def test_a_staged_copy_keeps_its_storages_open():
-    memories = [host_memory(3 * SPEC.block_bytes) for _ in range(2)]
-    stream = CopyStream("cpu")
-    stream.prepare_block_map(*(BlockView.over(SPEC, 3, memory) for memory in memories))
-    with pytest.raises(StorageInUseError):
-        memories[0].close()
-    stream.reset()
-    for memory in memories:
-        memory.close()
+        copy.wait_layer(1)
+    copy.trigger_layer(1)
+    copy.wait_layer(1)
+    assert copy.event(1) is None
 
 
 def test_dropped_copy_streams_return_to_their_pool():
@@ -281,21 +216,16 @@ def test_dropped_copy_streams_return_to_their_pool():
     gc.collect()
     assert pool.num_free == 1
     third = pool.acquire()
-    with pytest.raises(BlockCopyError, match="no block map"):
-        third.prepare_block_ids([], [])
     del held, third
     assert pool.num_free == 2
 
 
 def _launch(src_layout, dst_layout, tp=1, spec=QWEN3_8B):
     """The kernel at real sizes; the launch is all that counts, so the memory is not touched."""
-    srcs = [BlockView.over(replace(spec, layout=src_layout), 4, host_memory(4 * spec.block_bytes))]
+    srcs = [kv_cases.empty_cache(replace(spec, layout=src_layout), 4)]
     shard = replace(spec, layout=dst_layout, tp_size=tp)
-    dsts = [
-        BlockView.over(replace(shard, tp_rank=rank), 4, host_memory(4 * shard.block_bytes))
-        for rank in range(tp)
-    ]
-    (pieces,) = copy.pieces_between(srcs, dsts, range(spec.num_layers))
+    dsts = [kv_cases.empty_cache(replace(shard, tp_rank=rank), 4) for rank in range(tp)]
+    [pieces] = BlockMap(srcs, dsts).pieces[-1]
     by_kernel(pieces, np.arange(4), np.arange(4))
 
 

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as change
 
 from shoal.errors import ConfigError
 from shoal.kv import block_folder, io_threads
-from shoal.kv.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, in_pages
+from shoal.kv.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, group_name, in_pages
 from shoal.kv.disk import DiskTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
 
@@ -107,7 +108,7 @@ def test_a_block_that_is_there_is_not_written_again(make):
 
 
 def test_page_aligned_blocks_are_written_past_the_page_cache_and_others_through_it(make):
-    spec = replace(SPEC, block_bytes=2 * PAGE)
+    spec = change(SPEC, head_dim=256)
     tier, metas = make(spec=spec), chain(2, spec=spec)
     aligned = mmap.mmap(-1, spec.block_bytes)
     aligned[:] = content(metas[0], spec)
@@ -204,7 +205,7 @@ def test_files_of_a_living_engine_are_left_alone(make):
 
 
 def test_ranks_share_a_path_and_never_read_each_others_shards(make):
-    ranks = [make(max_blocks=4, spec=replace(SPEC, tp_rank=rank, tp_size=2)) for rank in range(2)]
+    ranks = [make(max_blocks=4, spec=change(SPEC, tp_rank=rank, tp_size=2)) for rank in range(2)]
     metas = chain(4)
     for rank in ranks:
         write(rank, metas[: 3 + rank.spec.tp_rank])
@@ -253,7 +254,7 @@ def another_models(path):
 
 
 def another_layouts(path):
-    spec = replace(SPEC, layout="[2, 4, 2, 16]")
+    spec = change(SPEC, num_layers=1, head_dim=32)
     tier = DiskTier(str(path.parents[5] / "elsewhere"), 1 << 20, MODEL, spec)
     write(tier, chain(1))
     tier.close()
@@ -291,7 +292,7 @@ DAMAGES = {
     "bit in the padding": (flipped(PAGE - 1), "damaged"),
     "bit in the data": (flipped(PAGE + BYTES // 2), "damaged"),
     "last bit": (flipped(-1), "damaged"),
-    "another version": (lambda path: path.write_bytes(MAGIC[:-1] + b"2" + path.read_bytes()[8:]), "foreign"),
+    "another version": (lambda path: path.write_bytes(MAGIC[:-1] + b"1" + path.read_bytes()[8:]), "foreign"),
     "another model's": (swapped_for(another_models), "foreign"),
     "another layout's": (swapped_for(another_layouts), "foreign"),
     "another block's": (a_lie(key=b"k" * 16), "different"),
@@ -481,7 +482,7 @@ def test_an_unreadable_file_is_recomputed(make, monkeypatch):
     assert not tier.contains(metas[0].key) and write(tier, metas[:1]) == [True] and all_right(tier, metas)
 
 
-@pytest.mark.parametrize("what", ["kv", f"kv/{MODEL.hex()}", f"kv/{MODEL.hex()}/{SPEC.group}/rank0"])
+@pytest.mark.parametrize("what", ["kv", f"kv/{MODEL.hex()}", f"kv/{MODEL.hex()}/{group_name(SPEC)}/rank0"])
 def test_a_folder_that_vanishes_is_made_again(make, tmp_path, what):
     tier, metas = make(), chain(6)
     write(tier, metas[:3])
@@ -516,7 +517,7 @@ def test_a_real_limit_on_file_sizes(tmp_path):
         """
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-        tier = make(spec=replace(SPEC, block_bytes=8192))
+        tier = make(spec=change(SPEC, head_dim=256))
         metas = chain(2, spec=tier.spec)
         tier._folder.direct = False
         assert write(tier, metas) == [False, False], tier.stats()
@@ -740,7 +741,7 @@ def test_events_tell_what_is_verified_and_what_goes(make, tmp_path):
 
 PRELUDE = textwrap.dedent("""
     import os, sys, time
-    from dataclasses import replace
+    from msgspec.structs import replace as change
     from shoal.kv.disk import DiskTier
     from tests.made_blocks import *
     def make(max_blocks=100, fingerprint=MODEL, spec=SPEC):

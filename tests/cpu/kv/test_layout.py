@@ -1,39 +1,84 @@
-"""Byte arithmetic of caches, and why two of them do not go together."""
+"""What a cache looks like, why two of them do not go together, and which rank has whose heads."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
+from msgspec.structs import replace
 
-from shoal.kv.layout import CacheSpec, Layout, LayoutError, compatibility, contiguous_strides
+from shoal.kv.layout import CacheSpec, Layout, LayoutError, SharedHeads, contiguous_strides, shared_heads
+from shoal.model_config import ModelConfig
 
-QWEN = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16)
+QWEN = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16, num_blocks=10)
+
+
+def ranks(tp_size, num_heads=8, **changes):
+    return [
+        replace(QWEN, num_heads=num_heads, tp_size=tp_size, tp_rank=rank, **changes)
+        for rank in range(tp_size)
+    ]
 
 
 def test_bytes_of_a_model_that_exists():
-    assert (QWEN.token_layer_bytes, QWEN.block_layer_bytes, QWEN.block_bytes) == (
-        4096,
-        64 << 10,
-        36 * 64 << 10,
-    )
+    sizes = QWEN.token_layer_bytes, QWEN.block_layer_bytes, QWEN.block_bytes, QWEN.num_bytes
+    assert sizes == (4096, 64 << 10, 36 * 64 << 10, 10 * 36 * 64 << 10)
     shard = replace(QWEN, tp_size=4, tp_rank=3)
-    assert (shard.heads, shard.block_bytes * 4) == (2, QWEN.block_bytes)
+    assert (shard.heads, shard.first_head, shard.block_bytes * 4) == (2, 6, QWEN.block_bytes)
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "strides", "second"),
+    ("layout", "whole", "shape", "strides", "second"),
     [
-        (Layout.KV_FIRST, (2, 10, 16, 8, 128), (163840, 16384, 1024, 128, 1), 655360),
-        (Layout.BLOCK_FIRST, (10, 2, 16, 8, 128), (32768, 16384, 1024, 128, 1), 655360),
-        (Layout.WHOLE_BLOCKS, (10, 2, 8, 16, 128), (36 * 32768, 16384, 2048, 128, 1), 65536),
+        (
+            Layout.KV_FIRST,
+            (36, 2, 10, 16, 8, 128),
+            (2, 10, 16, 8, 128),
+            (163840, 16384, 1024, 128, 1),
+            655360,
+        ),
+        (
+            Layout.BLOCK_FIRST,
+            (36, 10, 2, 16, 8, 128),
+            (10, 2, 16, 8, 128),
+            (32768, 16384, 1024, 128, 1),
+            655360,
+        ),
+        (
+            Layout.WHOLE_BLOCKS,
+            (10, 36, 2, 8, 16, 128),
+            (10, 2, 8, 16, 128),
+            (36 * 32768, 16384, 2048, 128, 1),
+            65536,
+        ),
     ],
 )
-def test_layers_of_each_layout(layout, shape, strides, second):
+def test_layers_of_each_layout(layout, whole, shape, strides, second):
     spec = replace(QWEN, layout=layout)
-    assert (spec.layer_shape(10), spec.layer_strides(10), spec.layer_offset(1, 10)) == (
-        shape,
-        strides,
-        second,
-    )
+    assert (spec.shape, spec.layer_shape, spec.layer_strides) == (whole, shape, strides)
+    assert spec.layer_offset(1) == second
+
+
+def test_a_spec_crosses_a_process_and_what_comes_is_checked():
+    shard = replace(QWEN, tp_size=4, tp_rank=3)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(shard), type=CacheSpec) == shard
+    plain = msgspec.to_builtins(shard)
+    for wrong in (
+        {"tp_rank": 4},
+        {"layout": "sideways"},
+        {"num_blocks": 0},
+        {"head_dim": "128"},
+        {"colour": 1},
+    ):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(plain | wrong, CacheSpec)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16, 32])
+def test_ranks_hold_the_heads_that_the_model_gives_them(tp_size):
+    model = ModelConfig.__new__(ModelConfig)
+    object.__setattr__(model, "num_kv_heads", 8)
+    replicas = model.kv_head_replicas(tp_size)
+    for spec in ranks(tp_size):
+        assert spec.heads == model.kv_heads_per_rank(tp_size)
+        assert spec.first_head == spec.tp_rank // replicas * spec.heads
 
 
 def test_contiguous_strides():
@@ -49,10 +94,11 @@ def test_contiguous_strides():
         (dict(head_dim=-1), "head_dim is -1"),
         (dict(block_size=0), "block_size is 0"),
         (dict(dtype="float12"), "float12"),
-        (dict(tp_size=3), "8 KV heads cannot be shared evenly by tp_size 3"),
+        (dict(num_blocks=0), "num_blocks is 0"),
+        (dict(tp_size=3), "tp_size 3 neither divides 8 KV heads nor is a multiple of them"),
+        (dict(tp_size=12), "tp_size 12 neither divides 8 KV heads"),
         (dict(tp_size=2, tp_rank=2), "ranks go from 0 to 1"),
         (dict(tp_rank=-1), "tp_rank is -1"),
-        (dict(tp_size=16), "only 8 KV heads"),
         (dict(tp_size=0), "tp_size is 0"),
         (dict(layout="kv_first"), "'kv_first' is none of Layout.KV_FIRST"),
     ],
@@ -64,16 +110,70 @@ def test_caches_that_cannot_be(change, said):
 
 
 def test_reasons_why_two_caches_do_not_go_together():
-    assert compatibility(QWEN, replace(QWEN)) == []
-    other = replace(QWEN, layout=Layout.KV_FIRST, dtype="float16", tp_size=2, tp_rank=1)
-    assert compatibility(QWEN, other) == [
-        "layout is whole_blocks on one side and kv_first on the other",
-        "dtype is bfloat16 on one side and float16 on the other",
-        "tp_rank is 0 on one side and 1 on the other",
-        "tp_size is 1 on one side and 2 on the other",
-    ]
-    assert compatibility(QWEN, replace(QWEN, tp_size=2), besides=("tp_size",)) == []
-    ranks = [replace(QWEN, tp_size=2, tp_rank=rank) for rank in (0, 1)]
-    assert compatibility(*ranks) == ["tp_rank is 0 on one side and 1 on the other"], (
-        "the same bytes of other heads are no copy"
+    assert QWEN.mismatch(replace(QWEN)) is None
+    other = replace(QWEN, layout=Layout.KV_FIRST, tp_size=2, tp_rank=1, num_blocks=7)
+    assert QWEN.mismatch(other) is None
+    assert QWEN.mismatch(replace(other, dtype="float16", block_size=32)) == (
+        "dtype is bfloat16 on one side and float16 on the other; block_size is 16 on one side and 32 on the "
+        "other"
     )
+    for change in (dict(num_layers=1), dict(num_heads=4), dict(head_dim=64)):
+        assert next(iter(change)) in (QWEN.mismatch(replace(QWEN, **change)) or "")
+
+
+def test_each_head_comes_from_the_rank_that_has_it():
+    assert shared_heads(ranks(1), ranks(1)) == [SharedHeads(0, 0, 0, 0, 8)]
+    assert shared_heads(ranks(1), ranks(2)) == [SharedHeads(0, 0, 0, 0, 4), SharedHeads(0, 4, 1, 0, 4)]
+    assert shared_heads(ranks(4), ranks(2)) == [
+        SharedHeads(0, 0, 0, 0, 2),
+        SharedHeads(1, 0, 0, 2, 2),
+        SharedHeads(2, 0, 1, 0, 2),
+        SharedHeads(3, 0, 1, 2, 2),
+    ]
+    assert shared_heads(ranks(4, 12), ranks(3, 12))[:4] == [
+        SharedHeads(0, 0, 0, 0, 1),
+        SharedHeads(0, 1, 0, 1, 1),
+        SharedHeads(0, 2, 0, 2, 1),
+        SharedHeads(1, 0, 0, 3, 1),
+    ]
+
+
+def test_ranks_that_want_a_head_take_turns_among_those_that_hold_it():
+    assert [shared.src_rank for shared in shared_heads(ranks(4, 2), ranks(8, 2))] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert [shared.src_rank for shared in shared_heads(ranks(2, 2), ranks(4, 2))] == [0, 0, 1, 1]
+    assert shared_heads(ranks(4, 2), ranks(1, 2)) == [SharedHeads(0, 0, 0, 0, 1), SharedHeads(2, 0, 0, 1, 1)]
+
+
+def test_every_wanted_head_comes_once_from_a_holder():
+    sizes = (1, 2, 3, 4, 6, 8, 12, 24)
+    for num_heads in (1, 2, 4, 6, 12):
+        fitting = [size for size in sizes if not (num_heads % size and size % num_heads)]
+        for src_tp in fitting:
+            for dst_tp in fitting:
+                srcs, dsts = ranks(src_tp, num_heads), ranks(dst_tp, num_heads)
+                got = {}
+                for shared in shared_heads(srcs, dsts):
+                    for i in range(shared.num_heads):
+                        place = shared.dst_rank, shared.dst_head + i
+                        assert place not in got
+                        got[place] = srcs[shared.src_rank].first_head + shared.src_head + i
+                        assert shared.src_head + i < srcs[shared.src_rank].heads
+                wanted = {(dst.tp_rank, i): dst.first_head + i for dst in dsts for i in range(dst.heads)}
+                assert got == wanted, (num_heads, src_tp, dst_tp)
+
+
+def test_ranks_that_share_no_heads():
+    two, four = ranks(2), ranks(4)
+    assert shared_heads(four[2:], two[1:]) == [SharedHeads(2, 0, 1, 0, 2), SharedHeads(3, 0, 1, 2, 2)]
+    for srcs, dsts, said in (
+        ([], two, "one source and one destination at least"),
+        (two, [], "one source and one destination at least"),
+        ([two[1], two[1]], two, "each may come once"),
+        (two, [four[0], two[1]], "tp_size is 4 on one rank and 2 on another"),
+        (two, [two[0], replace(two[1], head_dim=8)], "ranks of one side do not go together: head_dim"),
+        (two, ranks(2, head_dim=8), "head_dim is 128 on one side and 8"),
+        ([four[1], four[3]], two[1:], r"no source has head 4: the sources are ranks \[1, 3\] of 4"),
+        (two[:1], two[1:], "no source has head 4"),
+    ):
+        with pytest.raises(LayoutError, match=said):
+            shared_heads(srcs, dsts)

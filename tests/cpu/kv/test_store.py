@@ -14,11 +14,13 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from msgspec.structs import replace as change
 
 from shoal.errors import ConfigError
 from shoal.kv import io_threads, store
 from shoal.kv.block_file import HEADER_AT, PAGE, BlockFormat
 from shoal.kv.io_threads import Breaker
+from shoal.kv.layout import Layout
 from shoal.kv.store import StoreTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
 
@@ -117,8 +119,8 @@ def test_other_models_layouts_and_ranks_find_nothing(make, url):
     write(make(url), metas)
     for tier in (
         make(url, OTHER_MODEL),
-        make(url, spec=replace(SPEC, layout="[2, 4, 2, 16]")),
-        make(url, spec=replace(SPEC, tp_size=2)),
+        make(url, spec=change(SPEC, num_layers=1, head_dim=32)),
+        make(url, spec=change(SPEC, tp_size=2)),
     ):
         assert look_up(tier, metas) == 0 and read(tier, metas[0]) is None
 
@@ -211,7 +213,7 @@ WRONG = {
     ),
     "another block's": (whole(replace(FIRST, key=b"k" * 16)), "different"),
     "another model's": (whole(FIRST, OTHER_MODEL), "foreign"),
-    "another layout's": (whole(FIRST, spec=replace(SPEC, layout="?")), "foreign"),
+    "another layout's": (whole(FIRST, spec=change(SPEC, layout=Layout.KV_FIRST)), "foreign"),
 }
 
 

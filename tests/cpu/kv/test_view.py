@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
 from shoal.kv.storage import DirectFile, Storage, StorageError, host_memory, mapped_file
@@ -206,35 +207,35 @@ def test_read_only_views_can_be_read():
         view.array()[0] = 1
 
 
-SPEC = CacheSpec(Layout.KV_FIRST, 2, 4, 8, "float16", 4)
+SPEC = CacheSpec(Layout.KV_FIRST, 2, 4, 8, "float16", 4, num_blocks=3)
 
 
 def test_layers_are_read_only_unless_asked_for():
-    cache = BlockView.over(SPEC, 3, host_memory(3 * SPEC.block_bytes))
+    cache = BlockView.over(SPEC, host_memory(SPEC.num_bytes))
     with pytest.raises(ViewError, match="read-only"):
         cache.layer(1).fill(1)
     cache.layer(1, mutable=True).fill(1)
     assert cache.layer(1).array().all() and not cache.layer(0).array().any()
     with pytest.raises(LayoutError, match="layers go from 0 to 1"):
         cache.layer(2)
-    with pytest.raises(LayoutError, match="0 blocks"):
-        BlockView.over(SPEC, 0, cache.storage)
     with pytest.raises(ViewError, match="byte offset"):
-        BlockView.over(SPEC, 4, cache.storage)
+        BlockView.over(replace(SPEC, num_blocks=4), cache.storage)
 
 
 def test_an_engines_cache_as_blocks():
     kv = torch.arange(5 * 2 * 2 * 4 * 4 * 8).view(5, 2, 2, 4, 4, 8).half()
-    spec = CacheSpec(Layout.WHOLE_BLOCKS, 2, 4, 8, "float16", 4)
+    spec = CacheSpec(Layout.WHOLE_BLOCKS, 2, 4, 8, "float16", 4, num_blocks=5)
     cache = BlockView.of(spec, kv)
     assert all(torch.equal(cache.layer(i, mutable=True).tensor(), kv[:, i]) for i in range(2))
-    same = BlockView.over(spec, 5, cache.storage)
+    same = BlockView.over(spec, cache.storage)
     assert [layer.strides for layer in (same.layer(1), cache.layer(1))] == [kv[:, 1].stride()] * 2
     assert (same.addresses == cache.addresses).all()
     with pytest.raises(LayoutError, match="whole_blocks"):
         BlockView.of(SPEC, kv)
     with pytest.raises(LayoutError, match="layer 0 has shape"):
         BlockView.of(spec, kv[:, :, :, :2])
+    with pytest.raises(LayoutError, match="layer 0 has shape"):
+        BlockView.of(spec, kv[:4])
     with pytest.raises(LayoutError, match="1 layers"):
         BlockView.of(spec, kv[:, :1])
     with pytest.raises(LayoutError, match=r"6 dimensions .* not 1"):
@@ -243,19 +244,19 @@ def test_an_engines_cache_as_blocks():
 
 def test_layers_that_make_no_cache():
     memory = host_memory(1 << 16)
-    layer = TensorView(memory, SPEC.layer_shape(3), torch.float16)
-    BlockView(SPEC, 3, [layer, TensorView(host_memory(1 << 16), SPEC.layer_shape(3), torch.float16)])
+    layer = TensorView(memory, SPEC.layer_shape, torch.float16)
+    BlockView(SPEC, [layer, TensorView(host_memory(1 << 16), SPEC.layer_shape, torch.float16)])
     for second, said in (
-        (TensorView(memory, SPEC.layer_shape(4), torch.float16), "layer 1 has shape"),
-        (TensorView(memory, SPEC.layer_shape(3), torch.bfloat16), "layer 1 has shape"),
-        (TensorView(memory, SPEC.layer_shape(3), torch.float16, (4096, 256, 64, 8, 1)), "strides"),
+        (TensorView(memory, replace(SPEC, num_blocks=4).layer_shape, torch.float16), "layer 1 has shape"),
+        (TensorView(memory, SPEC.layer_shape, torch.bfloat16), "layer 1 has shape"),
+        (TensorView(memory, SPEC.layer_shape, torch.float16, (4096, 256, 64, 8, 1)), "strides"),
     ):
         with pytest.raises(LayoutError, match=said):
-            BlockView(SPEC, 3, [layer, second])
+            BlockView(SPEC, [layer, second])
 
 
 def test_layers_of_one_cache_lie_in_one_kind_of_storage(tmp_path):
     storages = (host_memory(1 << 16), mapped_file(tmp_path / "m", 1 << 16))
-    layers = [TensorView(storage, SPEC.layer_shape(3), torch.float16) for storage in storages]
+    layers = [TensorView(storage, SPEC.layer_shape, torch.float16) for storage in storages]
     with pytest.raises(LayoutError, match="lies in mapped storage"):
-        BlockView(SPEC, 3, layers)
+        BlockView(SPEC, layers)

@@ -1,0 +1,125 @@
+"""`shoal route`: one endpoint for many workers. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+from shoal.cli.offer import Offer, read_tokenizer
+from shoal.config import ServerConfig
+from shoal.errors import ConfigError
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.fleet import Fleet
+from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.fleet_key import FleetKey
+from shoal.fleet.foreign_link import ForeignLink, new_session
+from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.plane_workers import watch_plane
+from shoal.fleet.planes import check_plane, open_plane
+from shoal.fleet.remote_engine import RemoteEngine
+from shoal.fleet.worker import Worker
+from shoal.server.app import Server
+from shoal.server.catalog import Catalog
+from shoal.server.fleet_admin import fleet_admin_routes
+from shoal.server.fleet_routes import FleetRoutes
+from shoal.server.foreign_routes import with_foreign_models
+from shoal.server.keys import check_admin_port
+from shoal.server.routes import PUBLIC_ROUTES, described
+from shoal.server.run import check_tls, heeding_signals, open_ports, serve_until, url_of, warn_of_open_port
+
+logger = logging.getLogger(__name__)
+
+
+def route(config: FleetConfig, server: ServerConfig) -> int:
+    """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served."""
+    if config.plane is None and not config.workers and server.admin_port is None:
+        raise ConfigError(
+            "no worker could ever come; name one (--worker http://127.0.0.1:9001), the plane on which ours "
+            "join (--plane tcp://127.0.0.1:5600), or an --admin-port on which workers are added"
+        )
+    check_router(config, server)
+    return asyncio.run(_route(config, server))
+
+
+def check_router(config: FleetConfig, server: ServerConfig) -> None:
+    """Finds mistakes before anything is started. Raises ConfigError."""
+    check_admin_port(server)
+    check_tls(server)
+    key = FleetKey.read(config.fleet_key_file)
+    if config.plane is not None:
+        check_plane(config.plane, key)
+    if config.tokenizer is not None:
+        read_tokenizer(config.tokenizer)
+
+
+async def _route(config: FleetConfig, server: ServerConfig) -> int:
+    drain, force = asyncio.Event(), asyncio.Event()
+    with heeding_signals(drain, force):
+        await run_router(config, server, open_ports(server), drain, force)
+    return 1 if force.is_set() else 0
+
+
+async def run_router(
+    config: FleetConfig,
+    server: ServerConfig,
+    ports: Sequence[socket.socket],
+    drain: asyncio.Event,
+    force: asyncio.Event,
+) -> None:
+    """Routes until `drain` is set and what runs has ended, or until `force` is set. `ports` are those of
+    open_ports; they are closed at the end. Raises ShoalError as serve_until does."""
+    started = time.monotonic()
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    async with AsyncExitStack() as stack:
+        for port in ports:
+            stack.enter_context(port)
+        clock, key, plane = LoopClock(), FleetKey.read(config.fleet_key_file), None
+        if config.plane is not None:
+            plane = open_plane(config.plane, may_host=True, lease_s=config.lease, key=key, clock=clock)
+            stack.push_async_callback(plane.close)
+        session = await stack.enter_async_context(new_session())
+        fleet = Fleet(config, clock, plane, connect=lambda spec: ForeignLink(spec, session))
+        stack.push_async_callback(fleet.close)
+        catalog, routes = Catalog([]), FleetRoutes(fleet)
+        public = [route for route in PUBLIC_ROUTES if route.path != routes.metrics.path]
+        app = Server(
+            catalog, server, described([*with_foreign_models(public), routes.metrics, *routes.public()])
+        )
+        admin = None
+        if server.admin_port is not None:
+            admin = Server(catalog, server, [*routes.admin(), *fleet_admin_routes(fleet)], is_admin=True)
+
+        def ready(port: int, admin_port: int | None) -> None:
+            gc.freeze()  # what exists now stays
+            operated = f", admin port {admin_port} on {server.admin_host}" if admin_port is not None else ""
+            logger.info(
+                "routing at %s%s, policy %s, ready after %.1f s",
+                url_of(server, port),
+                operated,
+                config.policy,
+                time.monotonic() - started,
+            )
+            url = url_of(server, port, reachable=True)
+            logger.info("chat page %s/  API %s/v1  the workers %s/fleet", url, url, url)
+            warn_of_open_port(server, port)
+
+        await fleet.start()
+        tasks = [start(Offer(fleet, catalog, config, server).follow())]
+        if plane is not None:
+            tasks.append(start(watch_plane(plane, key, partial(_join, fleet), fleet.leave, fleet.published)))
+        stack.push_async_callback(stop, tasks)
+        await serve_until(drain, force, app, admin, server, ports, ready=ready)
+
+
+def _join(fleet: Fleet, worker: Worker[RemoteEngine]) -> None:
+    """A worker has come on the plane."""
+    try:
+        fleet.join(worker, [worker.link.follow_events])
+    except ConfigError as error:
+        logger.error("a worker on the plane is set aside: %s", error)

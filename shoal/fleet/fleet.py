@@ -1,0 +1,421 @@
+"""All workers of a router, by model: how they come, go, are probed and heard, and what an operator sees of
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+import zmq.asyncio
+from prometheus_client.core import Metric
+
+from shoal.control import Command, UpdateWeights, WakeUp
+from shoal.errors import ConfigError, RequestError, ShoalError, UnavailableError, UnknownWorkerError
+from shoal.fleet.clock import Clock
+from shoal.fleet.dispatcher import Wanted
+from shoal.fleet.event_feed import EventFeed, listen
+from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.model_fleet import ModelFleet
+from shoal.fleet.plane import Plane
+from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.prober import Prober
+from shoal.fleet.rolling import command_workers
+from shoal.fleet.shared_books import SharedBooks
+from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
+from shoal.fleet.worker_spec import WorkerSpec, parse_worker
+from shoal.fleet_api import CommandResults, FleetView, QueueView, Selected, WorkerView
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0  # between two looks at what has grown old
+WAKE_AGAIN_S = 10.0  # until a worker that could not be woken is tried again
+MODEL_MEMORY_S = 600.0  # a model without workers is known for so long: requests are told to come again
+SETTINGS = ("max_queued_requests", "busy_kv_usage", "busy_prefill_tokens")  # that may change while running
+
+# Feeds one rank's events to the index, until it is cancelled.
+Listening = Callable[[EventFeed], Coroutine[Any, Any, None]]
+
+
+class Fleet:
+    """`changed` is set when a model came or went. Nothing here is for several threads."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        clock: Clock,
+        plane: Plane | None = None,
+        connect: Callable[[WorkerSpec], Link] | None = None,
+    ) -> None:
+        """`connect` makes the link to a foreign worker."""
+        self.config, self.clock, self.plane = config, clock, plane
+        self.models: dict[str, ModelFleet] = {}  # by each of their names
+        self._all: list[ModelFleet] = []
+        self.workers: dict[str, Worker[Any]] = {}
+        self.changed = asyncio.Event()
+        self.prober = Prober(
+            clock,
+            interval_s=config.check_interval,
+            hang_timeout_s=config.hang_timeout,
+            checked=self._checked,
+            loaded=self._loaded,
+        )
+        self.shared = None if plane is None else SharedBooks(plane, lambda: self._all)
+        self._connect = connect
+        self._settings: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
+        self._listening: dict[str, Sequence[Listening]] = {}  # by worker, for each rank
+        self._feeds: dict[str, list[tuple[EventFeed, asyncio.Task[None]]]] = {}
+        self._context: zmq.asyncio.Context | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._waking: dict[str, asyncio.Task[None]] = {}  # by worker
+        self._no_wake_before: dict[str, float] = {}  # by worker that could not be woken
+
+    async def start(self) -> None:
+        """Begins with the foreign workers of the configuration."""
+        self._tasks.append(start(self._keep_house()))
+        if self.shared is not None:
+            self.shared.open()
+        for spec in self.config.workers:
+            self._add(spec)
+
+    async def close(self) -> None:
+        await stop([*self._tasks, *self._waking.values()])
+        await self.prober.close()
+        if self.shared is not None:
+            await self.shared.close()
+        for worker_id in list(self.workers):
+            self.leave(worker_id)
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+        if self._context is not None:
+            self._context.destroy(0)
+
+    # Workers
+
+    def join(self, worker: Worker[Any], listening: Sequence[Listening] = ()) -> None:
+        """A worker has come; it gets requests once a probe has reached it. `listening`: for each of its
+        ranks what feeds its KV events; () if it tells none. It replaces a worker of the same id and URL.
+        Raises ConfigError if another one has its id."""
+        other = self.workers.get(worker.id)
+        if other is not None:
+            if other.info.url != worker.info.url:
+                raise ConfigError(
+                    f"the worker at {worker.info.url} has the id {worker.id!r}, as the one at "
+                    f"{other.info.url}; give it another"
+                )
+            self.leave(worker.id)
+        self.workers[worker.id] = worker
+        worker.has_events = bool(listening) and self.config.policy != "kv_approx"
+        self._listening[worker.id] = listening
+        if worker.info.models:
+            self._place(worker)
+        self.changed.set()
+        self.prober.watch(worker)
+
+    def leave(self, worker_id: str) -> None:
+        """A worker has gone. What it has goes on elsewhere. An unknown id changes nothing."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is None:
+            return
+        worker.is_gone = True
+        self._displace(worker)
+        worker.interrupt()
+        self._listening.pop(worker_id, None)
+        task = asyncio.create_task(self._part_from(worker))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def model(self, name: str | None) -> ModelFleet | None:
+        """The model of a request; the first if it names none. None if no worker has offered it."""
+        if name is None:
+            return next(iter(self.models.values()), None)
+        return self.models.get(name)
+
+    @property
+    def unknown(self) -> list[str]:
+        """The ids of workers whose models are not known yet."""
+        return [worker.id for worker in self.workers.values() if not worker.info.models]
+
+    def _add(self, spec: WorkerSpec) -> None:
+        if self._connect is None:
+            raise ConfigError(f"worker {spec.url} is foreign, and this router speaks to none")
+        worker = Worker(spec.info(), self._connect(spec), self.clock.now)
+        self.join(
+            worker,
+            [
+                functools.partial(self._listen, endpoint=endpoint, replay=replay, topic=spec.topic)
+                for endpoint, replay in spec.event_endpoints()
+            ],
+        )
+
+    async def _part_from(self, worker: Worker[Any]) -> None:
+        await self.prober.forget(worker)
+        try:
+            await worker.link.close()
+        except (ShoalError, OSError) as error:
+            logger.warning("the link to worker %s did not end well: %s", worker.id, error)
+
+    async def _listen(self, feed: EventFeed, endpoint: str, replay: str | None, topic: str) -> None:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        await listen(feed, self._context, endpoint, replay, topic)
+
+    # What workers say of themselves
+
+    def _checked(self, worker: Worker[Any], info: WorkerInfo) -> None:
+        if self.workers.get(worker.id) is not worker:
+            return
+        is_back = not worker.is_reached
+        if (info.models, info.adapters) != (
+            worker.info.models,
+            worker.info.adapters,
+        ) or not worker.info.models:
+            self._displace(worker)
+            worker.info = info
+            self._place(worker)
+        else:
+            worker.info = info
+        if is_back:
+            for feed, _ in self._feeds.get(worker.id, ()):
+                feed.check()
+
+    def _loaded(self, worker: Worker[Any], loads: Sequence[WorkerLoad]) -> None:
+        self.published(worker.id, loads)
+
+    def published(self, worker_id: str, loads: Sequence[WorkerLoad]) -> None:
+        """What a worker says of its load, each rank for itself."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return
+        info = worker.info
+        kv_tokens = info.total_blocks * info.block_size // max(1, info.dp_size)
+        for model in self._models_of(worker):
+            for load in loads:
+                if 0 <= load.rank < info.dp_size:
+                    model.router.published(
+                        worker.ranks[load.rank], load.kv_usage, load.num_waiting, load.num_running, kv_tokens
+                    )
+
+    def _models_of(self, worker: Worker[Any]) -> list[ModelFleet]:
+        return [model for model in self._all if model.dispatcher.workers.get(worker.id) is worker]
+
+    def _place(self, worker: Worker[Any]) -> None:
+        """Gives the worker to the models that it serves, if it fits their other workers."""
+        info = worker.info
+        worker.set_aside = ""
+        # Names of one of ours are names of one model; a foreign worker may have several models.
+        for names in [(name,) for name in info.models] if info.is_foreign else [info.models]:
+            model = next((self.models[name] for name in names if name in self.models), None)
+            if model is None:
+                model = ModelFleet(names[0], info.is_foreign, self.config, self.clock)
+                for setting, value in self._settings.items():
+                    model.configure(setting, value)
+                if self.config.wake_on_request:
+                    model.dispatcher.wake = self._wake
+                self._all.append(model)
+                if self.shared is not None:
+                    self.shared.follow(model)
+            elif why := model.misfit(info, names):
+                worker.set_aside = f"it cannot serve {names[0]!r}: {why}"
+                logger.warning("worker %s is set aside: %s", worker.id, worker.set_aside)
+                continue
+            model.empty_since = None
+            worker.set_aside = model.obstacle
+            model.dispatcher.add(worker)
+            self._name_models()
+            if names[0] == info.models[0]:
+                self._begin_feeds(worker, model)
+
+    def _displace(self, worker: Worker[Any]) -> None:
+        """Takes the worker away from its models, with all that is known of its blocks."""
+        for model in self._models_of(worker):
+            model.dispatcher.remove(worker.id)
+            if not model.dispatcher.workers:
+                model.empty_since = self.clock.now()
+        for _, task in self._feeds.pop(worker.id, ()):
+            task.cancel()
+        self._name_models()
+
+    def _name_models(self) -> None:
+        self.models = {name: model for model in self._all for name in model.current_names()}
+        self.changed.set()
+
+    def _begin_feeds(self, worker: Worker[Any], model: ModelFleet) -> None:
+        if not worker.has_events:
+            return
+        feeds = []
+        for rank, listening in zip(worker.ranks, self._listening.get(worker.id, ())):
+            feed = EventFeed(model.router, rank, worker.info.dp_size)
+            feeds.append((feed, start(listening(feed))))
+        self._feeds[worker.id] = feeds
+
+    async def _keep_house(self) -> None:
+        while True:
+            await self.clock.sleep(TICK_S)
+            now = self.clock.now()
+            for model in list(self._all):
+                model.router.predictions.expire()
+                model.router.books.expire()
+                if model.empty_since is not None and now - model.empty_since > MODEL_MEMORY_S:
+                    self._all.remove(model)
+                    self._name_models()
+
+    # What an operator asks (shoal.fleet_api.FleetControl)
+
+    def view(self) -> FleetView:
+        queues = [model.dispatcher.queue for model in self._all]
+        queue = QueueView(
+            sum(queue.length for queue in queues), max((queue.oldest_s for queue in queues), default=0.0)
+        )
+        workers = [self._view(worker) for worker in self.workers.values()]
+        return FleetView(self.config.policy, workers, queue)
+
+    def _view(self, worker: Worker[Any]) -> WorkerView:
+        info = worker.info
+        view = WorkerView(
+            id=worker.id,
+            url=info.url,
+            role=info.role,
+            model=info.models[0] if info.models else "",
+            state=worker.state,
+            why=worker.set_aside or worker.why,
+            pid=info.pid,
+            tags=sorted(info.tags),
+            total_blocks=info.total_blocks,
+            requests=worker.num_requests,
+            hit_rate=worker.cached_tokens / worker.prompt_tokens if worker.prompt_tokens else 0.0,
+            asleep=worker.is_asleep,
+            weights_version=worker.weights_version,
+        )
+        for model in self._models_of(worker):
+            for rank in worker.ranks:
+                load = model.router.books.load(rank)
+                view.active_requests += load.active_requests
+                view.active_blocks += math.ceil(load.active_tokens / model.index.block_size_of(rank))
+                view.cached_blocks += model.router.num_cached_blocks(rank)
+        return view
+
+    async def select(self, model: str | None, body: Mapping[str, Any]) -> Selected:
+        found = self._known(model)
+        token_ids = body.get("token_ids")
+        if token_ids is None:
+            if found.tokens is None:
+                raise RequestError("token_ids are missing")
+            token_ids = await found.tokens.tokens_of(body)
+        wanted = Wanted(
+            "",
+            token_ids,
+            session=body.get("session"),
+            cache_salt=body.get("cache_salt"),
+            lora_name=found.adapter_of(model),
+            tags=frozenset(body.get("tags") or ()),
+        )
+        return await found.select(wanted)
+
+    def _known(self, model: str | None) -> ModelFleet:
+        found = self.model(model)
+        if found is None:
+            raise UnavailableError(f"no worker offers the model {model!r:.100}; there are {self._names()}")
+        return found
+
+    def _names(self) -> str:
+        return ", ".join(self.models) or "none"
+
+    async def drain(self, worker_id: str) -> None:
+        worker = self._worker(worker_id)
+        worker.is_draining = True
+        worker.changed()
+
+    async def resume(self, worker_id: str) -> None:
+        worker = self._worker(worker_id)
+        worker.is_draining = False
+        worker.changed()
+
+    async def add(self, spec: str) -> str:
+        parsed = parse_worker(spec, self.config.block_size)
+        if parsed.id in self.workers:
+            raise ConfigError(
+                f"a worker has the id {parsed.id!r} already ({self.workers[parsed.id].info.url}); give "
+                "another (id=NAME), or remove that one first"
+            )
+        self._add(parsed)
+        return parsed.id
+
+    async def remove(self, worker_id: str) -> None:
+        worker = self._worker(worker_id)
+        models = self._models_of(worker)
+        self.leave(worker_id)
+        for model in models:  # nobody waits for what an operator took away
+            if not model.dispatcher.workers:
+                self._all.remove(model)
+        self._name_models()
+
+    async def configure(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in settings:
+            if name not in SETTINGS:
+                raise ConfigError(f"{name!r} cannot change while running; there are {', '.join(SETTINGS)}")
+        FleetConfig(**{name: settings.get(name, value) for name, value in self._settings.items()})
+        self._settings |= settings
+        for model in self._all:
+            for name, value in settings.items():
+                model.configure(name, value)
+        return dict(self._settings)
+
+    def metrics(self) -> Iterable[Metric]:
+        return []
+
+    async def command(
+        self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool
+    ) -> CommandResults:
+        if worker_ids is not None:
+            workers = [self._worker(worker_id) for worker_id in worker_ids]
+        elif model is not None:
+            workers = list(self._known(model).dispatcher.workers.values())
+        else:
+            if isinstance(command, UpdateWeights) and len(self._all) > 1:
+                raise ConfigError(f"model is missing; there are {self._names()}")
+            workers = [worker for worker in self.workers.values() if not worker.info.is_foreign]
+        if not workers:
+            raise UnavailableError("there is no worker of ours that could be asked; start one")
+        found = await command_workers(workers, command, rolling=rolling)
+        if isinstance(command, UpdateWeights):
+            for worker_id in found.results:
+                self._forget_blocks(self.workers.get(worker_id))
+        return found
+
+    def _forget_blocks(self, worker: Worker[Any] | None) -> None:
+        """Other weights, other blocks. A worker with events tells that itself."""
+        if worker is not None and not worker.has_events:
+            for model in self._models_of(worker):
+                for rank in worker.ranks:
+                    model.router.forget_blocks(rank)
+
+    def _wake(self, worker: Worker[Any]) -> bool:
+        """A request needs a worker that sleeps. Returns whether it is being woken."""
+        if self.clock.now() < self._no_wake_before.get(worker.id, 0.0):
+            return False
+        if worker.id not in self._waking:
+            self._waking[worker.id] = start(self._wake_up(worker))
+        return True
+
+    async def _wake_up(self, worker: Worker[Any]) -> None:
+        logger.info("worker %s is woken for a request", worker.id)
+        try:
+            found = await command_workers([worker], WakeUp(), rolling=False)
+            for error in found.errors.values():
+                logger.warning("worker %s cannot be woken: %s", worker.id, error)
+                self._no_wake_before[worker.id] = self.clock.now() + WAKE_AGAIN_S
+        finally:
+            del self._waking[worker.id]
+            worker.changed()
+
+    def _worker(self, worker_id: str) -> Worker[Any]:
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            known = ", ".join(self.workers) or "none"
+            raise UnknownWorkerError(f"no worker has the id {worker_id!r:.100}; there are {known}")
+        return worker

@@ -1,0 +1,239 @@
+"""FleetEngine: our own workers of one model as one Engine.
+
+A request goes where the dispatcher places it. If its worker breaks off before the first token, another one
+gets it anew. After that it migrates: another worker gets the same request with the tokens so far as
+`output_token_ids`, and goes on as the first one would have. A draw depends on seed and position alone, and
+penalties, min_tokens, grammars and limits count those tokens as their own. Stop strings and tool calls are
+read from the text of the one unbroken stream, so they do not notice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
+
+from shoal.api import FinishReason, KvTierStats, Output, Request, SleepState, Stats
+from shoal.control import Command, Control, ReadSleepState
+from shoal.errors import BusyError, ConfigError, ShoalError, UnavailableError, UserError, WorkerFailedError
+from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
+from shoal.fleet.remote_engine import RemoteEngine
+from shoal.request_builder import copy_params
+
+T = TypeVar("T")
+
+MIN_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
+MAX_REFUSALS = 10  # by workers that take nothing just now, until the request is told so
+
+
+class FleetEngine(Control):
+    def __init__(self, dispatcher: Dispatcher[RemoteEngine], *, migration_limit: int) -> None:
+        """migration_limit: workers that may fail a request which has tokens, before it ends with an error."""
+        self.num_migrations = 0  # of streams that went on at another worker
+        self.num_retries = 0  # of requests without a token
+        self._dispatcher, self._migration_limit = dispatcher, migration_limit
+        self._running: dict[str, _Progress] = {}
+
+    # Engine
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        """Raises BusyError if all workers and the queue are full, and UnavailableError if no worker is ready,
+        or so many have failed the request that it is given up."""
+        progress = self._running[request.request_id] = _Progress(request)
+        wanted = Wanted(
+            request.request_id,
+            progress.token_ids,
+            priority=request.priority,
+            session=request.session,
+            cache_salt=request.cache_salt,
+            lora_name=request.adapter,
+        )
+        try:
+            while not progress.has_ended:
+                place: Place[RemoteEngine] | None = None
+                try:
+                    async with (
+                        self._dispatcher.place(wanted) as place,
+                        aclosing(self._ask(place, progress)) as outputs,
+                    ):
+                        async for output in outputs:
+                            yield output
+                except BusyError as error:
+                    if place is None:  # the queue is full
+                        raise
+                    progress.refused(error)
+                except WorkerFailedError as error:
+                    self._count(progress, error)
+                wanted.token_ids = progress.token_ids
+        finally:
+            del self._running[request.request_id]
+            self._dispatcher.forget(wanted)
+
+    async def abort(self, request_id: str) -> None:
+        """A request that still waits for a worker ends when it gets one."""
+        progress = self._running.get(request_id)
+        if progress is not None:
+            progress.is_aborted = True
+            if progress.link is not None:
+                await progress.link.abort(progress.attempt_id)
+
+    async def stats(self) -> Stats:
+        """The sums over all workers, as they have reported lately; who waits here waits, too."""
+        stats = sum_of([link.report.stats for link in self._links() if link.report is not None])
+        stats.num_waiting += self._dispatcher.queue.length
+        return stats
+
+    # Control
+
+    async def control(self, command: Command[T]) -> T:
+        """The state of sleep is told for the workers together: awake if one is. Every other command is for
+        workers by name, and not for their sum: raises ConfigError."""
+        if not isinstance(command, ReadSleepState):
+            raise ConfigError("the workers of a fleet get commands by the router's admin port, under /fleet")
+        states = [link.report.sleep for link in self._links() if link.report is not None]
+        state = min(states, key=_depth, default=SleepState())
+        return cast(T, state)
+
+    def _links(self) -> list[RemoteEngine]:
+        return [worker.link for worker in self._dispatcher.workers.values()]
+
+    # Inside
+
+    async def _ask(self, place: Place[RemoteEngine], progress: _Progress) -> AsyncGenerator[Output, None]:
+        """One worker's outputs, up to the request's end. Raises WorkerFailedError and BusyError where another
+        worker may go on, and UserError for an impossible request."""
+        worker, link = place.worker, place.worker.link
+        attempt = progress.begin(worker.id, link)
+        if progress.is_aborted:
+            yield progress.aborted()
+            return
+        place.on_broken = lambda: link.break_off(
+            attempt.request_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
+        )
+        has_told = False
+        try:
+            async with aclosing(link.generate(attempt)) as outputs:
+                async for output in outputs:
+                    place.generated(len(output.token_ids))
+                    if not has_told:
+                        has_told = True
+                        place.cached(output.num_cached_tokens)
+                    moves = output.finish_reason == FinishReason.ABORT and not progress.is_aborted
+                    if moves:
+                        output.finish_reason = None
+                    if output.token_ids or not moves:
+                        yield progress.take(output)
+                    if moves:
+                        raise BusyError(f"worker {worker.id} has ended its requests, to sleep or to stop")
+        except (UserError, BusyError, WorkerFailedError):
+            raise
+        except UnavailableError as error:  # it sleeps, say, and its report is on the way
+            raise BusyError(f"worker {worker.id}: {error}") from error
+        except ShoalError as error:
+            raise WorkerFailedError(f"worker {worker.id}: {error}") from error
+        finally:
+            progress.link = None
+
+    def _count(self, progress: _Progress, error: WorkerFailedError) -> None:
+        """Raises UnavailableError if the request ends here."""
+        if not progress.was_sent:
+            return  # the worker is known to be away now, and is not chosen again
+        if progress.has_tokens:
+            progress.num_migrations += 1
+            if progress.num_migrations > self._migration_limit:
+                raise UnavailableError(
+                    f"{error}; workers failed this request {progress.num_migrations} times after its first "
+                    f"token, and the limit is {self._migration_limit} (--migration-limit): it is given up"
+                ) from None
+            self.num_migrations += 1
+        else:
+            progress.num_failures += 1
+            if progress.num_failures >= MIN_TRIES:
+                raise UnavailableError(
+                    f"{error}; {progress.num_failures} workers failed this request before its first token: "
+                    "it may be what they fail at, so it is given up"
+                ) from None
+            self.num_retries += 1
+
+
+class _Progress:
+    """What has become of a request, over all its workers."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.output_ids = list(request.output_token_ids)
+        self.has_tokens = self.has_ended = self.is_aborted = False
+        self.num_migrations = self.num_failures = self.num_refusals = 0
+        self.was_sent = False  # by the attempt of now, to a worker that was there
+        self.link: RemoteEngine | None = None
+        self.attempt_id = request.request_id
+        self._num_attempts = 0
+        self._num_cached = 0  # what the worker of the first token had cached
+        self._has_prompt_logprobs = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        prompt = self.request.prompt_token_ids
+        return prompt + self.output_ids if self.output_ids else prompt
+
+    def begin(self, worker_id: str, link: RemoteEngine) -> Request:
+        """The request as it is sent to a worker now. Every attempt has an id of its own: the worker may be
+        one that still has the last one."""
+        self.link, self.was_sent = link, link.is_connected
+        self._num_attempts += 1
+        if not self.has_tokens:
+            self.request.worker = worker_id
+        if self._num_attempts == 1:
+            return self.request
+        self.attempt_id = f"{self.request.request_id}.{self._num_attempts}"
+        params = self.request.params
+        if self._has_prompt_logprobs:
+            params = copy_params(params)
+            params.prompt_logprobs = None
+        return dataclasses.replace(
+            self.request, request_id=self.attempt_id, params=params, output_token_ids=list(self.output_ids)
+        )
+
+    def take(self, output: Output) -> Output:
+        """What the reader gets. The prompt and its cached tokens are told once, whoever computes it again."""
+        if self.has_tokens:
+            output.num_cached_tokens, output.queued_seconds = self._num_cached, 0.0
+        elif output.token_ids:
+            self.has_tokens, self._num_cached = True, output.num_cached_tokens
+        self._has_prompt_logprobs |= output.prompt_logprobs is not None
+        self.output_ids += output.token_ids
+        output.request_id = self.request.request_id
+        self.has_ended = output.finish_reason is not None
+        return output
+
+    def aborted(self) -> Output:
+        return self.take(Output(self.request.request_id, [], finish_reason=FinishReason.ABORT))
+
+    def refused(self, error: BusyError) -> None:
+        """Raises UnavailableError if that was often enough."""
+        self.num_refusals += 1
+        if self.num_refusals >= MAX_REFUSALS:
+            raise UnavailableError(f"{error}; so did {self.num_refusals - 1} tries before") from None
+
+
+def _depth(state: SleepState) -> int:
+    return -1 if state.level is None else state.level
+
+
+def sum_of(parts: Sequence[Stats]) -> Stats:
+    """Stats of several engines as those of one: counts are added, measured times are averages."""
+    return cast(Stats, _sum_of(parts)) if parts else Stats()
+
+
+def _sum_of(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Stats | KvTierStats):
+        names = [field.name for field in dataclasses.fields(first)]
+        return type(first)(**{name: _sum_of([getattr(one, name) for one in parts]) for name in names})
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for one in parts for key in one)
+        return {key: _sum_of([one[key] for one in parts if key in one]) for key in keys}
+    if isinstance(first, list):
+        return [sum(values) for values in zip(*parts)]
+    return sum(parts) / len(parts) if isinstance(first, float) else sum(parts)

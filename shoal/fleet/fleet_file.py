@@ -1,0 +1,220 @@
+"""fleet.toml: a whole fleet in one file, which `shoal fleet up` starts.
+
+model = "smollm2"             # of all workers that name none
+port = 8000                   # and other options of the server, with underscores
+
+[[workers]]                   # so many equal workers; there may be several such tables
+count = 2
+options = { max_model_len = 4096 }
+
+[router]                      # options of `shoal route`, with underscores
+policy = "kv"
+
+[plane]
+url = "nats://10.0.0.1:4222"  # without it an embedded one, for this host alone
+
+All mistakes are found before any process starts.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.config import DEFAULT_MODEL, IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig, ServerConfig
+from shoal.errors import ConfigError
+from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.processes import PORTS
+from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
+from shoal.fleet.worker_spec import parse_worker
+
+ROLES = ("both", "prefill", "decode")
+MAX_COUNT = 4096
+# Options of `shoal serve` that the fleet gives to its workers itself.
+GIVEN_OPTIONS = frozenset(
+    {
+        "model",
+        "served_model_name",
+        "host",
+        "port",
+        "uds",
+        "admin_host",
+        "admin_port",
+        "swap",
+        "swap_patience",
+        "plane",
+        "role",
+        "worker_id",
+        "fleet_key_file",
+        "fleet_port",
+    }
+)
+WORKER_OPTIONS = frozenset([*keys_of(EngineConfig), *keys_of(ServerConfig)]) - GIVEN_OPTIONS
+# Options of the server that say something of an engine or of a worker, and those that [router] has.
+NO_ROUTERS = frozenset(
+    {
+        "served_model_name",
+        "swap",
+        "swap_patience",
+        "restart",
+        "engine_timeout",
+        "tool_call_parser",
+        "reasoning_parser",
+        "profile_dir",
+        "plane",
+        "role",
+        "worker_id",
+        "fleet_host",
+        "fleet_port",
+        "fleet_key_file",
+        "max_queued_requests",
+    }
+)
+SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - NO_ROUTERS
+ROUTER_OPTIONS = frozenset(keys_of(FleetConfig)) - {"plane"}
+TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "sim"}
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWorkers:
+    """Equal workers of ours. `name`: what clients call the model; None: as it is loaded. `devices`: the
+    numbers of their GPUs, each worker takes its share of them in order; None: whatever is free. `options`:
+    those of `shoal serve`. Raises ConfigError."""
+
+    model: str
+    name: str | None = None
+    role: str = "both"
+    count: int = 1
+    devices: list[int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ConfigError(f"role {self.role!r} is none of {', '.join(ROLES)}")
+        known = {*IGNORED_OPTIONS, *UNSUPPORTED_OPTIONS}  # these have errors and warnings of their own
+        given = [name for name in self.options if name not in known]
+        check_keys(given, WORKER_OPTIONS, "options of [[workers]]")
+        engine_names = {*keys_of(EngineConfig), *known}
+        engine = {name: value for name, value in self.options.items() if name in engine_names}
+        build(EngineConfig, EngineConfig.known_options({"model": self.model, **engine}))
+        server = {name: value for name, value in self.options.items() if name not in engine_names}
+        build(ServerConfig, server)
+        _check_count(self.count, self.devices, self.devices_per_worker)
+
+    @property
+    def served_name(self) -> str:
+        return self.name or self.model
+
+    @property
+    def devices_per_worker(self) -> int:
+        return int(self.options.get("tensor_parallel_size", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignWorkers:
+    """Equal workers of another engine. `command`: the command line that starts one. `worker`: how the router
+    reaches it, in the form of --worker without an id. In both `{port}`, `{events_port}` and `{replay_port}`
+    stand for free ports. Raises ConfigError."""
+
+    command: str
+    worker: str = "http://127.0.0.1:{port}"
+    count: int = 1
+    devices: list[int] | None = None
+    devices_per_worker: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.words:
+            raise ConfigError("command is empty; give the words that start a worker")
+        trial = self.worker
+        for name in PORTS:
+            trial = trial.replace("{" + name + "}", "1")
+        parse_worker(trial)
+        if ",id=" in self.worker:
+            raise ConfigError(f"worker {self.worker!r:.200} has an id; the fleet numbers its workers itself")
+        if self.count > 1 and ("{port}" not in self.worker or "{port}" not in self.command):
+            raise ConfigError(
+                f"command {self.command!r:.200} and worker {self.worker!r:.200}: {self.count} workers cannot "
+                "share a port; write {port} in both"
+            )
+        _check_count(self.count, self.devices, self.devices_per_worker)
+
+    @property
+    def words(self) -> list[str]:
+        try:
+            return shlex.split(self.command)
+        except ValueError as error:
+            raise ConfigError(f"command {self.command!r:.200} cannot be split into words: {error}") from None
+
+
+def _check_count(count: int, devices: list[int] | None, devices_per_worker: int) -> None:
+    if not 0 <= count <= MAX_COUNT:
+        raise ConfigError(f"count {count} is not from 0 to {MAX_COUNT}")
+    if devices is None:
+        return
+    if any(device < 0 for device in devices):
+        raise ConfigError(f"devices {devices} has a number below 0; 0 is the first GPU")
+    if len(devices) < count * devices_per_worker:
+        raise ConfigError(
+            f"devices {devices} are {len(devices)}, and {count} workers need {devices_per_worker} each; name "
+            "more (a GPU may be named twice), or lower count"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFile:
+    """`server`: options of the router's ports. `router`: those of routing; its plane is None where the file
+    names none."""
+
+    workers: list[OwnWorkers | ForeignWorkers]
+    server: ServerConfig
+    router: FleetConfig
+
+
+def read_fleet_file(path: str | Path) -> FleetFile:
+    """Raises ConfigError that names the file, the key, and what is possible."""
+    document = read_document(path)
+    try:
+        return _fleet_of(document)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
+    check_keys(document, TOP_KEYS, "the file")
+    plane = table(document, "plane")
+    check_keys(plane, ("url",), "[plane]")
+    router = table(document, "router")
+    check_keys(router, ROUTER_OPTIONS, "[router]")
+    if "url" in plane:
+        router = {**router, "plane": plane["url"]}
+    groups: list[OwnWorkers | ForeignWorkers] = []
+    for number, entry in enumerate(tables(document, "workers"), 1):
+        try:
+            groups.append(_group_of(entry, document.get("model", DEFAULT_MODEL)))
+        except ConfigError as error:
+            raise ConfigError(f"[[workers]] {number}: {error}") from None
+    _check_names(groups)
+    server = {name: document[name] for name in SERVER_OPTIONS if name in document}
+    return FleetFile(groups, build(ServerConfig, server), build(FleetConfig, router))
+
+
+def _group_of(entry: Mapping[str, Any], model: Any) -> OwnWorkers | ForeignWorkers:
+    if "command" in entry:
+        check_keys(entry, keys_of(ForeignWorkers), "[[workers]] with a command")
+        return build(ForeignWorkers, entry)
+    check_keys(entry, [*keys_of(OwnWorkers), "command"], "[[workers]]")
+    return build(OwnWorkers, {"model": model, **entry})
+
+
+def _check_names(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
+    """A name that clients use means one model."""
+    models: dict[str, str] = {}
+    for group in groups:
+        if isinstance(group, OwnWorkers) and models.setdefault(group.served_name, group.model) != group.model:
+            raise ConfigError(
+                f"name {group.served_name!r} is of two models, {models[group.served_name]!r} and "
+                f"{group.model!r}; give each its own"
+            )

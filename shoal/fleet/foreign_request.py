@@ -1,0 +1,184 @@
+"""`ForeignRequest`: a client's request as it goes to foreign workers, first as it came, and after a break
+with the tokens so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.fleet_api import ForeignCall
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DEFAULT_MAX_TOKENS = 16  # of a completion that does not say; as OpenAI
+# What goes on of a client's headers. Its key is for the router alone.
+HEADERS = (b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent", b"x-session-id")
+# Fields of a chat that a completion does not have, or in which they mean something else.
+CHAT_FIELDS = frozenset(
+    {
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "functions",
+        "function_call",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "documents",
+        "logprobs",
+        "top_logprobs",
+        "max_completion_tokens",
+        "response_format",
+        "reasoning_effort",
+        "include_reasoning",
+        "modalities",
+        "audio",
+    }
+)
+# Fields that are done with once there is output.
+BEGIN_FIELDS = frozenset({"prompt", "echo", "suffix", "prompt_logprobs", "add_special_tokens"})
+GRAMMAR_FIELDS = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json_object",
+    "structured_outputs",
+    "grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+)
+
+
+class ForeignRequest:
+    """The body stays in pieces of JSON: what the router does not read goes on as it came."""
+
+    def __init__(self, call: ForeignCall) -> None:
+        self.call = call
+        self.path = call.path.partition("?")[0]
+        self._fields: dict[str, msgspec.Raw] = {}
+        try:
+            self._fields = msgspec.json.decode(call.body or b"{}", type=dict[str, msgspec.Raw])
+        except ValueError:
+            pass  # multipart, or no JSON: the worker says what it thinks of it
+        self.is_chat = self.path == CHAT
+        # Whether the answer is a stream of OpenAI's chunks, which the router can read.
+        self.has_chunks = self.path in (COMPLETIONS, CHAT) and self.get("stream") is True
+        options = self.get("stream_options")
+        self._stream_options: dict[str, Any] = options if isinstance(options, dict) else {}
+        self.wants_usage = bool(self._stream_options.get("include_usage"))
+        self.wants_token_ids = bool(self.get("return_token_ids"))
+        # Why the answer could not go on elsewhere after its first token; None: it could.
+        self.obstacle = self._find_obstacle() if self.has_chunks else "an answer of this kind"
+
+    def get(self, name: str) -> Any:
+        """A field of the body; None if it is missing, or no JSON that can be read."""
+        raw = self._fields.get(name)
+        if raw is None:
+            return None
+        try:
+            return msgspec.json.decode(raw)
+        except ValueError:
+            return None
+
+    def select(self, names: Sequence[str]) -> dict[str, Any]:
+        """Those of these fields that the body has."""
+        return {name: self.get(name) for name in names if name in self._fields}
+
+    @property
+    def model(self) -> str | None:
+        name = self.get("model")
+        return name if isinstance(name, str) else None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens of output; None: as many as fit."""
+        found = self.get("max_completion_tokens") if self.is_chat else None
+        found = found or self.get("max_tokens")
+        if isinstance(found, int):
+            return found
+        return None if self.is_chat else DEFAULT_MAX_TOKENS
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings at which the output ends."""
+        stop = self.get("stop")
+        stops = [stop] if isinstance(stop, str) else stop or []
+        return [one for one in stops if isinstance(one, str) and one]
+
+    def headers(self) -> dict[str, str]:
+        """The headers that go on."""
+        found = {"X-Request-Id": self.call.request_id}
+        for name in HEADERS:
+            if name in self.call.headers:
+                found[name.decode("ascii")] = self.call.headers[name].decode("latin-1")
+        return found
+
+    def first_body(self) -> bytes:
+        """The body of a stream that may have to go on elsewhere: it asks for token ids and usage beside what
+        the client asked for."""
+        options = {**self._stream_options, "include_usage": True}
+        return msgspec.json.encode({**self._fields, "return_token_ids": True, "stream_options": options})
+
+    def next_body(self, prompt: Sequence[int], output: Sequence[int], max_model_len: int | None) -> bytes:
+        """The body of a completion that takes up the answer. `output`: its ids so far. Raises ValueError if
+        nobody knows how many tokens may follow."""
+        left_out = BEGIN_FIELDS | CHAT_FIELDS if self.is_chat else BEGIN_FIELDS
+        body: dict[str, Any] = {name: raw for name, raw in self._fields.items() if name not in left_out}
+        body["prompt"] = [*prompt, *output]
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens - len(output)
+        elif max_model_len is not None:
+            body["max_tokens"] = max_model_len - len(prompt) - len(output)
+        else:
+            raise ValueError("the request has no max_tokens, and the worker does not say how many fit")
+        least = self.get("min_tokens")
+        if isinstance(least, int):
+            body["min_tokens"] = max(0, least - len(output))
+        body["return_token_ids"] = True
+        body["stream_options"] = {**self._stream_options, "include_usage": True}
+        return msgspec.json.encode(body)
+
+    def _find_obstacle(self) -> str | None:
+        if (self.get("n") or 1) != 1 or (self.get("best_of") or 1) != 1 or self.get("use_beam_search"):
+            return "a request for several answers (n)"
+        if any(self.get(name) for name in GRAMMAR_FIELDS):
+            return "an answer that follows a grammar"
+        shape = self.get("response_format")
+        if shape is not None and (not isinstance(shape, dict) or shape.get("type") != "text"):
+            return "an answer that follows a grammar (response_format)"
+        if self.get("prompt_embeds"):
+            return "a prompt of embeddings"
+        return self._chat_obstacle() if self.is_chat else self._completion_obstacle()
+
+    def _completion_obstacle(self) -> str | None:
+        prompt = self.get("prompt")
+        if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], list | str):
+            return "a request with several prompts"
+        if self.get("suffix"):
+            return "a text to be filled in (suffix)"
+        return "an answer that repeats its prompt (echo)" if self.get("echo") else None
+
+    def _chat_obstacle(self) -> str | None:
+        has_tools = self.get("tools") or self.get("functions")
+        if has_tools and "none" not in (self.get("tool_choice"), self.get("function_call")):
+            return "an answer that may call tools"
+        if self.get("logprobs"):
+            return "a chat with log-probabilities"
+        messages = self.get("messages")
+        if not isinstance(messages, list) or not all(map(is_text, messages)):
+            return "a conversation with images or other parts that are no text"
+        return None
+
+
+def is_text(message: Any) -> bool:
+    """Whether a message of a conversation is text alone."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return content is None or isinstance(content, str)

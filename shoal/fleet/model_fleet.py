@@ -1,0 +1,101 @@
+"""The workers of one model: their index, the choice among them, their queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from shoal.fleet.clock import Clock
+from shoal.fleet.dispatcher import Dispatcher, Wanted
+from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.indexer import KvIndexer
+from shoal.fleet.kv_router import KvRouter
+from shoal.fleet.worker import WorkerInfo
+from shoal.fleet_api import Selected
+
+
+class TokenSource(Protocol):
+    """Who tokenizes for a model whose workers are foreign."""
+
+    async def tokens_of(self, body: Mapping[str, Any]) -> Sequence[int]:
+        """The token ids of a request's prompt, or of its first where it has several: `token_ids`, `prompt` or
+        `messages` with what belongs to them. Numbers made of the text where nobody can tell. Raises
+        RequestError for a body without any of these."""
+        ...
+
+
+class Streams(Protocol):
+    """A FleetEngine, a ForeignForwarder."""
+
+    num_migrations: int  # streams that went on at another worker
+    num_retries: int  # requests without a token that were sent to another worker
+
+
+class ModelFleet:
+    """`name`: the first name of the model. All its workers are ours, or all are foreign (`is_foreign`)."""
+
+    def __init__(self, name: str, is_foreign: bool, config: FleetConfig, clock: Clock) -> None:
+        self.name, self.is_foreign = name, is_foreign
+        self.names: list[str] = [name]  # its own first, then adapters
+        self.index = KvIndexer(config.block_size)
+        self.router = KvRouter(self.index, policy=config.policy, seed=config.seed, clock=clock.now)
+        self.dispatcher: Dispatcher[Any] = Dispatcher(
+            self.router, max_queued=config.max_queued_requests, clock=clock
+        )
+        self.tokens: TokenSource | None = None  # of foreign workers, for `Fleet.select`
+        self.streams: Streams | None = None  # what sends requests to the workers
+        self.obstacle = ""  # why its workers get nothing, whatever their health
+        self.empty_since: float | None = None  # seconds of the clock; None while it has a worker
+
+    def hinder(self, why: str) -> None:
+        """Its workers are not ready because of this; "": nothing is in their way."""
+        self.obstacle = why
+        for worker in self.dispatcher.workers.values():
+            worker.set_aside = why
+        self.dispatcher.changed()
+
+    def configure(self, setting: str, value: Any) -> None:
+        """One of `shoal.fleet.fleet.SETTINGS`."""
+        name = "max_queued" if setting == "max_queued_requests" else setting
+        setattr(self.dispatcher, name, value)
+        self.dispatcher.changed()
+
+    def current_names(self) -> list[str]:
+        """The names that its workers offer; those that they offered while there is none."""
+        workers = [worker.info for worker in self.dispatcher.workers.values()]
+        own = {name for info in workers if not info.is_foreign for name in info.models}
+        adapters = {name for info in workers if info.models[0] == self.name for name in info.adapters}
+        if workers:
+            self.names = [self.name, *sorted((own | adapters) - {self.name})]
+        return self.names
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request for this name means; None for the model itself."""
+        workers = self.dispatcher.workers.values()
+        return name if any(name in worker.info.adapters for worker in workers) else None
+
+    def misfit(self, info: WorkerInfo, names: Sequence[str]) -> str:
+        """Why a worker cannot serve its model of these names beside those that are here; "" if it can."""
+        if info.is_foreign != self.is_foreign:
+            return "its other workers are " + ("foreign" if self.is_foreign else "ours") + ", and it is not"
+        if info.is_foreign and self.name not in names:
+            return f"{self.name!r} has an adapter of this name"
+        for worker in self.dispatcher.workers.values():
+            for key, value in worker.info.identity.items():
+                if key in info.identity and info.identity[key] != value:
+                    return (
+                        f"its {key} is {info.identity[key]!r:.80}, and that of {worker.id} is {value!r:.80}"
+                    )
+        return ""
+
+    async def select(self, wanted: Wanted) -> Selected:
+        """Where the request would go now, full or not. Raises UnavailableError."""
+        ranks = [rank for worker in self.dispatcher.ready_for(wanted) for rank in worker.ranks]
+        chains = await self.dispatcher.chains_of(wanted)
+        choice = self.router.schedule_chains(
+            len(wanted.token_ids), chains, session=wanted.session, among=ranks
+        )
+        costs: dict[str, float] = {}
+        for rank, cost in choice.costs.items():
+            costs[rank.worker] = min(cost, costs.get(rank.worker, cost))
+        return Selected(choice.rank.worker, choice.overlap.total, costs)

@@ -1,0 +1,144 @@
+"""Health probes: whether workers answer, and whether they work.
+
+Each worker is checked at an interval. A worker that has delivered no token for a while generates one for a
+probe (a canary), so that one which answers and does nothing is noticed: within `hang_timeout` seconds of its
+last token. A worker that has delivered one lately is well, whatever a probe says: under load, a health check
+may time out. A worker that is broken is probed more often, until it is well again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from shoal.errors import BusyError, ShoalError, WorkerFailedError
+from shoal.fleet.clock import Clock
+from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CHECK_TIMEOUT_S = 5.0
+LATELY_S = 5.0  # a token so young proves that the worker works
+QUIET_SHARE = 0.4  # of hang_timeout, after which a silent worker gets a canary; it has the rest to answer
+FIRST_RETRY_S = 0.25  # after a failure, and each time half as long again up to the interval
+TICKS = 4  # looks at a worker's silence in that share
+
+
+class Prober:
+    """`checked` gets what a worker said of itself, before the worker counts as reached; `loaded` its load."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        interval_s: float,
+        hang_timeout_s: float,
+        checked: Callable[[Worker[Any], WorkerInfo], None],
+        loaded: Callable[[Worker[Any], list[WorkerLoad]], None],
+    ) -> None:
+        self.num_canaries = 0
+        self._clock, self._interval_s, self._hang_timeout_s = clock, interval_s, hang_timeout_s
+        self._checked, self._loaded = checked, loaded
+        self._tasks: dict[Worker[Any], list[asyncio.Task[None]]] = {}
+
+    def watch(self, worker: Worker[Any]) -> None:
+        """Probes the worker from now on."""
+        tasks = [start(self._check_again_and_again(worker))]
+        if self._hang_timeout_s:
+            tasks.append(start(self._watch_silence(worker)))
+        self._tasks[worker] = tasks
+
+    async def forget(self, worker: Worker[Any]) -> None:
+        await stop(self._tasks.pop(worker, []))
+
+    async def close(self) -> None:
+        await stop([task for tasks in self._tasks.values() for task in tasks])
+        self._tasks.clear()
+
+    async def _check_again_and_again(self, worker: Worker[Any]) -> None:
+        retry, was_well = FIRST_RETRY_S, False
+        while True:
+            await self._probe(worker)
+            if worker.is_reached:
+                if not was_well:
+                    logger.info("worker %s at %s is well", worker.id, worker.info.url)
+                retry, was_well = FIRST_RETRY_S, True
+                await self._first(self._clock.sleep(self._interval_s), worker.broke.wait())
+            else:
+                if was_well:
+                    logger.warning("worker %s is broken: %s", worker.id, worker.why)
+                was_well = False
+                await self._clock.sleep(retry)
+                retry = min(1.5 * retry, self._interval_s)
+
+    async def _probe(self, worker: Worker[Any]) -> None:
+        try:
+            info = await self._within(CHECK_TIMEOUT_S, worker.link.check(), "a health check")
+            if worker.needs_canary and self._hang_timeout_s and not worker.is_asleep:
+                await self._canary(worker)
+            self._checked(worker, info)
+            worker.reached()
+            self._loaded(worker, await self._within(CHECK_TIMEOUT_S, worker.link.loads(), "its load"))
+        except WorkerFailedError as error:
+            if self._clock.now() - worker.last_token_at >= LATELY_S and not worker.num_commands:
+                worker.failed(error)
+                if not worker.is_reached:
+                    worker.interrupt()
+        except ShoalError as error:  # it answers, and cannot serve here
+            worker.why = str(error)
+
+    async def _watch_silence(self, worker: Worker[Any]) -> None:
+        """A canary for a worker that has not delivered for a while."""
+        quiet_s = QUIET_SHARE * self._hang_timeout_s
+        since = self._clock.now()  # it works for all that is known
+        while True:
+            await self._clock.sleep(quiet_s / TICKS)
+            if not worker.is_reached or worker.is_asleep or worker.num_commands:
+                since = self._clock.now()
+                continue
+            since = max(since, worker.last_token_at)
+            if self._clock.now() - since < quiet_s:
+                continue
+            try:
+                await self._canary(worker)
+            except WorkerFailedError as error:
+                if worker.is_reached and worker.last_token_at <= since and not worker.num_commands:
+                    worker.hangs(error)
+            except ShoalError as error:
+                logger.warning("a probe of worker %s cannot be sent: %s", worker.id, error)
+            since = self._clock.now()
+
+    async def _canary(self, worker: Worker[Any]) -> None:
+        self.num_canaries += 1
+        seconds = (1 - QUIET_SHARE - QUIET_SHARE / TICKS) * self._hang_timeout_s
+        try:
+            await self._within(seconds, worker.link.canary(), "a probe of one token")
+        except BusyError:
+            pass  # it is full, so it works
+
+    async def _within(self, seconds: float, probe: Coroutine[Any, Any, T], what: str) -> T:
+        """Raises WorkerFailedError when the time is over."""
+        asked = asyncio.create_task(probe)
+        try:
+            await self._first(asked, self._clock.sleep(seconds))
+            if not asked.done():
+                raise WorkerFailedError(f"{what} had no answer within {seconds:g} s")
+            return asked.result()
+        finally:
+            asked.cancel()
+
+    @staticmethod
+    async def _first(*awaitables: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+        """Waits until one of them ends. Coroutines among the others are cancelled."""
+        tasks = [asyncio.ensure_future(one) for one in awaitables]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task, given in zip(tasks, awaitables):
+                if task is not given:
+                    task.cancel()

@@ -1,0 +1,79 @@
+"""One log for many processes: each line is written whole, behind the name of the process that said it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from typing import TextIO
+
+MOST_BYTES = 1 << 16  # of a line; a longer one becomes several
+LAST_WORDS_S = 2.0
+
+
+class ProcessLog:
+    """style: "text", or "json" for one object a line, which then has the key `process`."""
+
+    def __init__(self, stream: TextIO, style: str, width: int = 0) -> None:
+        self._stream, self._style, self._width = stream, style, width
+        self._threads: list[threading.Thread] = []
+
+    @contextlib.contextmanager
+    def pipe(self, name: str) -> Iterator[int]:
+        """A file descriptor to give to a process as its output; it is closed here when the block is left."""
+        reader, writer = os.pipe()
+        # A thread, as a terminal that takes nothing must not hold up the event loop.
+        thread = threading.Thread(target=self._copy, args=(name, reader), name=f"log of {name}", daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
+        try:
+            yield writer
+        finally:
+            os.close(writer)
+
+    def stream_of(self, name: str) -> _Lines:
+        """A stream for this process's own handler of log records."""
+        return _Lines(self, name)
+
+    def write(self, name: str, text: str) -> None:
+        if self._style == "json":
+            line = self._object(name, text)
+        else:
+            line = f"{name:<{self._width}} | {text}"
+        # One call, so that no other thread writes in between.
+        with contextlib.suppress(ValueError, OSError):  # whoever read this has gone
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Waits a moment for what ended processes have said last."""
+        for thread in self._threads:
+            thread.join(LAST_WORDS_S)
+
+    def _copy(self, name: str, reader: int) -> None:
+        with open(reader, "rb") as lines:
+            while line := lines.readline(MOST_BYTES):
+                self.write(name, line.decode("utf-8", "replace").rstrip())
+
+    def _object(self, name: str, text: str) -> str:
+        try:
+            said = json.loads(text)
+        except ValueError:
+            said = None
+        return json.dumps({"process": name, **(said if isinstance(said, dict) else {"message": text})})
+
+
+class _Lines:
+    """What is written here goes to the log, a line at a time."""
+
+    def __init__(self, log: ProcessLog, name: str) -> None:
+        self._log, self._name = log, name
+
+    def write(self, text: str) -> None:
+        for line in text.splitlines():
+            self._log.write(self._name, line)
+
+    def flush(self) -> None:
+        """The log is written through."""

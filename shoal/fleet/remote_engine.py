@@ -1,0 +1,322 @@
+"""RemoteEngine: one of our workers, as its router uses it. An Engine with its Control, and a Link.
+
+It connects to the worker's port (worker_port.py) and connects again by itself. What was under way when the
+connection broke ends with WorkerFailedError: another worker may go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from shoal.api import Output, Request, SamplingParams, Stats
+from shoal.collector import Collector
+from shoal.control import Command, Control, result_type
+from shoal.errors import BusyError, RequestError, ShoalError, WorkerFailedError
+from shoal.fleet.event_feed import EventFeed
+from shoal.fleet.fleet_key import FleetKey
+from shoal.fleet.socket_reader import SocketReader
+from shoal.fleet.worker import WorkerInfo, WorkerLoad
+from shoal.fleet.worker_wire import (
+    HEARTBEAT_MS,
+    SILENCE_MS,
+    AskEvents,
+    Hello,
+    KvBatch,
+    KvReplayed,
+    KvReplayEnded,
+    Report,
+    decode_from_worker,
+    encode,
+)
+from shoal.model_card import ModelCard
+from shoal.wire import Abort, Add, Call, CoreCommand, Message, Outputs, ReadStats, Refused, Reply
+
+T = TypeVar("T")
+
+CHECK_S = 5.0  # a worker that does not answer a check within it fails it
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteEngine(Control):
+    """`info` and `card` are what the worker says of itself. Used in the loop that it was built in.
+
+    `report` is its last one. `on_report` is called with each, `on_lost` when the connection broke.
+    """
+
+    def __init__(self, info: WorkerInfo, card: ModelCard, address: str, key: FleetKey | None) -> None:
+        """address: of the worker's port, tcp://HOST:PORT."""
+        self.info, self.card, self.address = info, card, address
+        self.report: Report | None = None
+        self.on_report: Callable[[Report], None] = lambda report: None
+        self.on_lost: Callable[[WorkerFailedError], None] = lambda error: None
+        self.num_unreadable = 0
+        self._collectors: dict[str, Collector] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._feed: EventFeed | None = None
+        self._replayed = asyncio.Event()  # the replay that was asked for has ended, or broke
+        self._stepped = asyncio.Event()  # the engine has computed something, says a report
+        self._is_connected = False  # the worker has answered our Hello on this connection
+        self._connected = asyncio.Event()
+        self._is_closed = False
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = self._socket
+        socket.immediate = True  # nothing is kept for a worker that is not there
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.linger = 0
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
+        socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = (
+            HEARTBEAT_MS,
+            SILENCE_MS,
+            SILENCE_MS,
+        )
+        socket.ipv6 = "[" in address
+        if key is not None:
+            key.protect_client(socket)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._reader = SocketReader(socket, self._take)
+        self._monitor_reader = SocketReader(self._monitor, self._take_event)
+        socket.connect(address)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_connected
+
+    # Engine
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        request_id = request.request_id
+        if request_id in self._collectors:
+            raise RequestError(f"request_id {request_id!r} is that of a request that runs; choose another")
+        try:
+            self._send(Add(request))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"the request cannot be sent to a worker: {error}") from None
+        collector = self._collectors[request_id] = Collector()
+        has_ended = False
+        try:
+            while not has_ended:
+                output = await collector.get()
+                has_ended = output.finish_reason is not None
+                yield output
+        finally:
+            del self._collectors[request_id]
+            if not has_ended and collector.error is None:
+                await self.abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        if self._is_connected:
+            self._send(Abort([request_id]))
+
+    async def stats(self) -> Stats:
+        return await self._call(ReadStats())
+
+    def break_off(self, request_id: str, error: WorkerFailedError) -> None:
+        """Whoever reads this request's outputs gets the error now; the worker is told to stop."""
+        collector = self._collectors.get(request_id)
+        if collector is not None and collector.error is None:
+            collector.fail(error)
+            if self._is_connected:
+                self._send(Abort([request_id]))
+
+    # Control
+
+    async def control(self, command: Command[T]) -> T:
+        return await self._call(command)
+
+    # Link
+
+    async def check(self) -> WorkerInfo:
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await self._connected.wait()
+                await self.stats()
+        except TimeoutError:
+            raise WorkerFailedError(f"worker {self.info.id} did not answer within {CHECK_S:g} s") from None
+        except WorkerFailedError:
+            raise
+        except ShoalError as error:
+            raise WorkerFailedError(f"worker {self.info.id}: {error}") from None
+        return self.info
+
+    async def canary(self) -> None:
+        """A worker that computes anything works: the token may wait for the long prompts of others."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        request = Request(f"canary-{next(self._call_ids)}", [0], params)
+        self._stepped.clear()
+        steps = asyncio.create_task(self._stepped.wait())
+        token = asyncio.create_task(_read_all(self.generate(request)))
+        try:
+            await asyncio.wait((steps, token), return_when=asyncio.FIRST_COMPLETED)
+            if token.done():
+                token.result()
+        except (BusyError, WorkerFailedError):
+            raise
+        except ShoalError as error:
+            raise WorkerFailedError(f"worker {self.info.id}: {error}") from None
+        finally:
+            steps.cancel()
+            token.cancel()
+
+    async def loads(self) -> list[WorkerLoad]:
+        return self.current_loads()
+
+    def current_loads(self) -> list[WorkerLoad]:
+        """As of the last report; [] before the first one. Reports come by themselves."""
+        if self.report is None:
+            return []
+        stats = self.report.stats
+        return [
+            WorkerLoad(
+                num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_cache_usage
+            )
+        ]
+
+    async def close(self) -> None:
+        """What is under way ends with WorkerFailedError."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._lose("its worker has left the fleet")
+        self._reader.close()
+        self._monitor_reader.close()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    # KV events
+
+    async def follow_events(self, feed: EventFeed) -> None:
+        """Gives `feed` the worker's KV events, those of the past first, until it is cancelled."""
+        self._feed = feed
+        try:
+            while True:
+                await self._connected.wait()
+                feed.missing.clear()
+                if feed.replay_from is not None:
+                    self._replayed.clear()
+                    with contextlib.suppress(WorkerFailedError):  # the connection's end is told next
+                        self._send(AskEvents(feed.replay_from))
+                    await self._replayed.wait()
+                else:
+                    await feed.missing.wait()
+        finally:
+            self._feed = None
+
+    # Inside
+
+    def _send(self, message: Message) -> None:
+        """Raises WorkerFailedError where nobody is connected."""
+        if not self._is_connected and not isinstance(message, Hello):
+            raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True)
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True) from None
+        self._reader.look()
+
+    async def _call(self, command: Command[T]) -> T:
+        call_id = next(self._call_ids)
+        self._send(Call(call_id, cast(CoreCommand, command)))
+        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            return msgspec.convert(await reply, result_type(command))
+        finally:
+            del self._calls[call_id]
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            message = decode_from_worker(frames[0])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.num_unreadable += 1
+            if self.num_unreadable == 1:
+                logger.warning("worker %s sends what cannot be read: %s", self.info.id, error)
+            return
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                collector = self._collectors.get(output.request_id)
+                if collector is not None:  # else its reader has left
+                    collector.put(output)
+        elif isinstance(message, Report):
+            self._take_report(message)
+        elif isinstance(message, KvBatch | KvReplayed | KvReplayEnded):
+            self._take_events(message)
+        elif isinstance(message, Refused):
+            collector = self._collectors.get(message.request_id)
+            if collector is not None:
+                collector.fail(message.error.build())
+        elif isinstance(message, Reply):
+            self._take_reply(message)
+
+    def _take_report(self, report: Report) -> None:
+        if self.report is not None and report.stats.step_tokens > self.report.stats.step_tokens:
+            self._stepped.set()
+        self.report = report
+        if not self._is_connected:
+            self._is_connected = True
+            self._connected.set()
+        self.on_report(report)
+
+    def _take_reply(self, reply: Reply) -> None:
+        waiting = self._calls.get(reply.call_id)
+        if waiting is None or waiting.done():  # whoever called has left
+            return
+        if reply.error is None:
+            waiting.set_result(reply.result)
+        else:
+            waiting.set_exception(reply.error.build())
+
+    def _take_events(self, message: KvBatch | KvReplayed | KvReplayEnded) -> None:
+        feed = self._feed
+        if feed is None:
+            return
+        if isinstance(message, KvBatch):
+            feed.heard(message.number, message.payload)
+        elif isinstance(message, KvReplayed):
+            feed.replayed(message.number, message.payload)
+        else:
+            feed.replay_ended()
+            self._replayed.set()
+
+    def _take_event(self, frames: list[bytes]) -> None:
+        """What libzmq tells of the connection."""
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._socket.send(encode(Hello(self.info.id)), zmq.NOBLOCK)
+            self._reader.look()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._reader.read_all()
+            self._lose("the connection broke")
+
+    def _lose(self, why: str) -> None:
+        was_connected, self._is_connected = self._is_connected, False
+        self._connected.clear()
+        self._replayed.set()
+        if self._feed is not None:
+            self._feed.check()  # the worker sends events to those alone who have asked on this connection
+        error = WorkerFailedError(f"worker {self.info.id}: {why}", is_absent=True)
+        for collector in self._collectors.values():
+            if collector.error is None:
+                collector.fail(error)
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(error)
+        if was_connected:
+            self.on_lost(error)
+
+
+async def _read_all(outputs: AsyncGenerator[Output, None]) -> None:
+    async with aclosing(outputs):
+        async for _ in outputs:
+            pass

@@ -1,0 +1,63 @@
+"""Reads a ZMQ socket in an asyncio loop, at less cost a message than pyzmq's own asyncio sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_A_TURN = 64  # read before the loop gets to do something else
+
+
+class SocketReader:
+    """Calls `take` with the frames of each message that the socket receives, until `close`."""
+
+    def __init__(self, socket: zmq.Socket[Any], take: Callable[[list[bytes]], None]) -> None:
+        self._socket, self._take = socket, take
+        self._loop = asyncio.get_running_loop()
+        self._fd: int = socket.fileno()
+        self._is_closed = self._is_scheduled = False
+        self._loop.add_reader(self._fd, self._read)
+        self.look()
+
+    def look(self) -> None:
+        """To be called after each message that is sent: the descriptor tells of news only once, and sending
+        takes that in, too."""
+        if not self._is_scheduled and not self._is_closed:
+            self._is_scheduled = True
+            self._loop.call_soon(self._read)
+
+    def read_all(self) -> None:
+        """Takes what is there at once."""
+        while self._read_one():
+            pass
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self._fd)
+
+    def _read(self) -> None:
+        self._is_scheduled = False
+        for _ in range(MESSAGES_A_TURN):
+            if not self._read_one():
+                return
+        self.look()
+
+    def _read_one(self) -> bool:
+        if self._is_closed:
+            return False
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError:  # nothing is there, or the socket is closed
+            return False
+        try:
+            self._take(frames)
+        except Exception:
+            logger.exception("a message could not be handled")
+        return True

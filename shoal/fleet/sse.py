@@ -1,0 +1,44 @@
+"""Reads a stream of server-sent events. A line may have megabytes: vLLM's first one repeats the prompt's
+tokens."""
+
+from __future__ import annotations
+
+from shoal.errors import WorkerFailedError
+
+MAX_EVENT_BYTES = 1 << 28
+
+
+class SseReader:
+    """Gives the data of each event, however the bytes come in. Comments and other fields are skipped."""
+
+    def __init__(self) -> None:
+        self._line: list[bytes] = []  # pieces of a line that has no end yet
+        self._data: list[bytes] = []  # lines of an event that has no end yet
+        self._size = 0  # bytes of both
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Returns the data of the events that end in this piece. Raises WorkerFailedError for an event
+        that is too large."""
+        first, *more = piece.split(b"\n")
+        self._line.append(first)
+        self._size += len(first)
+        if self._size > MAX_EVENT_BYTES:
+            raise WorkerFailedError(f"an event of the stream has more than {MAX_EVENT_BYTES} bytes")
+        if not more:
+            return []
+        events: list[bytes] = []
+        self._take(b"".join(self._line), events)
+        for line in more[:-1]:
+            self._take(line, events)
+        self._line = [more[-1]]
+        self._size = len(more[-1]) + sum(map(len, self._data))
+        return events
+
+    def _take(self, line: bytes, events: list[bytes]) -> None:
+        if line.endswith(b"\r"):
+            line = line[:-1]
+        if line.startswith(b"data:"):
+            self._data.append(line[6:] if line.startswith(b"data: ") else line[5:])
+        elif not line and self._data:
+            events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+            self._data = []

@@ -1,0 +1,208 @@
+"""One worker as the router knows it: what it serves, how it fares, and the link to it.
+
+A link speaks to a worker: `RemoteEngine` at token level to ours, `ForeignLink` by HTTP to any other. All
+else that a router does with workers (choose, drain, probe, break the circuit) is the same for both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from shoal.errors import WorkerFailedError
+from shoal.fleet.indexer import WorkerRank
+from shoal.fleet_api import WorkerState
+
+FAILURES_TO_BREAK = 3  # requests or checks that fail one after the other
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself, or what is said of it on the command line."""
+
+    id: str
+    url: str
+    models: tuple[str, ...]  # the names that clients may use; (): not known yet
+    adapters: frozenset[str] = frozenset()  # further names: adapters of the first model
+    role: str = "both"
+    is_foreign: bool = False  # it is spoken to by HTTP
+    tags: frozenset[str] = frozenset()
+    pid: int | None = None
+    dp_size: int = 1  # data-parallel ranks
+    block_size: int = 16
+    total_blocks: int = 0  # of all ranks
+    max_running: int = 0  # sequences that it runs at once; 0: unknown
+    # What all workers of a model must have in common, such as {"weights": digest, "hash_seed": 1337}.
+    identity: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker publishes of its load, for one of its data-parallel ranks."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # the share of its KV cache that requests hold
+    rank: int = 0
+
+
+class Link(Protocol):
+    """The way to one worker. What it sends to the worker ends at once when `Place.on_broken` is called."""
+
+    async def check(self) -> WorkerInfo:
+        """What the worker says of itself now. Returns soon if it answers at all. Raises WorkerFailedError."""
+        ...
+
+    async def canary(self) -> None:
+        """Generates one token, to find a worker that answers and does not work. A worker that shows otherwise
+        that it makes progress need not. Raises WorkerFailedError, and BusyError where it is full."""
+        ...
+
+    async def loads(self) -> list[WorkerLoad]:
+        """The load of each rank, asked for now; [] where it cannot be asked for or comes by itself. Raises
+        WorkerFailedError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+L = TypeVar("L", bound=Link, covariant=True)
+
+
+class Worker(Generic[L]):
+    """`state` is READY only while requests may go there.
+
+    A worker is BROKEN from its start until the first probe succeeds, and again when nobody is there, when it
+    fails FAILURES_TO_BREAK times in succession, or when it hangs. Then it must generate a token for a probe
+    before it is READY.
+    """
+
+    def __init__(self, info: WorkerInfo, link: L, clock: Callable[[], float]) -> None:
+        self.info, self.link = info, link
+        self.has_events = False  # it tells what it caches
+        self.is_draining = False
+        self.is_held = False  # an operator's command is at work: it gets nothing until that has ended
+        self.num_commands = 0  # of an operator that are at work: it may answer nothing else meanwhile
+        self.sleep_level: int | None = None  # None: awake, 0: paused, 1 and 2: asleep
+        self.weights_version = 0
+        self.is_reached = False  # a probe has succeeded since it came, or since it broke
+        self.is_gone = False
+        self.why = "it was not reached yet"  # it gets nothing; "" while it is well
+        self.set_aside = ""  # why it cannot serve with its peers, whatever its health
+        self.needs_canary = False  # a check alone does not show that it is well again
+        self.active = 0  # requests of this router that it has now
+        self.num_requests = 0
+        self.num_breaks = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.last_token_at = float("-inf")
+        self.full_until = float("-inf")  # it has said that it is full
+        self.broke = asyncio.Event()  # set while it is not reached
+        self.on_change: set[Callable[[], None]] = set()  # called when it may have got room, or was lost
+        self.on_broken: set[Callable[[], None]] = set()  # those who wait for it: they are to wait no longer
+        self._clock = clock
+        self._num_failures = 0
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+    @property
+    def ranks(self) -> list[WorkerRank]:
+        return [WorkerRank(self.id, rank) for rank in range(self.info.dp_size)]
+
+    @property
+    def state(self) -> WorkerState:
+        if self.is_gone:
+            return WorkerState.GONE
+        if not self.is_reached or self.set_aside:
+            return WorkerState.BROKEN
+        return WorkerState.DRAINING if self.is_draining or self.is_held else WorkerState.READY
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it may be chosen: it is ready, awake, and does more than prefill for others."""
+        return self.state == WorkerState.READY and not self.is_asleep and self.info.role != "prefill"
+
+    def has_room(self, num_active: int) -> bool:
+        """Whether a request sent now would run soon, where it has so many."""
+        is_full = 0 < self.info.max_running <= num_active
+        return not is_full and self._clock() >= self.full_until
+
+    def changed(self) -> None:
+        for tell in list(self.on_change):
+            tell()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside of the block it gets nothing new. It is back behind it, so requests may wait for it."""
+        self.is_held = True
+        self.changed()
+        try:
+            yield
+        finally:
+            self.is_held = False
+            self.changed()
+
+    async def wait_idle(self) -> None:
+        """Returns when this router has no request there."""
+        idle = asyncio.Event()
+
+        def look() -> None:
+            if not self.active:
+                idle.set()
+
+        self.on_change.add(look)
+        try:
+            look()
+            await idle.wait()
+        finally:
+            self.on_change.discard(look)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.sleep_level is not None
+
+    def set_sleep_level(self, level: int | None) -> None:
+        if self.sleep_level != level:
+            self.sleep_level = level
+            self.changed()
+
+    def reached(self) -> None:
+        """A probe succeeded."""
+        self._num_failures = 0
+        if not self.is_reached:
+            self.is_reached, self.needs_canary, self.why = True, False, ""
+            self.broke.clear()
+            self.changed()
+
+    def delivered(self) -> None:
+        """It sent a token: whatever else is wrong, it works."""
+        self.last_token_at, self._num_failures = self._clock(), 0
+
+    def failed(self, error: WorkerFailedError) -> None:
+        """A request or a check failed. Where nobody is there, one failure is enough."""
+        self._num_failures += 1
+        if error.is_absent or self._num_failures >= FAILURES_TO_BREAK:
+            self._break(str(error))
+
+    def hangs(self, error: WorkerFailedError) -> None:
+        """It takes requests and delivers nothing. Those who wait for it stop waiting."""
+        self._break(str(error))
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Ends what it has now with a WorkerFailedError, so that it goes on elsewhere."""
+        for tell in list(self.on_broken):
+            tell()
+
+    def _break(self, why: str) -> None:
+        if self.is_reached:
+            self.is_reached, self.needs_canary = False, True
+            self.num_breaks += 1
+            self.broke.set()
+            self.changed()
+        self.why = why

@@ -1,0 +1,168 @@
+"""KV blocks between processes of one host whose caches lie on GPUs, by CUDA IPC: the reader maps the owner's
+device memory, and its own GPU copies out of it, over NVLink or PCIe.
+
+What the owner gives out is CUDA's handle of the allocation, which the kernel's driver made for this purpose.
+The memory must come from cudaMalloc, as torch's allocator gets it by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+
+from shoal.kv.storage import Kind
+from shoal.kv.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transport import Reach, TransportError
+from shoal.kv.transport_mapped import ForeignMemory, MappedPeer, boot_id, check_fit, decode, one_piece
+from shoal.kv.view import BlockView
+
+HANDLE_BYTES = 64
+LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which the driver takes by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    gpu: str  # its UUID
+    handle: bytes  # of a whole allocation
+    offset: int  # of the cache in it, in bytes
+
+
+class _DriverError(Exception):
+    """A call of the CUDA driver failed."""
+
+
+class CudaIpcWindow:
+    def __init__(self, view: BlockView) -> None:
+        if view.storage.kind is not Kind.DEVICE:
+            raise TransportError(
+                f"CUDA IPC shares GPUs' memory, and the cache is in {view.storage.kind} memory"
+            )
+        start, _ = one_piece(view)
+        handle, base, size = _Handle(), ctypes.c_uint64(), ctypes.c_size_t()
+        try:
+            with _context(view.storage.device.index or 0):
+                _call(
+                    "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(start)
+                )
+                _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(start))
+        except _DriverError as error:
+            raise TransportError(
+                f"the cache's GPU memory can't be shared by CUDA IPC ({error}): it must come from "
+                "cudaMalloc, so leave out enable_sleep_mode and expandable_segments, or use NIXL"
+            ) from None
+        gpu = _uuid(view.storage.device.index or 0)
+        address = _Address(boot_id(), gpu, bytes(handle), start - base.value)
+        self.address = WindowAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
+
+    def close(self) -> None:
+        """The driver takes no handle back: the memory stays open to readers until it is freed."""
+
+
+class CudaIpc:
+    name = "cuda_ipc"
+    reach = Reach.HOST
+
+    def open_window(self, view: BlockView) -> CudaIpcWindow:
+        return CudaIpcWindow(view)
+
+    def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> MappedPeer:
+        check_fit([window.spec for window in windows], into.spec)
+        addresses = [_decode(window) for window in windows]
+        if not torch.cuda.is_available():
+            raise TransferError(Failure.UNREACHABLE, "the blocks are on a GPU, and this worker has none")
+        on_device = into.storage.kind is Kind.DEVICE
+        index = torch.cuda.current_device()
+        if on_device and into.storage.device.index is not None:
+            index = into.storage.device.index
+        device = torch.device("cuda", index)
+        opened: list[int] = []
+        views = []
+        try:
+            for window, address in zip(windows, addresses):
+                start = _open(index, address.handle)
+                opened.append(start)
+                num_bytes, is_far = address.offset + window.spec.num_bytes, address.gpu != _uuid(index)
+                storage = ForeignMemory(Kind.DEVICE, num_bytes, device, start, is_far)
+                views.append(BlockView.over(window.spec, storage, address.offset))
+        except _DriverError as error:
+            _close(index, opened)
+            raise TransferError(
+                Failure.UNREACHABLE,
+                f"GPU {index} can't map the memory of the blocks' owner ({error}); it must live, on this "
+                "host, and the two GPUs must reach each other",
+            ) from None
+        return MappedPeer(views, into, functools.partial(_close, index, opened))
+
+    def close(self) -> None: ...
+
+
+def _decode(window: WindowAddress) -> _Address:
+    address = decode(window, _Address)
+    if len(address.handle) != HANDLE_BYTES or not 0 <= address.offset < 1 << 48:
+        raise TransferError(
+            Failure.DAMAGED, "no address of GPU memory: a handle of the wrong size, or an offset"
+        )
+    if address.host != boot_id():
+        raise TransferError(Failure.UNREACHABLE, "the blocks are on another host's GPU")
+    return address
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _open(device: int, handle: bytes) -> int:
+    """Where the allocation begins in this process. The driver counts how often it was opened."""
+    start = ctypes.c_uint64()
+    given = _Handle.from_buffer_copy(handle)
+    with _context(device):
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(start), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
+    return start.value
+
+
+def _close(device: int, opened: list[int]) -> None:
+    with contextlib.suppress(_DriverError), _context(device):
+        while opened:
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(opened.pop()))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    """The context of a device that torch uses, too. It is kept to the end of the process."""
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", ctypes.c_uint(0))
+    _call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+    return context
+
+
+@contextlib.contextmanager
+def _context(device: int) -> Iterator[None]:
+    """The driver's calls are about this device meanwhile."""
+    _call("cuCtxPushCurrent_v2", _primary_context(device))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+def _call(name: str, *arguments: object) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code:
+        raise _DriverError(f"{name} failed: the CUDA driver's error {code}")

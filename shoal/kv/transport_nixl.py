@@ -1,0 +1,263 @@
+"""KV blocks between any two processes, also of two hosts, by NIXL over UCX: the reader's network card, or its
+GPU, reads the owner's registered memory, and the owner's program does nothing for it.
+
+Needs the `nixl` package (the extra `nixl`), which is imported when the first window or peer is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shoal.kernels.block_copy import runs
+from shoal.kv.block_map import check_ids, pieces_between
+from shoal.kv.storage import Kind
+from shoal.kv.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transport import Reach, TransportError
+from shoal.kv.transport_mapped import ForeignMemory, check_fit, decode, one_piece
+from shoal.kv.view import BlockView
+
+# Each window of a peer gets a range of made-up addresses of its own, as windows of two processes may lie at
+# equal addresses. The number of the window stands above these bits.
+RANGE_BITS = 44
+CANCEL_S = 10.0  # for an owner to finish what is under way
+POLL_S = 0.0005
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    agent: str
+    metadata: bytes
+    segment: str  # DRAM or VRAM
+    address: int
+    device: int
+
+
+class _Registered:
+    """Memory that an agent has registered: one piece, as NIXL names it."""
+
+    def __init__(self, agent: Any, view: BlockView) -> None:
+        self.address, self.num_bytes = one_piece(view)
+        on_device = view.storage.kind is Kind.DEVICE
+        self.segment = "VRAM" if on_device else "DRAM"
+        self.device = view.storage.device.index or 0 if on_device else 0
+        self.handle = agent.register_memory([(self.address, self.num_bytes, self.device, "")], self.segment)
+
+
+class NixlWindow:
+    """An agent of its own, so that closing the window takes back all that its address gave away."""
+
+    def __init__(self, nixl: _Nixl, view: BlockView) -> None:
+        self._nixl = nixl
+        one_piece(view)
+        with nixl.lock:
+            name, self._agent = nixl.new_agent()
+            try:
+                self._memory = _Registered(self._agent, view)
+                metadata = self._agent.get_agent_metadata()
+            except nixl.errors as error:
+                raise TransportError(
+                    f"NIXL can't register a cache in {view.storage.kind} memory: {error}; is its UCX built "
+                    "for it?"
+                ) from None
+        memory = self._memory
+        address = _Address(name, metadata, memory.segment, memory.address, memory.device)
+        self.address = WindowAddress(Nixl.name, view.spec, msgspec.msgpack.encode(address))
+
+    def close(self) -> None:
+        if self._agent is not None:
+            with self._nixl.lock:
+                self._agent.deregister_memory(self._memory.handle)
+                self._agent = None
+
+
+class NixlPull:
+    def __init__(self, peer: NixlPeer, num_bytes: int) -> None:
+        self._peer, self.num_bytes = peer, num_bytes
+        self.handles: list[Any] = []  # of reads whose end is not known yet; under NIXL's lock
+
+    def done(self) -> bool:
+        peer = self._peer
+        with peer.nixl.lock:
+            while self.handles:
+                try:
+                    state = peer.agent.check_xfer_state(self.handles[-1])
+                except peer.nixl.errors as error:
+                    raise peer.lost(error) from None
+                if state == "PROC":
+                    return False
+                if state != "DONE":
+                    raise peer.lost(state)
+                peer.agent.release_xfer_handle(self.handles.pop())
+            if peer.agent is None:
+                raise TransferError(Failure.LOST, "the connection to the owner of the blocks was broken off")
+        return True
+
+    def cancel(self) -> None:
+        """NIXL lets go of a read that is under way, but UCX goes on and writes what comes, however late. So
+        this waits for the end, and if the owner takes too long for that, ends the agent."""
+        until = time.monotonic() + CANCEL_S
+        try:
+            while not self.done():
+                if time.monotonic() > until:
+                    with self._peer.nixl.lock:
+                        raise self._peer.lost(f"it did not answer for {CANCEL_S:g} s")
+                time.sleep(POLL_S)
+        except TransferError:  # the agent has ended, and nothing comes any more
+            return
+
+
+class NixlPeer:
+    """An agent of its own, because UCX stops writing for certain only when the agent ends."""
+
+    def __init__(self, nixl: _Nixl, windows: Sequence[WindowAddress], into: BlockView) -> None:
+        self._shares = check_fit([window.spec for window in windows], into.spec)
+        self.nixl, self._into = nixl, into
+        self._pulls: weakref.WeakSet[NixlPull] = weakref.WeakSet()
+        self._addresses = [_decode(window) for window in windows]
+        self._views = []
+        for number, window in enumerate(windows):
+            base = number + 1 << RANGE_BITS
+            storage = ForeignMemory(Kind.HOST, window.spec.num_bytes, into.storage.device, base)
+            self._views.append(BlockView.over(window.spec, storage))
+        with nixl.lock:
+            _, self.agent = nixl.new_agent()
+            try:
+                self._memory = _Registered(self.agent, into)
+                for address in self._addresses:
+                    self.agent.add_remote_agent(address.metadata)
+            except nixl.errors as error:
+                raise TransferError(
+                    Failure.UNREACHABLE, f"NIXL can't reach the owner of the blocks: {error}"
+                ) from None
+
+    def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range) -> NixlPull:
+        from_ids, to_ids = check_ids(src_ids, self._views, dst_ids, [self._into])
+        pull = NixlPull(self, len(to_ids) * len(layers) * self._into.spec.block_layer_bytes)
+        if not len(layers) or not len(to_ids):
+            return pull
+        self._pulls.add(pull)
+        for pieces in pieces_between(self._views, [self._into], self._shares, layers):
+            sources, targets = runs(pieces, from_ids, to_ids)
+            windows = sources >> RANGE_BITS
+            for number, address in enumerate(self._addresses):
+                wanted = windows == number + 1
+                if wanted.any():
+                    offsets = sources[wanted] & ((1 << RANGE_BITS) - 1)
+                    self._read(pull, address, offsets, targets[wanted], pieces.run)
+        return pull
+
+    def _read(
+        self, pull: NixlPull, address: _Address, offsets: np.ndarray, targets: np.ndarray, run: int
+    ) -> None:
+        """Begins to read `run` bytes from each offset in the owner's cache, each to its target."""
+        sources = _descriptors(offsets + address.address, run, address.device)
+        with self.nixl.lock:
+            if self.agent is None:
+                raise TransferError(Failure.LOST, "the connection to the owner of the blocks was broken off")
+            memory = self._memory
+            try:
+                remote = self.agent.get_xfer_descs(sources, address.segment)
+                local = self.agent.get_xfer_descs(_descriptors(targets, run, memory.device), memory.segment)
+                handle = self.agent.initialize_xfer("READ", local, remote, address.agent)
+                pull.handles.append(handle)
+                state = self.agent.transfer(handle)
+            except self.nixl.errors as error:
+                raise self.lost(error) from None
+            if state == "ERR":
+                raise self.lost(state)
+
+    def lost(self, why: object) -> TransferError:
+        """Ends the agent, and with it all pulls of this peer: after an error it is not known what still
+        comes. With the lock held."""
+        for pull in self._pulls:
+            pull.handles.clear()
+        self.agent = None
+        return TransferError(Failure.LOST, f"NIXL can't read from the owner of the blocks: {why}")
+
+    def close(self) -> None:
+        with self.nixl.lock:
+            if self.agent is not None:
+                for name in {address.agent for address in self._addresses}:
+                    with contextlib.suppress(*self.nixl.errors):  # it is gone already
+                        self.agent.remove_remote_agent(name)
+                self.agent.deregister_memory(self._memory.handle)
+                self.agent = None
+
+
+class _Nixl:
+    """The package, once it is imported, and a lock: its agents are not thread-safe."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._api: Any = None
+        self.errors: tuple[type[Exception], ...] = ()
+
+    def load(self) -> None:
+        """Raises ImportError."""
+        if self._api is None:
+            os.environ.setdefault("UCX_LOG_FILE", "stderr")  # it writes to stdout else
+            import nixl._api as api
+            import nixl._bindings as bindings
+
+            found = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
+            self.errors = (*(kind for kind in found if isinstance(kind, type)), RuntimeError, ValueError)
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells of each agent on stdout
+            self._api = api
+
+    def new_agent(self) -> tuple[str, Any]:
+        """Its name is random, and nobody learns it but by an address."""
+        name = secrets.token_hex(16)
+        return name, self._api.nixl_agent(name, self._api.nixl_agent_config(backends=["UCX"]))
+
+
+class Nixl:
+    name = "nixl"
+    reach = Reach.NETWORK
+
+    def __init__(self) -> None:
+        self._nixl = _Nixl()
+
+    def open_window(self, view: BlockView) -> NixlWindow:
+        try:
+            self._nixl.load()
+        except ImportError as error:
+            raise TransportError(f"{MISSING} ({error})") from None
+        return NixlWindow(self._nixl, view)
+
+    def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> NixlPeer:
+        try:
+            self._nixl.load()
+        except ImportError as error:
+            raise TransferError(Failure.UNREACHABLE, f"{MISSING} ({error})") from None
+        return NixlPeer(self._nixl, windows, into)
+
+    def close(self) -> None: ...
+
+
+MISSING = "NIXL, which moves blocks between hosts, is not installed: pip install 'shoal[nixl]'"
+
+
+def _decode(window: WindowAddress) -> _Address:
+    address = decode(window, _Address)
+    if address.segment not in ("DRAM", "VRAM") or window.spec.num_bytes >= 1 << RANGE_BITS:
+        raise TransferError(
+            Failure.DAMAGED, f"no address of NIXL's: {window.spec.num_bytes} bytes of {address.segment}"
+        )
+    return address
+
+
+def _descriptors(addresses: np.ndarray, run: int, device: int) -> np.ndarray:
+    """As NIXL wants them: [descriptors, 3] of address, bytes, device."""
+    rows = np.empty((len(addresses), 3), np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, run, device
+    return rows

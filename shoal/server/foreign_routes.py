@@ -1,0 +1,102 @@
+"""Requests for foreign models: the public routes with those requests passed on, everything else as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+
+from shoal.fleet_api import ForeignCall
+from shoal.server.errors import ApiError
+from shoal.server.foreign_model import ForeignModel
+from shoal.server.http import Exchange
+from shoal.server.protocol import decode
+from shoal.server.route import Handler, Route
+
+STREAMS = (b"text/event-stream", b"application/x-ndjson")
+# Those whose body names a model, and that a server of this model could answer.
+PASSED_ON = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+        "/inference/v1/generate",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
+        "/api/show",
+    }
+)
+
+
+class _Asked(msgspec.Struct):
+    """All that the router reads of a body by itself."""
+
+    model: str | None = None
+    name: str | None = None  # the model, in older requests of Ollama
+    timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None  # seconds
+
+
+def with_foreign_models(routes: Sequence[Route]) -> list[Route]:
+    """The routes, which pass requests for foreign models on."""
+    return [
+        replace(route, handler=_passing_on(route.handler)) if route.path in PASSED_ON else route
+        for route in routes
+    ]
+
+
+def _passing_on(handler: Handler) -> Handler:
+    async def handle(exchange: Exchange) -> None:
+        if not exchange.models.foreign:
+            return await handler(exchange)
+        asked = decode(_Asked, exchange.body)
+        model = exchange.models.find_foreign(asked.model or asked.name)
+        if model is None:
+            return await handler(exchange)
+        return await _pass_on(exchange, model, asked)
+
+    return handle
+
+
+async def _pass_on(exchange: Exchange, model: ForeignModel, asked: _Asked) -> None:
+    limits = [t for t in (asked.timeout, model.request_timeout) if t is not None]
+    seconds = min(limits) if limits else None
+    query = exchange.scope["query_string"].decode("latin-1")
+    call = ForeignCall(
+        exchange.request_id,
+        exchange.method,
+        f"{exchange.path}?{query}" if query else exchange.path,
+        exchange.headers,
+        exchange.body,
+    )
+    model.admission.enter(1)
+    try:
+        async with asyncio.timeout(seconds):
+            await _answer(exchange, model, call)
+    except TimeoutError:
+        raise ApiError(504, f"the request took longer than its {seconds:g} s") from None
+    finally:
+        model.admission.leave(1)
+
+
+async def _answer(exchange: Exchange, model: ForeignModel, call: ForeignCall) -> None:
+    answer = await model.forwarder.forward(call)
+    exchange.more_headers += answer.headers
+    async with aclosing(answer.chunks) as chunks:
+        if answer.content_type.startswith(STREAMS):
+            async for chunk in chunks:
+                await exchange.send(chunk)
+            await exchange.end(b"")
+        else:
+            body = b"".join([chunk async for chunk in chunks])
+            await exchange.respond(body, answer.status, answer.content_type)

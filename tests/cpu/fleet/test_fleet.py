@@ -1,0 +1,455 @@
+"""A router's workers on virtual time: how they come, break, are noticed, come back and are chosen."""
+
+import asyncio
+
+import pytest
+
+from shoal.errors import BusyError, ConfigError, UnavailableError, UnknownWorkerError, WorkerFailedError
+from shoal.fleet.clock import LoopClock, run_virtual
+from shoal.fleet.dispatcher import Wanted
+from shoal.fleet.fleet import Fleet
+from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.indexer import WorkerRank
+from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
+from shoal.kv_event_format import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
+
+PROMPT = list(range(100, 170))  # four blocks of 16 and a tail
+
+
+class StandIn:
+    """A worker's link, to be broken in every way."""
+
+    def __init__(self, info):
+        self.info = info
+        self.is_dead = self.is_frozen = self.is_hung = self.is_full = False
+        self.load = []
+        self.num_checks = self.num_canaries = 0
+        self.is_closed = False
+
+    async def check(self):
+        self.num_checks += 1
+        await self._answer()
+        return self.info
+
+    async def canary(self):
+        self.num_canaries += 1
+        await self._answer()
+        if self.is_hung:
+            await asyncio.sleep(1e9)
+        if self.is_full:
+            raise BusyError("full")
+
+    async def loads(self):
+        return self.load
+
+    async def close(self):
+        self.is_closed = True
+
+    async def _answer(self):
+        if self.is_dead:
+            raise WorkerFailedError("connection refused", is_absent=True)
+        if self.is_frozen:
+            await asyncio.sleep(1e9)
+
+
+class Scene:
+    """A fleet of stand-ins."""
+
+    def __init__(self, **options):
+        self.fleet = Fleet(FleetConfig(**{"seed": 1, **options}), LoopClock())
+        self.links = {}
+
+    def add(self, name, listening=(), **more):
+        info = WorkerInfo(id=name, url=f"http://{name}:1", **{"models": ("m",), "is_foreign": True, **more})
+        link = self.links[name] = StandIn(info)
+        self.fleet.join(Worker(info, link, self.fleet.clock.now), listening)
+        return link
+
+    def state(self, name):
+        return self.fleet.workers[name].state
+
+    async def went(self, tokens=PROMPT, **more):
+        """The worker that a request goes to, which ends at once."""
+        async with self.fleet.models["m"].dispatcher.place(Wanted(str(id(more)), tokens, **more)) as place:
+            place.generated(1)
+            return place.worker.id
+
+
+def scene(run, **options):
+    async def main():
+        s = Scene(**options)
+        await s.fleet.start()
+        try:
+            await run(s)
+        finally:
+            await s.fleet.close()
+
+    run_virtual(main())
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+async def until(what, timeout=1000.0):
+    deadline = now() + timeout
+    while not what():
+        assert now() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_a_worker_is_ready_as_soon_as_it_was_reached():
+    async def run(s):
+        link = s.add("a")
+        assert s.state("a") == "broken" and s.fleet.view().workers[0].why
+        await until(lambda: s.state("a") == "ready", 1)
+        assert link.num_canaries == 0 and s.fleet.view().workers[0].why == ""
+
+    scene(run)
+
+
+def test_a_worker_that_is_gone_is_noticed_at_the_next_check_and_found_again():
+    async def run(s):
+        link = s.add("a")
+        await asyncio.sleep(1)
+        link.is_dead = True
+        died = now()
+        await until(lambda: s.state("a") == "broken")
+        assert now() - died <= 5.1
+        link.is_dead = False
+        back = now()
+        await until(lambda: s.state("a") == "ready")
+        assert now() - back <= 5.1 and link.num_canaries == 1
+
+    scene(run)
+
+
+def test_a_refused_connection_breaks_at_once_and_is_probed_soon():
+    async def run(s):
+        link = s.add("a")
+        await asyncio.sleep(1)
+        link.is_dead = True
+        with pytest.raises(WorkerFailedError):
+            async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)):
+                raise WorkerFailedError("connection refused", is_absent=True)
+        assert s.state("a") == "broken"
+        link.is_dead = False
+        back = now()
+        await until(lambda: s.state("a") == "ready")
+        assert now() - back <= 1
+
+    scene(run)
+
+
+@pytest.mark.parametrize("kind", ["is_hung", "is_frozen"])
+def test_a_worker_that_delivers_nothing_is_noticed_within_thirty_seconds(kind):
+    async def run(s):
+        link = s.add("a")
+        await asyncio.sleep(1)
+        told = []
+        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
+            place.on_broken = lambda: told.append(now())
+            place.generated(1)
+            last = now()
+            setattr(link, kind, True)
+            await until(lambda: s.state("a") == "broken")
+            assert now() - last <= 30 and told == [pytest.approx(now(), abs=0.1)]
+        await asyncio.sleep(100)
+        assert s.state("a") == "broken"
+        setattr(link, kind, False)
+        back = now()
+        await until(lambda: s.state("a") == "ready")
+        assert now() - back <= 30
+
+    scene(run)
+
+
+def test_a_probe_never_breaks_a_worker_that_still_delivers():
+    async def run(s):
+        link = s.add("a")
+        await asyncio.sleep(1)
+        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
+            link.is_hung = link.is_frozen = True
+            for _ in range(200):
+                place.generated(1)
+                await asyncio.sleep(1)
+                assert s.state("a") == "ready"
+
+    scene(run)
+
+
+def test_a_worker_that_is_full_works():
+    async def run(s):
+        link = s.add("a")
+        link.is_full = True
+        await asyncio.sleep(100)
+        assert s.state("a") == "ready" and link.num_canaries > 2
+
+    scene(run)
+
+
+def test_three_failures_in_succession_break_the_circuit_and_a_token_between_them_does_not():
+    async def run(s):
+        s.add("a")
+        await asyncio.sleep(1)
+        dispatcher = s.fleet.models["m"].dispatcher
+
+        async def fail():
+            with pytest.raises(WorkerFailedError):
+                async with dispatcher.place(Wanted("1", PROMPT)):
+                    raise WorkerFailedError("broke off")
+
+        for _ in range(5):
+            await fail()
+            await fail()
+            assert await s.went() == "a"
+        await fail()
+        await fail()
+        await fail()
+        assert s.state("a") == "broken" and s.fleet.view().workers[0].why == "broke off"
+
+    scene(run)
+
+
+def test_a_worker_of_another_model_or_hash_seed_is_set_aside_and_named(caplog):
+    async def run(s):
+        s.add("a", identity={"hash_seed": 1, "weights": "x"})
+        s.add("b", identity={"hash_seed": 2, "weights": "x"})
+        s.add("c", is_foreign=False)
+        s.add("d", identity={"weights": "x"})
+        await asyncio.sleep(1)
+        assert {name: s.state(name) for name in "abcd"} == {
+            "a": "ready",
+            "b": "broken",
+            "c": "broken",
+            "d": "ready",
+        }
+        whys = {worker.id: worker.why for worker in s.fleet.view().workers}
+        assert "hash_seed" in whys["b"] and "foreign" in whys["c"]
+        assert {await s.went() for _ in range(20)} == {"a", "d"}
+        with pytest.raises(ConfigError, match="has the id 'a'"):
+            s.fleet.join(
+                Worker(WorkerInfo(id="a", url="http://else:1", models=("m",)), None, s.fleet.clock.now)
+            )
+
+    scene(run, policy="random")
+
+
+def test_models_come_with_their_workers_and_are_remembered_for_a_while():
+    async def run(s):
+        link = s.add("a", models=())
+        link.is_dead = True
+        await asyncio.sleep(1)
+        assert s.fleet.models == {} and s.fleet.unknown == ["a"]
+        link.is_dead, link.info = (
+            False,
+            WorkerInfo(
+                id="a", url="http://a:1", models=("m", "n"), adapters=frozenset({"x"}), is_foreign=True
+            ),
+        )
+        await until(lambda: s.state("a") == "ready")
+        assert list(s.fleet.models) == ["m", "x", "n"] and s.fleet.unknown == []
+        s.fleet.leave("a")
+        assert link.is_closed is False
+        await asyncio.sleep(1)
+        assert link.is_closed and list(s.fleet.models) == ["m", "x", "n"]
+        with pytest.raises(UnavailableError):
+            await s.went()
+        await asyncio.sleep(700)
+        assert s.fleet.models == {}
+
+    scene(run)
+
+
+def test_a_worker_that_serves_another_model_now_leaves_the_old_one():
+    async def run(s):
+        link = s.add("a")
+        s.add("b")
+        await asyncio.sleep(1)
+        link.info = WorkerInfo(id="a", url="http://a:1", models=("other",), is_foreign=True)
+        await asyncio.sleep(10)
+        assert set(s.fleet.models["m"].dispatcher.workers) == {"b"}
+        assert set(s.fleet.models["other"].dispatcher.workers) == {"a"}
+
+    scene(run)
+
+
+def test_draining_and_filters_and_thresholds():
+    async def run(s):
+        a = s.add("a", tags=frozenset({"big"}), adapters=frozenset({"x"}), total_blocks=100)
+        s.add("b", tags=frozenset({"small"}))
+        s.add("p", role="prefill")
+        await asyncio.sleep(1)
+        assert await s.went(tags=frozenset({"big"})) == "a"
+        assert await s.went(tags=frozenset({"small"})) == "b"
+        assert await s.went(lora_name="x") == "a"
+        with pytest.raises(UnavailableError, match="huge"):
+            await s.went(tags=frozenset({"huge"}))
+        await s.fleet.drain("a")
+        assert s.state("a") == "draining" and {await s.went() for _ in range(9)} == {"b"}
+        await s.fleet.resume("a")
+        a.load = [WorkerLoad(kv_usage=0.95)]
+        await s.fleet.configure({"busy_kv_usage": 0.9})
+        await asyncio.sleep(10)
+        assert {await s.went() for _ in range(9)} == {"b"}
+        a.load = []
+        await asyncio.sleep(20)  # what a silent worker has published ages out
+        assert {await s.went() for _ in range(20)} == {"a", "b"}
+        with pytest.raises(UnknownWorkerError):
+            await s.fleet.drain("nobody")
+        with pytest.raises(ConfigError, match="policy"):
+            await s.fleet.configure({"policy": "random"})
+
+    scene(run, policy="random")
+
+
+def test_a_removed_worker_gives_its_requests_up():
+    async def run(s):
+        s.add("a")
+        await asyncio.sleep(1)
+        told = []
+        with pytest.raises(WorkerFailedError):
+            async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
+                place.on_broken = lambda: told.append(1)
+                await s.fleet.remove("a")
+                assert told == [1]
+                raise WorkerFailedError("the link was closed")
+        assert s.fleet.view().workers == [] and s.fleet.models == {}
+
+    scene(run)
+
+
+class Publisher:
+    """One that a Listening listens to, on virtual time. A batch that nobody heard can be asked for."""
+
+    def __init__(self):
+        self.feed, self.batches, self.ts = None, [], 100.0
+
+    async def listen(self, feed):
+        self.feed = feed
+        while True:
+            feed.missing.clear()
+            while feed.replay_from is not None:
+                for number in range(feed.replay_from, len(self.batches)):
+                    feed.replayed(number, self.batches[number])
+                feed.replay_ended()
+            await feed.missing.wait()
+
+    def tell(self, *events, lost=False):
+        self.ts += 1
+        self.batches.append(encode(EventBatch(self.ts, list(events))))
+        if self.feed is not None and not lost:
+            self.feed.heard(len(self.batches) - 1, self.batches[-1])
+
+    def store(self, tokens=PROMPT, **more):
+        names = [hash(tuple(tokens[: 16 * (n + 1)])) & 2**63 - 1 for n in range(len(tokens) // 16)]
+        self.tell(BlockStored(names, None, tokens[: 16 * len(names)], 16, None, GPU, None), **more)
+        return names
+
+    def restart(self, ts):
+        self.batches, self.ts = [], ts
+
+
+def overlap(s, name, tokens=PROMPT):
+    found = s.fleet.models["m"].index.find_matches(tokens)
+    return found[WorkerRank(name)].total if WorkerRank(name) in found else 0
+
+
+@pytest.mark.parametrize("ts", [500.0, 1.0], ids=["later", "with an earlier clock"])
+def test_a_worker_that_came_back_has_forgotten_and_is_learned_again(ts):
+    async def run(s):
+        publisher, other = Publisher(), list(range(500, 570))
+        link = s.add("a", [publisher.listen])
+        await asyncio.sleep(1)
+        publisher.store()
+        publisher.store(other)
+        assert overlap(s, "a") == 4 and overlap(s, "a", other) == 4
+        link.is_dead = True
+        publisher.restart(ts)
+        await until(lambda: s.state("a") == "broken")
+        link.is_dead = False
+        publisher.store(other, lost=True)
+        publisher.store(other[:32], lost=True)
+        await until(lambda: s.state("a") == "ready")
+        await asyncio.sleep(1)
+        assert overlap(s, "a") == 0 and overlap(s, "a", other) == 4
+        publisher.store()
+        assert overlap(s, "a") == 4
+
+    scene(run)
+
+
+def test_a_worker_that_only_hung_keeps_what_it_has():
+    async def run(s):
+        publisher = Publisher()
+        link = s.add("a", [publisher.listen])
+        await asyncio.sleep(1)
+        publisher.store()
+        link.is_hung = True
+        await until(lambda: s.state("a") == "broken")
+        link.is_hung = False
+        await until(lambda: s.state("a") == "ready")
+        assert overlap(s, "a") == 4 and publisher.feed.num_lost == 0
+
+    scene(run)
+
+
+def test_what_was_predicted_goes_with_the_workers_own_word():
+    async def run(s):
+        publisher = Publisher()
+        s.add("a", [publisher.listen])
+        await asyncio.sleep(1)
+        router = s.fleet.models["m"].router
+
+        def known():
+            return router.schedule(PROMPT).overlap.total
+
+        await s.went()
+        assert known() == 4  # predicted
+        publisher.tell(AllBlocksCleared())
+        assert known() == 0
+        await s.went()
+        names = publisher.store()
+        publisher.tell(BlockRemoved(names[2:], GPU))
+        assert known() == 2
+        await asyncio.sleep(10)
+        assert known() == 2
+
+    scene(run)
+
+
+def test_without_events_decisions_stand_in_and_the_answers_correct_them():
+    async def run(s):
+        s.add("a")
+        await asyncio.sleep(1)
+        router = s.fleet.models["m"].router
+        longer = PROMPT[:64] + list(range(300, 364))
+        await s.went(longer)
+        await asyncio.sleep(30)
+        assert router.schedule(longer).overlap.total == 8
+        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
+            place.cached(16)
+            place.generated(1)
+        assert router.schedule(longer).overlap.total == 4, "it has dropped what lay behind the first block"
+        assert s.fleet.view().workers[0].hit_rate == pytest.approx(16 / 198)
+        await asyncio.sleep(121)
+        assert router.schedule(PROMPT).overlap.total == 0
+
+    scene(run)
+
+
+def test_load_from_elsewhere_counts_and_our_own_does_not_count_twice():
+    async def run(s):
+        links = {"a": s.add("a"), "b": s.add("b")}
+        await asyncio.sleep(1)
+        links["a"].load = [WorkerLoad(num_running=1)]
+        await asyncio.sleep(6)
+        assert {await s.went() for _ in range(9)} == {"b"}
+        links["a"].load = [WorkerLoad()]
+        await asyncio.sleep(6)
+        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
+            links[place.worker.id].load = [WorkerLoad(num_running=1)]
+            await asyncio.sleep(6)
+        assert {await s.went() for _ in range(20)} == {"a", "b"}
+
+    scene(run, policy="least_loaded")

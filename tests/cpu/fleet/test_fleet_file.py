@@ -1,0 +1,234 @@
+"""A fleet's file: what it says is what is started, and every mistake is named before anything is."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import build_parser
+from shoal.config import EngineConfig, ServerConfig
+from shoal.errors import ConfigError
+from shoal.fleet.components import components_of
+from shoal.fleet.fleet_file import ForeignWorkers, OwnWorkers, read_fleet_file
+from shoal.options import given_options
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "fleet"
+MODEL = 'model = "smollm2"\n'
+WORKERS = '[[workers]]\nrole = "both"\ncount = 1\n'
+FOREIGN = "[[workers]]\ncommand = 'vllm serve m --port {port}'\n"
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text):
+        (tmp_path / "fleet.toml").write_text(text)
+        return read_fleet_file(tmp_path / "fleet.toml")
+
+    return read
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Gives the machine so many GPUs."""
+
+    def give(names):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+
+    give("")
+    return give
+
+
+def test_a_whole_file_is_read(read):
+    file = read(
+        """
+        model = "smollm2"
+        port = 0
+        admin_port = 9001
+        api_key = ["k"]
+        [[workers]]
+        count = 2
+        devices = [0, 1]
+        options = { max_model_len = 1024, dtype = "float32" }
+        [[workers]]
+        model = "Qwen/Qwen3-0.6B"
+        name = "qwen"
+        role = "decode"
+        [[workers]]
+        command = "vllm serve m --port {port}"
+        [router]
+        policy = "round_robin"
+        migration_limit = 5
+        worker = ["http://127.0.0.1:9,id=old"]
+        [plane]
+        url = "nats://10.0.0.1:4222"
+        """
+    )
+    first, second, third = file.workers
+    assert first == OwnWorkers(
+        "smollm2", count=2, devices=[0, 1], options={"max_model_len": 1024, "dtype": "float32"}
+    )
+    assert second == OwnWorkers("Qwen/Qwen3-0.6B", name="qwen", role="decode")
+    assert third == ForeignWorkers("vllm serve m --port {port}")
+    assert (file.server.port, file.server.admin_port, file.server.api_key) == (0, 9001, ["k"])
+    router = file.router
+    assert (router.policy, router.migration_limit, router.plane) == ("round_robin", 5, "nats://10.0.0.1:4222")
+    assert [spec.id for spec in router.workers] == ["old"]
+
+
+def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
+    assert read("[[workers]]").workers == [OwnWorkers("smollm2")]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("model = ", "cannot be read"),
+        (MODEL + "colour = 'red'\n" + WORKERS, "'colour' is no key of the file; there are admin_host, "),
+        (MODEL + "restart = true\n", "'restart' is no key of the file"),
+        ("port = '8000'", "port '8000' is not of the type int"),
+        ("port = 70000", "port 70000 is not an integer from 0 to 65535"),
+        (
+            WORKERS + "cuont = 2",
+            "[[workers]] 1: 'cuont' is no key of [[workers]]; there are command, count, ",
+        ),
+        (WORKERS + "cuont = 2", "did you mean 'count'?"),
+        (WORKERS + WORKERS.replace("1", "-1"), "[[workers]] 2: count -1 is not from 0"),
+        (WORKERS.replace("1", "'1'"), "count '1' is not of the type int"),
+        (WORKERS.replace("both", "juggler"), "role 'juggler' is none of both, prefill, decode"),
+        ("model = 3\n" + WORKERS, "model 3 is not of the type str"),
+        (WORKERS + "options = 3", "options 3 is not of the type"),
+        (WORKERS + "options = { blok_size = 16 }", "'blok_size' is no key of options of [[workers]]"),
+        (WORKERS + "options = { blok_size = 16 }", "did you mean 'block_size'?"),
+        (WORKERS + "options = { block_size = 15 }", "block_size 15 is not a power of two"),
+        (WORKERS + "options = { max_model_len = '1k' }", "max_model_len '1k' is not of the type int"),
+        (WORKERS + "options = { kv_events_config = { topics = 'x' } }", "no field 'topics'"),
+        (WORKERS + "options = { port = 1 }", "'port' is no key of options"),
+        (WORKERS + "options = { pipeline_parallel_size = 2 }", "pipeline_parallel_size=2 is not supported"),
+        (WORKERS + "options = { shutdown_timeout = -1 }", "shutdown_timeout -1 is outside"),
+        (WORKERS.replace("1", "3") + "devices = [0, 1]", "devices [0, 1] are 2, and 3 workers need 1 each"),
+        (WORKERS + "devices = [0]\noptions = { tensor_parallel_size = 2 }", "1 workers need 2 each"),
+        (WORKERS + "devices = [-1]", "devices [-1] has a number below 0"),
+        (WORKERS + "devices = 'all'", "devices 'all' is not of the type list[int]"),
+        (WORKERS + "worker = 'http://127.0.0.1:9'", "'worker' is no key of [[workers]]"),
+        (
+            "[[workers]]\nname = 'x'\nmodel = 'a'\n[[workers]]\nname = 'x'\nmodel = 'b'\n",
+            "name 'x' is of two models, 'a' and 'b'",
+        ),
+        (FOREIGN + "model = 'm'", "'model' is no key of [[workers]] with a command; there are command, "),
+        (FOREIGN.replace("serve", '"serve'), "cannot be split into words: No closing quotation"),
+        ("[[workers]]\ncommand = ''", "command is empty"),
+        (FOREIGN.replace("{port}", "8000") + "count = 2", "2 workers cannot share a port; write {port}"),
+        (FOREIGN + "worker = 'http://127.0.0.1:{port},colour=red'", "'colour' is no key"),
+        (FOREIGN + "worker = 'http://127.0.0.1:{port},id=x'", "has an id; the fleet numbers"),
+        ("workers = 3", "workers is no list of tables; write [[workers]]"),
+        ("router = 3", "router 3 is no table; write [router]"),
+        ("[router]\npolciy = 'kv'", "'polciy' is no key of [router]"),
+        ("[router]\npolicy = 'best'", "policy 'best' is not one of"),
+        ("[router]\nplane = 'tcp://127.0.0.1:1'", "'plane' is no key of [router]"),
+        ("[plane]\nulr = 'x'", "'ulr' is no key of [plane]; there are url; did you mean 'url'?"),
+    ],
+)
+def test_a_mistake_is_told_with_the_file_and_what_there_is(read, tmp_path, text, wrong):
+    with pytest.raises(ConfigError) as error:
+        read(text)
+    assert str(tmp_path / "fleet.toml") in str(error.value) and wrong in str(error.value)
+
+
+def words_of(text, read, **more):
+    return [component.command for component in components_of(read(text).workers, "ipc:///p", **more)]
+
+
+def test_options_become_flags_that_shoal_serve_reads_back_as_they_were(read, gpus):
+    options = {
+        "max_model_len": 1024,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": True,
+        "enforce_eager": False,
+        "cudagraph_capture_sizes": [1, 2],
+        "chat_template": "{{ messages }} --with dashes",
+        "structured_outputs_config": {"disable_additional_properties": False},
+        "shutdown_timeout": 5,
+    }
+    shown = ", ".join(
+        [
+            "max_model_len = 1024, gpu_memory_utilization = 0.5, enable_prefix_caching = true",
+            "enforce_eager = false, cudagraph_capture_sizes = [1, 2]",
+            'chat_template = "{{ messages }} --with dashes", shutdown_timeout = 5',
+            "structured_outputs_config = { disable_additional_properties = false }",
+        ]
+    )
+    [words] = words_of(f"{MODEL}[[workers]]\nname = 'small'\noptions = {{ {shown} }}", read)
+    arguments = build_parser().parse_args(words[3:])
+    engine, server = given_options(arguments, EngineConfig), given_options(arguments, ServerConfig)
+    assert arguments.model_path == "smollm2" and server["served_model_name"] == ["small"]
+    names = set(options) - {"shutdown_timeout"}
+    assert EngineConfig(**engine) == EngineConfig(**{name: options[name] for name in names})
+    assert server["shutdown_timeout"] == 5 and server["port"] == 0
+
+
+def test_workers_on_the_cpu_share_its_cores(read, gpus, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+
+    def threads(text):
+        found = components_of(read(text).workers, "ipc:///p")
+        return [component.environment.get("OMP_NUM_THREADS") for component in found]
+
+    assert threads("[[workers]]\ncount = 1") == [None]
+    assert threads("[[workers]]\ncount = 2\n[[workers]]\nrole = 'decode'") == ["2", "2"]
+    assert threads("[[workers]]\ncount = 20") == ["1"]
+    gpus("0,1")
+    assert threads("[[workers]]\ncount = 2") == [None]
+    assert threads("[[workers]]\ncount = 4\noptions = { device = 'cpu' }") == ["2"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads("[[workers]]\ncount = 4\noptions = { device = 'cpu' }") == [None]
+
+
+def test_gpus_are_taken_in_order_where_the_file_names_none(read, gpus):
+    gpus("4,5,6,7")
+    text = "[[workers]]\n[[workers]]\ncount = 1\noptions = { tensor_parallel_size = 2 }\n[[workers]]\n"
+    found = components_of(read(text).workers, "ipc:///p")
+    assert [component.devices for component in found] == [("4",), ("5", "6"), ("7",)]
+    with pytest.raises(ConfigError, match=r"\[\[workers\]\] 4 needs 1 GPUs, and of the 4 here 0 are left"):
+        components_of(read(text + "[[workers]]").workers, "ipc:///p")
+    named = components_of(read("[[workers]]\ndevices = [10, 9]").workers, "ipc:///p")
+    assert named[0].devices == ("9", "10")
+
+
+def test_components_have_names_of_their_own(read, gpus):
+    text = """
+        [[workers]]
+        model = "Qwen/Qwen3-8B"
+        [[workers]]
+        model = "Qwen/Qwen3-8B"
+        role = "prefill"
+        [[workers]]
+        model = "Qwen/Qwen3-8B"
+        options = { device = "cpu" }
+        [[workers]]
+        command = "/opt/vllm/bin/vllm serve m --port {port}"
+    """
+    found = components_of(read(text).workers, "ipc:///p", prefix="host-")
+    assert [component.name for component in found] == [
+        "host-Qwen3-8B",
+        "host-Qwen3-8B-prefill",
+        "host-Qwen3-8B-3",
+        "host-vllm",
+    ]
+    assert [found[0].death_signal, found[3].death_signal] == [signal.SIGKILL, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_an_example_is_a_fleet_whose_workers_can_be_started(path, gpus):
+    file = read_fleet_file(path)
+    assert file.workers and file.server.admin_port
+    for component, group in zip(components_of(file.workers, "ipc:///p"), file.workers, strict=True):
+        if isinstance(group, OwnWorkers):
+            build_parser().parse_args(component.command[3:])
+        else:
+            assert component.command[:3] == ("vllm", "serve", "Qwen/Qwen3-8B")
+
+
+def test_there_are_the_examples_that_the_docs_name():
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {"laptop", "four_gpus", "two_hosts", "vllm"}

@@ -1,0 +1,247 @@
+"""Each rule of the planner, the faults of the reference's planner, and that a record gives the same decisions
+again."""
+
+import random
+
+import msgspec
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.fleet.planner import (
+    Change,
+    Decision,
+    DecodeLoad,
+    Observation,
+    PlannerConfig,
+    PlannerState,
+    Recorded,
+    decide,
+    replay,
+)
+
+CONFIG = PlannerConfig(enabled=True)
+GROW, SHRINK = Change("decode", 1), Change("decode", -1)
+
+
+def seen(*usages, prefill=1, queue=0, at=0.0, role="decode", waiting=0, **more):
+    loads = [DecodeLoad(usage, waiting) for usage in usages]
+    return Observation(
+        at=at, decode=loads, decode_role=role, prefill_workers=prefill, prefill_queue=queue, **more
+    )
+
+
+def changes(*observations, config=CONFIG, grace=0, other_gpus=0):
+    decision, _ = decide(config, PlannerState(grace), observations, other_gpus=other_gpus)
+    return decision.changes
+
+
+def with_queue(*lengths, **more):
+    return [seen(0.7, queue=length, **more) for length in lengths]
+
+
+def test_defaults_are_those_of_the_references_code():
+    assert (CONFIG.adjustment_interval, CONFIG.metric_pulling_interval) == (10.0, 1.0)
+    assert (CONFIG.max_gpu_budget, CONFIG.min_endpoint) == (8, 1)
+    assert (CONFIG.decode_kv_scale_up_threshold, CONFIG.decode_kv_scale_down_threshold) == (0.9, 0.5)
+    assert CONFIG.prefill_queue_scale_up_threshold == 5.0
+    assert CONFIG.prefill_queue_scale_down_threshold == 0.2
+
+
+def test_nothing_changes_between_the_thresholds():
+    assert changes(seen(0.7, queue=1), seen(0.8, queue=2)) == []
+
+
+def test_thresholds_themselves_change_nothing():
+    assert changes(seen(0.9, queue=5)) == []
+    assert changes(seen(0.5, 0.5, queue=1)) == []
+
+
+def test_decode_grows_above_its_kv_load():
+    assert changes(seen(0.9, queue=1), seen(0.95, queue=1)) == [GROW]
+
+
+def test_waiting_requests_count_in_the_kv_load():
+    assert changes(seen(0.85, queue=1, waiting=3)) == [GROW]  # 0.85 + 3 * 0.02
+
+
+def test_waiting_requests_of_a_worker_without_slots_do_not_count():
+    loads = [DecodeLoad(0.85, 3, has_slots=False)]
+    assert changes(Observation(at=0, decode=loads, prefill_workers=1, prefill_queue=1)) == []
+
+
+def test_requests_that_the_router_holds_count_as_waiting():
+    assert changes(seen(0.85, 0.85, queue=1, queued=10)) == [GROW]  # five each
+
+
+def test_decode_shrinks_below_its_kv_load():
+    assert changes(seen(0.1, 0.2, 0.1, queue=1)) == [SHRINK]
+
+
+def test_the_last_worker_stays():
+    assert changes(seen(0.0, queue=1)) == []
+
+
+def test_a_worker_stays_whose_load_the_others_could_not_carry():
+    """0.48 on each of two would be 0.96 on one, which would be two again: the reference swings here."""
+    assert changes(seen(0.48, 0.48, queue=1)) == []
+    assert changes(seen(0.48, 0.48, queue=1), config=PlannerConfig(checks_remaining_load=False)) == [SHRINK]
+
+
+def test_prefill_grows_when_its_queue_is_long_and_stays_so():
+    assert changes(*with_queue(6, 7, 8)) == [Change("prefill", 1)]
+
+
+def test_prefill_does_not_grow_when_its_queue_is_on_its_way_down():
+    assert changes(*with_queue(12, 9, 6)) == []  # 6 - 3 * 6 < 5 three intervals ahead
+
+
+def test_prefill_shrinks_when_its_queue_is_empty():
+    assert changes(*with_queue(0, 0, prefill=2)) == [Change("prefill", -1)]
+
+
+def test_after_growing_decode_does_not_shrink_for_three_whole_intervals():
+    """The reference counts the interval that added the worker as the first of three."""
+    decision, state = decide(CONFIG, PlannerState(), [seen(0.99, queue=1)])
+    assert decision.changes == [GROW]
+    found = []
+    for _ in range(5):
+        decision, state = decide(CONFIG, state, [seen(0.1, 0.1, queue=1)])
+        found.append(decision.changes)
+    assert found == [[], [], [], [SHRINK], [SHRINK]]
+
+
+def test_an_interval_without_a_decision_is_none_of_the_grace():
+    decision, state = decide(CONFIG, PlannerState(3), [seen(0.1, 0.1, queue=1, pending=1)])
+    assert decision.changes == [] and state.grace == 3
+
+
+def test_decode_may_grow_in_its_grace_unless_that_freezes_both_directions():
+    assert changes(seen(0.99, queue=1), grace=2) == [GROW]
+    assert changes(seen(0.99, queue=1), grace=2, config=PlannerConfig(grace_freezes_both=True)) == []
+
+
+def test_the_budget_is_never_exceeded_and_the_reason_says_so():
+    config = PlannerConfig(max_gpu_budget=3)
+    decision, _ = decide(config, PlannerState(), [seen(0.99, 0.99, queue=1)])
+    assert decision.changes == [] and "3 GPUs" in decision.reason
+
+
+def test_engines_of_several_gpus_count_with_all_of_them():
+    config = PlannerConfig(max_gpu_budget=8, decode_engine_num_gpu=4)
+    assert changes(seen(0.99, queue=1), config=config) == []  # 1 + 4 + 4 > 8
+    assert changes(seen(0.99, queue=1), config=PlannerConfig(decode_engine_num_gpu=4, max_gpu_budget=9)) == [
+        GROW
+    ]
+
+
+def test_other_models_share_the_budget():
+    assert changes(seen(0.99, queue=1), other_gpus=6) == []
+    assert changes(seen(0.99, queue=1), other_gpus=5) == [GROW]
+
+
+def test_both_roles_together_stay_within_the_budget():
+    """The reference counts GPUs once, before it adds for either role."""
+    config = PlannerConfig(max_gpu_budget=3)
+    assert changes(*[seen(0.99, queue=length) for length in (6, 7)], config=config) == [Change("prefill", 1)]
+
+
+def test_what_is_removed_makes_room_for_what_is_added():
+    config = PlannerConfig(max_gpu_budget=3)
+    assert changes(seen(0.99, prefill=2, queue=0), config=config) == [Change("prefill", -1), GROW]
+
+
+@pytest.mark.parametrize("pending", [1, 3])
+def test_nothing_is_decided_while_workers_come_or_go_or_are_missing(pending):
+    assert changes(seen(0.99, queue=1, pending=pending)) == []
+
+
+def test_nothing_is_decided_over_an_interval_in_which_the_number_of_workers_changed():
+    assert changes(seen(0.99, queue=1), seen(0.99, 0.99, queue=1)) == []
+
+
+def test_workers_that_a_person_added_are_taken_as_they_are():
+    decision, _ = decide(CONFIG, PlannerState(), [seen(0.7, 0.7, 0.7, 0.7, queue=1)])
+    assert decision.changes == [] and decision.desired == {"decode": 4, "prefill": 1}
+
+
+def test_a_worker_for_both_follows_the_rules_of_decode():
+    up = seen(0.99, prefill=0, role="both")
+    assert changes(up) == [Change("both", 1)]
+    assert changes(seen(0.1, 0.1, prefill=0, role="both")) == [Change("both", -1)]
+
+
+def test_without_any_worker_no_average_is_made_and_the_least_number_is_started():
+    """The reference's mean of nothing is no number, and no comparison with it is true."""
+    assert changes(seen(prefill=0, role="both")) == [Change("both", 1)]
+    assert changes(seen(prefill=0, queue=0)) == [GROW, Change("prefill", 1)]
+
+
+def test_a_role_comes_back_from_zero_when_requests_wait():
+    config = PlannerConfig(min_endpoint=0)
+    assert changes(seen(prefill=0, role="both"), config=config) == []
+    assert changes(seen(prefill=0, role="both", queued=1), config=config) == [Change("both", 1)]
+
+
+def test_the_decision_says_why_and_what_is_wanted():
+    decision, _ = decide(CONFIG, PlannerState(), [seen(0.95, queue=1, at=20.0)])
+    assert decision.at == 20.0 and decision.desired == {"decode": 2, "prefill": 1}
+    assert "0.95 > 0.9" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"max_gpu_budget": 0}, "max_gpu_budget"),
+        ({"min_endpoint": -1}, "min_endpoint"),
+        ({"adjustment_interval": 0.0}, "adjustment_interval"),
+        ({"adjustment_interval": 0.5}, "metric_pulling_interval"),
+        ({"mode": "guess"}, "mode"),
+        ({"decode_kv_scale_down_threshold": 0.9}, "decode_kv_scale_down_threshold"),
+        ({"prefill_queue_scale_up_threshold": float("nan")}, "prefill_queue_scale_up_threshold"),
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_named(wrong, named):
+    with pytest.raises(ConfigError, match=named):
+        PlannerConfig(**wrong)
+
+
+def test_a_record_gives_the_same_decisions_again():
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    lines, made = [], []
+    states = {"a": PlannerState(), "b": PlannerState()}
+    counts = {"a": [1, 1], "b": [2, 0]}
+    for _ in range(200):
+        for model, (decode, prefill) in counts.items():
+            role = "decode" if prefill else "both"
+            interval = []
+            for _ in range(rng.randrange(1, 4)):
+                usages = [round(rng.random(), 3) for _ in range(decode)]
+                queue = rng.randrange(12) if prefill else 0
+                interval.append(
+                    seen(*usages, prefill=prefill, queue=queue, role=role, waiting=rng.randrange(9))
+                )
+            others = sum(sum(each) for name, each in counts.items() if name != model)
+            decision, states[model] = decide(CONFIG, states[model], interval, other_gpus=others)
+            for change in decision.changes:
+                counts[model][change.role == "prefill"] += change.count
+            made.append(decision)
+            entries = [Recorded(model=model, observation=each) for each in interval]
+            entries.append(Recorded(model=model, decision=decision, other_gpus=others))
+            lines += [msgspec.json.encode(entry) for entry in entries]
+            assert sum(map(sum, counts.values())) <= CONFIG.max_gpu_budget
+    assert any(decision.changes for decision in made)
+    assert [entry.decision for entry in replay(CONFIG, lines)] == made
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"observation": 7}', b"[]"])
+def test_a_line_that_is_no_record_is_named(line):
+    with pytest.raises(ConfigError, match="line 2"):
+        list(replay(CONFIG, [b"", line]))
+
+
+def test_decisions_travel_as_json():
+    decision = Decision(at=1.0, changes=[GROW], reason="x", desired={"decode": 2})
+    assert msgspec.json.decode(msgspec.json.encode(decision), type=Decision) == decision

@@ -1,0 +1,175 @@
+"""Routers that share their books, on a plane of this process and on virtual time."""
+
+import asyncio
+from random import Random
+
+from shoal.fleet.books import Ended
+from shoal.fleet.clock import LoopClock, run_virtual
+from shoal.fleet.dispatcher import Wanted
+from shoal.fleet.fleet import Fleet
+from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.indexer import WorkerRank
+from shoal.fleet.plane_embedded import EmbeddedPlane, Host
+from shoal.fleet.worker import Worker, WorkerInfo
+
+PROMPT = list(range(100, 170))
+LEASE_S = 6.0
+
+
+class Well:
+    """A link to a worker that is always well."""
+
+    def __init__(self, info):
+        self.info = info
+
+    async def check(self):
+        return self.info
+
+    async def canary(self):
+        pass
+
+    async def loads(self):
+        return []
+
+    async def close(self):
+        pass
+
+
+class Routers:
+    """Routers over the same two workers."""
+
+    def __init__(self, **options):
+        self.clock, self.random = LoopClock(), Random(0)
+        self.host = Host(self.clock, LEASE_S)
+        self.options = {"seed": 1, "policy": "least_loaded", "lease": LEASE_S, **options}
+        self.fleets = []
+
+    async def add(self, **more):
+        plane = EmbeddedPlane.of_host(self.host, self.clock, self.random, LEASE_S)
+        fleet = Fleet(FleetConfig(**self.options), self.clock, plane)
+        self.fleets.append(fleet)
+        await fleet.start()
+        for name in "ab":
+            info = WorkerInfo(id=name, url=f"http://{name}:1", models=("m",), is_foreign=True, **more)
+            fleet.join(Worker(info, Well(info), self.clock.now))
+        await asyncio.sleep(1)
+        return fleet
+
+    def kill(self, fleet):
+        """As by kill -9."""
+        for task in fleet.plane._tasks:
+            task.cancel()
+        self.fleets.remove(fleet)
+
+    async def close(self):
+        for fleet in self.fleets:
+            await fleet.close()
+            await fleet.plane.close()
+        self.host.close()
+
+
+def load(fleet, name):
+    return fleet.models["m"].router.books.load(WorkerRank(name))
+
+
+def place(fleet, request_id, **more):
+    return fleet.models["m"].dispatcher.place(Wanted(request_id, PROMPT, **more))
+
+
+def scene(run, **options):
+    async def main():
+        routers = Routers(**options)
+        try:
+            await run(routers)
+        finally:
+            await routers.close()
+
+    run_virtual(main())
+
+
+def test_each_router_knows_what_the_other_has_sent():
+    async def run(routers):
+        one, other = await routers.add(), await routers.add()
+        async with place(one, "1") as mine:
+            await asyncio.sleep(0.1)
+            there = mine.worker.id
+            assert load(other, there).active_requests == 1 and load(other, there).prefill_tokens == 70
+            for number in range(6):
+                async with place(other, f"o{number}") as theirs:
+                    assert theirs.worker.id != there
+            mine.generated(1)
+            await asyncio.sleep(0.1)
+            assert load(other, there).prefill_tokens == 0 and load(other, there).active_requests == 1
+        await asyncio.sleep(0.1)
+        assert load(other, there).active_requests == 0 == load(other, there).active_tokens
+
+    scene(run)
+
+
+def test_a_router_that_comes_late_is_told_what_runs():
+    async def run(routers):
+        one = await routers.add()
+        async with place(one, "1") as mine, place(one, "2") as second:
+            mine.generated(1)
+            late = await routers.add()
+            assert load(late, mine.worker.id).active_requests == 1
+            assert load(late, mine.worker.id).prefill_tokens == 0
+            assert load(late, second.worker.id).prefill_tokens == 70
+
+    scene(run)
+
+
+def test_what_a_router_had_is_forgotten_within_its_lease_when_it_dies():
+    async def run(routers):
+        one, other = await routers.add(), await routers.add()
+        async with place(one, "1") as mine:
+            await asyncio.sleep(0.1)
+            routers.kill(one)
+            await asyncio.sleep(LEASE_S + 0.2)
+            assert load(other, mine.worker.id).active_requests == 0
+            assert other.shared.num_routers == 0
+
+    scene(run)
+
+
+def test_an_end_that_was_not_heard_is_made_good_by_the_next_roll_call():
+    async def run(routers):
+        one, other = await routers.add(), await routers.add()
+        async with place(one, "1") as mine:
+            await asyncio.sleep(0.1)
+            heard = one.models["m"].router.books.on_change
+            one.models["m"].router.books.on_change = lambda change: (
+                None if isinstance(change, Ended) else heard(change)
+            )
+        await asyncio.sleep(1)
+        assert load(other, mine.worker.id).active_requests == 1
+        await asyncio.sleep(31)
+        assert load(other, mine.worker.id).active_requests == 0
+
+    scene(run)
+
+
+def test_two_routers_do_not_fill_a_worker_beyond_its_room():
+    async def run(routers):
+        one, other = await routers.add(max_running=1), await routers.add(max_running=1)
+        async with place(one, "1"), place(one, "2"):
+            await asyncio.sleep(0.1)
+            waiting = asyncio.create_task(place(other, "3").__aenter__())
+            await asyncio.sleep(10)
+            assert not waiting.done() and other.view().queue.length == 1
+        await asyncio.sleep(0.1)
+        assert waiting.done()
+
+    scene(run)
+
+
+def test_without_events_what_the_other_router_sent_is_taken_for_cached():
+    async def run(routers):
+        one, other = await routers.add(), await routers.add()
+        async with place(one, "1") as mine:
+            mine.generated(1)
+        await asyncio.sleep(1)
+        choice = other.models["m"].router.schedule(PROMPT)
+        assert (choice.rank.worker, choice.overlap.total) == (mine.worker.id, 4)
+
+    scene(run, policy="kv")

@@ -1,0 +1,100 @@
+"""Tickets as they travel: whole, damaged, and made up."""
+
+import random
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from shoal.kv.layout import CacheSpec, Layout
+from shoal.kv.ticket import Failure, Progress, Ticket, TransferError, WindowAddress, seal, unseal
+
+SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32, tp_size=2)
+OTHER = replace(SPEC, tp_rank=1)
+TICKET = Ticket(
+    id=b"0123456789abcdef",
+    server="127.0.0.1:9",
+    lease_s=30.0,
+    blocks=(3, 1, 7),
+    generations=(0, 5, 2),
+    ranks=(
+        (WindowAddress("shared_memory", SPEC, b"x"), WindowAddress("nixl", SPEC, b"y")),
+        (WindowAddress("nixl", OTHER, b"z"),),
+    ),
+)
+
+
+def refusal(sealed):
+    with pytest.raises(TransferError) as caught:
+        unseal(sealed)
+    assert caught.value.failure is Failure.DAMAGED
+    return str(caught.value)
+
+
+def test_a_ticket_comes_back_as_it_was():
+    assert unseal(seal(TICKET)) == TICKET
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_damage_is_noticed(seed):
+    print(f"seed {seed}")
+    rng, whole = random.Random(seed), seal(TICKET)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        match rng.randrange(4):
+            case 0:
+                for _ in range(rng.randint(1, 3)):
+                    damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+            case 1:
+                del damaged[rng.randrange(len(damaged)) :]
+            case 2:
+                damaged += rng.randbytes(rng.randint(1, 9))
+            case 3:
+                damaged = bytearray(rng.randbytes(rng.randrange(300)))
+        if bytes(damaged) != whole:
+            refusal(bytes(damaged))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_garbage_under_a_right_digest_is_no_ticket(seed):
+    """Whoever makes a ticket up can make its digest, too. Then the types and the limits still hold."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    plain = msgspec.to_builtins(TICKET, builtin_types=(bytes,))
+    values = (None, -1, 0, 1 << 40, 1 << 63, 1.5, "x" * 300, b"", [], [[]], [1, 1], {}, [[{}]], True)
+    refused = 0
+    for _ in range(400):
+        changed = dict(plain)
+        changed[rng.choice([*changed, "surplus"])] = rng.choice(values)
+        if rng.random() < 0.2:
+            del changed[rng.choice(list(changed))]
+        try:
+            unseal(seal(changed))
+        except TransferError as error:
+            refused += error.failure is Failure.DAMAGED
+    assert refused > 300
+
+
+def test_a_ticket_that_contradicts_itself_is_refused():
+    for change, said in (
+        (dict(version=2), "version is 2"),
+        (dict(blocks=(), generations=()), "no block"),
+        (dict(blocks=(1, 1, 2)), "twice"),
+        (dict(generations=(1,)), "3 blocks have 1 generation"),
+        (dict(blocks=(3, 1, 32)), "block 32 of a cache of 32"),
+        (dict(ranks=TICKET.ranks[:1]), "rank 0 of 1 says that it is 0 of 2"),
+        (dict(ranks=TICKET.ranks[::-1]), "says that it is"),
+        (dict(lease_s=float("nan")), "lease_s"),
+        (
+            dict(ranks=(TICKET.ranks[0], (WindowAddress("nixl", replace(OTHER, head_dim=4), b""),))),
+            "head_dim",
+        ),
+    ):
+        assert said in refusal(seal(replace(TICKET, **change)))
+    wrong = msgspec.to_builtins(TICKET, builtin_types=(bytes,))
+    wrong["ranks"][0][0]["spec"]["block_size"] = 0
+    assert "block_size" in refusal(seal(wrong))
+
+
+def test_progress_says_how_many_layers_a_block_has():
+    assert [Progress(2, 4, 1).layers_of(i, 3) for i in range(6)] == [3, 3, 1, 1, 0, 0]

@@ -1,0 +1,163 @@
+"""The public port of a router with a foreign model: which requests are passed on, and what the port itself adds."""
+
+import asyncio
+import json
+
+import pytest
+
+from shoal.config import ServerConfig
+from shoal.errors import BusyError, UnavailableError
+from shoal.fleet_api import ForeignAnswer
+from shoal.server.app import Server
+from shoal.server.catalog import Catalog
+from shoal.server.foreign_model import ForeignModel
+from shoal.server.foreign_routes import with_foreign_models
+from shoal.server.routes import PUBLIC_ROUTES, described
+
+STREAM = b"text/event-stream; charset=utf-8"
+
+
+class Workers:
+    """A Forwarder whose workers say what the test tells them to."""
+
+    def __init__(self, *chunks, error=None, status=200, content_type=b"application/json", delay=0.0):
+        self.chunks, self.error, self.status = chunks, error, status
+        self.content_type, self.delay = content_type, delay
+        self.calls, self.was_left = [], False
+
+    async def forward(self, call):
+        self.calls.append(call)
+        if self.error is not None and not self.chunks:
+            raise self.error
+        return ForeignAnswer(self.status, [(b"x-shoal-worker", b"w")], self._said(), self.content_type)
+
+    async def _said(self):
+        try:
+            for chunk in self.chunks:
+                await asyncio.sleep(self.delay)
+                yield chunk
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.was_left = True
+
+
+class Reply:
+    def __init__(self, messages):
+        self.status = messages[0]["status"]
+        self.headers = dict(messages[0]["headers"])
+        self.body = b"".join([message.get("body", b"") for message in messages[1:]])
+
+    @property
+    def error(self):
+        return json.loads(self.body)["error"]
+
+
+def ask(
+    workers, path="/v1/completions", body=b'{"model":"foreign"}', headers=(), *, is_draining=False, **model
+):
+    """One request to the port, in a loop of its own."""
+
+    async def run():
+        catalog = Catalog([], [ForeignModel(["foreign"], workers, **model)])
+        app = Server(catalog, ServerConfig(), described(with_foreign_models(PUBLIC_ROUTES)))
+        if is_draining:
+            await app.drain(1.0)
+        sent, given = [], [{"type": "http.request", "body": body}]
+        left = asyncio.Event()
+
+        async def receive():
+            if given:
+                return given.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        path_only, _, query = path.partition("?")
+        method = "GET" if body is None else "POST"
+        given[0]["body"] = body or b""
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path_only,
+            "query_string": query.encode(),
+            "headers": list(headers),
+        }
+        scope |= {"scheme": "http", "client": ("127.0.0.1", 1)}
+        await app(scope, receive, send)
+        assert all(not admission.active for admission in catalog.admissions)
+        return Reply(sent)
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_request_is_passed_on_as_it_came_and_the_worker_is_named():
+    workers = Workers(b'{"any":"thing"}', status=200)
+    body = b'{"model":"foreign:latest", "unheard_of": [1, {}]}'
+    reply = ask(workers, "/v1/chat/completions?a=b", body, [(b"x-request-id", b"mine")])
+    assert (reply.status, reply.body, reply.headers[b"x-shoal-worker"]) == (200, b'{"any":"thing"}', b"w")
+    (call,) = workers.calls
+    assert (call.body, call.path, call.request_id) == (body, "/v1/chat/completions?a=b", "mine")
+    assert reply.headers[b"x-request-id"] == b"mine" and workers.was_left
+
+
+def test_a_request_that_names_no_model_goes_to_the_first():
+    workers = Workers(b"{}")
+    assert ask(workers, body=b'{"prompt":"x"}').status == 200
+
+
+def test_a_refusal_of_the_worker_is_the_answer():
+    reply = ask(Workers(b'{"error":{"message":"no"}}', status=422))
+    assert reply.status == 422 and reply.error == {"message": "no"}
+
+
+def test_a_stream_is_passed_on_piece_by_piece():
+    reply = ask(Workers(b"data: 1\n\n", b"data: [DONE]\n\n", content_type=STREAM))
+    assert reply.body == b"data: 1\n\ndata: [DONE]\n\n" and reply.headers[b"content-type"] == STREAM
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [(BusyError("full", 2.5), 429), (UnavailableError("nobody"), 503)],
+    ids=["busy", "nobody"],
+)
+def test_errors_before_the_answer_have_a_status_and_retry_after(error, status):
+    reply = ask(Workers(error=error))
+    assert reply.status == status and float(reply.headers[b"retry-after"]) >= 1 and reply.error["message"]
+
+
+def test_an_error_within_a_stream_is_its_last_event():
+    reply = ask(Workers(b"data: 1\n\n", error=UnavailableError("it broke"), content_type=STREAM))
+    assert reply.status == 200
+    first, event, done, rest = reply.body.split(b"\n\n")
+    assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
+    assert json.loads(event.removeprefix(b"data: "))["error"]["message"] == "it broke"
+
+
+@pytest.mark.parametrize("limit", ["body", "server"])
+def test_a_deadline_ends_the_request_at_the_worker_too(limit):
+    workers = Workers(b"{}", delay=20)
+    if limit == "body":
+        reply = ask(workers, body=b'{"model":"foreign","timeout":0.1}')
+    else:
+        reply = ask(workers, request_timeout=0.1)
+    assert reply.status == 504 and "0.1 s" in reply.error["message"] and workers.was_left
+
+
+def test_a_server_that_drains_takes_nothing_new():
+    workers = Workers(b"{}")
+    assert ask(workers, is_draining=True).status == 503 and not workers.calls
+
+
+def test_models_and_mistakes_are_told():
+    workers = Workers(b"{}")
+    listed = json.loads(ask(workers, "/v1/models", None, max_model_len=77).body)["data"]
+    assert [(card["id"], card["max_model_len"]) for card in listed] == [("foreign", 77)]
+    assert json.loads(ask(workers, "/v1/models/foreign", None).body)["id"] == "foreign"
+    reply = ask(workers, body=b'{"model":"stranger","prompt":"x"}')
+    assert reply.status == 404 and "foreign" in reply.error["message"]
+    assert ask(workers, body=b"no JSON").status == 400 and not workers.calls
+    for path in ("/health", "/metrics", "/load", "/docs", "/api/tags", "/api/ps"):
+        assert ask(workers, path, None).status == 200, path

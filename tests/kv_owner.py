@@ -1,0 +1,207 @@
+"""A worker that offers KV blocks, for tests: in this process, or in one of its own that can be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from shoal.kv.blocks import BlockPool
+from shoal.kv.layout import ITEM_BYTES, CacheSpec
+from shoal.kv.offer_server import OfferServer
+from shoal.kv.offers import Offers
+from shoal.kv.storage import device_memory, host_memory, shared_memory
+from shoal.kv.ticket import WindowAddress
+from shoal.kv.transport import Reach
+from shoal.kv.transport_registry import TRANSPORTS, Transports, Windows
+from shoal.kv.view import BlockView, TensorView
+from tests.kv_cases import AXES
+
+SPAWN = multiprocessing.get_context("spawn")
+KINDS = {kind.name: kind for kind in TRANSPORTS}
+ALLOCATE = {"host": host_memory, "shared": shared_memory, "device": device_memory}
+
+
+def logical(spec: CacheSpec, seed: int) -> torch.Tensor:
+    """What all ranks' caches hold together: random bytes, [layers, blocks, 2, tokens, heads, bytes of a
+    head]."""
+    shape = (spec.num_layers, spec.num_blocks, 2, spec.block_size, spec.num_heads)
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.integers(0, 256, (*shape, spec.head_dim * ITEM_BYTES[spec.dtype]), np.uint8))
+
+
+def share_of(content: torch.Tensor, spec: CacheSpec) -> torch.Tensor:
+    """The heads that one rank has."""
+    return content[..., spec.first_head : spec.first_head + spec.heads, :]
+
+
+def fill(view: BlockView, content: torch.Tensor, blocks: Sequence[int] | None = None) -> None:
+    """Writes a rank's share of `content` into its cache, or into some blocks of it."""
+    order = [AXES.index(axis) for axis in view.spec.layout.axes]
+    block_axis = view.spec.layout.axes.index("block")
+    which = list(range(view.spec.num_blocks)) if blocks is None else list(blocks)
+    for i in range(view.spec.num_layers):
+        fill_layer(view.layer(i, mutable=True), share_of(content[i], view.spec), order, block_axis, which)
+
+
+def fill_layer(
+    layer: TensorView, content: torch.Tensor, order: list[int], block_axis: int, which: list[int]
+) -> None:
+    items = content.contiguous().view(layer.dtype).permute(order)
+    ids = torch.tensor(which)
+    tensor = layer.tensor()
+    tensor.index_copy_(
+        block_axis, ids.to(tensor.device), items.index_select(block_axis, ids).to(tensor.device)
+    )
+
+
+def ranks_of(spec: CacheSpec, tp_size: int) -> list[CacheSpec]:
+    return [replace(spec, tp_size=tp_size, tp_rank=rank) for rank in range(tp_size)]
+
+
+class Owner:
+    """All ranks of one worker, whose caches hold `logical(spec, seed)`, with windows of some transports."""
+
+    def __init__(
+        self,
+        specs: Sequence[CacheSpec],
+        seed: int,
+        memory: str,
+        transports: Sequence[str],
+        reach: Reach = Reach.PROCESS,
+        lease_s: float = 30.0,
+    ) -> None:
+        allocate: Callable = ALLOCATE[memory]
+        self.views = [BlockView.over(spec, allocate(spec.num_bytes)) for spec in specs]
+        self.content = logical(specs[0], seed)
+        for view in self.views:
+            fill(view, self.content)
+        if memory == "device":
+            torch.cuda.synchronize()
+        chosen = [KINDS[name] for name in transports]
+        self.windows: list[Windows] = [Transports(chosen).open_windows(view, reach) for view in self.views]
+        self.ranks: list[tuple[WindowAddress, ...]] = [windows.addresses for windows in self.windows]
+        self.pool = BlockPool(specs[0].num_blocks)
+        self.skipped_s = 0.0
+        self.offers = Offers(self.ranks, self.pool.generation, self.now, lease_s)
+        self.server = OfferServer(self.offers)
+
+    def now(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+    def skip(self, seconds: float) -> None:
+        """The owner's clock goes on by so much."""
+        self.skipped_s += seconds
+
+    def offer(self, num_blocks: int, whole: int) -> tuple[bytes, list[int]]:
+        """Takes blocks, as a sequence does."""
+        blocks = self.pool.try_allocate(num_blocks)
+        assert blocks is not None
+        return self.offers.offer(blocks, whole), blocks
+
+    def let_go(self) -> list[tuple[str | None, int]]:
+        """What a worker does between steps. Returns why offers ended, and how many blocks they had."""
+        self.offers.expire()
+        ended = self.offers.take_ended()
+        for one in ended:
+            self.pool.release(one.blocks)
+        self.pool.check(self.offers.held())
+        return [(one.failure and one.failure.value, len(one.blocks)) for one in ended]
+
+    def reuse(self, seed: int) -> None:
+        """Every free block is taken by somebody else, and overwritten."""
+        num_free = self.pool.num_free
+        taken = self.pool.try_allocate(num_free)
+        self.content = logical(self.views[0].spec, seed)
+        for view in self.views:
+            fill(view, self.content, taken)
+        self.pool.release(taken)
+
+    def advance(self, ticket_id: bytes, num_blocks: int, num_layers: int) -> None:
+        self.offers.advance(ticket_id, num_blocks, num_layers)
+
+    def withdraw(self, why: str) -> None:
+        self.offers.withdraw(why)
+
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def addresses(self) -> list[tuple[WindowAddress, ...]]:
+        return self.ranks
+
+    def close_windows(self) -> None:
+        for windows in self.windows:
+            windows.close()
+
+    def close(self) -> None:
+        self.server.close()
+        self.close_windows()
+
+
+class OwnerProcess:
+    """A process that has one owner at a time, whose methods are called there."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid
+
+    def become(self, *arguments: object, **options: object) -> OwnerProcess:
+        """A new owner takes the place of the one before."""
+        self._connection.send(("become", (arguments, options)))
+        self._answer()
+        return self
+
+    def _answer(self) -> object:
+        if not self._connection.poll(120):
+            raise TimeoutError("the owner's process has not answered")
+        answer = self._connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def __getattr__(self, name: str) -> Callable:
+        def call(*arguments: object) -> object:
+            self._connection.send((name, arguments))
+            return self._answer()
+
+        return call
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(60)
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    owner = None
+    while True:
+        try:
+            name, given = connection.recv()
+        except EOFError:
+            return
+        try:
+            if name == "become":
+                if owner is not None:
+                    owner.close()
+                owner, answer = Owner(*given[0], **given[1]), None
+            else:
+                answer = getattr(owner, name)(*given)
+        except Exception as error:  # noqa: BLE001 (the caller gets it)
+            answer = error
+        connection.send(answer)

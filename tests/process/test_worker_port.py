@@ -1,0 +1,308 @@
+"""A worker's token-level port and the router's end of it, over real sockets, with an engine that is a fake."""
+
+import asyncio
+import dataclasses
+import functools
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from shoal.api import FinishReason, Output, Request, SamplingParams
+from shoal.collector import Collector
+from shoal.control import Sleep
+from shoal.errors import (
+    BusyError,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    UnavailableError,
+    WorkerFailedError,
+)
+from shoal.fake import FakeEngine
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.fleet_key import FleetKey
+from shoal.fleet.remote_engine import RemoteEngine
+from shoal.fleet.worker import WorkerInfo
+from shoal.fleet.worker_port import WorkerPort
+from shoal.fleet.worker_wire import Hello, encode
+from shoal.metrics import ModelMetrics
+from shoal.model_card import ModelCard
+from shoal.server.admission import Admission
+from shoal.wire import Add, ModelInfo
+
+PATIENCE_S = 60
+INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
+CARD = ModelCard(info=INFO, names=["fake"], model="fake", eos_token_ids=(2,))
+
+
+def asynchronous(test):
+    """Runs an async test; what hangs fails."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
+
+    return run
+
+
+class Site:
+    def __init__(self, engine, key=None):
+        self.engine = engine
+        self.gate, self.metrics = Admission(4, 4), ModelMetrics("fake", 4096, {})
+        self.key = key
+
+    def open(self, port=0):
+        self.port = WorkerPort.open(
+            "w", self.engine, self.gate, self.metrics, LoopClock(), port=port, key=self.key
+        )
+        return self.port
+
+    def remote(self, worker_id="w", key=None):
+        info = WorkerInfo(id=worker_id, url="http://127.0.0.1:1", models=("fake",))
+        return RemoteEngine(info, CARD, self.port.address, key or self.key)
+
+
+@asynccontextmanager
+async def joined(engine=None, key=None):
+    site = Site(engine or FakeEngine(vocab_size=512), key)
+    site.open()
+    remote = site.remote()
+    try:
+        await remote.check()
+        yield site, remote
+    finally:
+        await remote.close()
+        await site.port.close()
+
+
+def request(name="r", max_tokens=10, **params):
+    return Request(name, [1, 2, 3], SamplingParams(max_tokens=max_tokens, **params), eos_token_ids=(2,))
+
+
+async def tokens(engine, asked):
+    ids, last = [], None
+    async for output in engine.generate(asked):
+        assert output.request_id == asked.request_id and last is None
+        ids, last = [*ids, *output.token_ids], output.finish_reason
+    return ids, last
+
+
+async def eventually(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@asynchronous
+async def test_a_remote_engine_gives_what_the_engine_gives():
+    async with joined() as (site, remote):
+        expected = await tokens(site.engine, request())
+        assert (
+            await tokens(remote, request())
+            == expected
+            == ([72, 101, 108, 108, 111, 32] + [72, 101, 108, 108], "length")
+        )
+        with_logprobs = [o async for o in remote.generate(request("l", 3, logprobs=2))]
+        assert with_logprobs[0].logprobs[0][72].rank == 1
+        assert site.metrics.generation_tokens == 13 and site.gate.active == 0
+
+
+@asynchronous
+async def test_two_routers_may_use_one_request_id_at_a_time():
+    async with joined(FakeEngine(vocab_size=512, token_seconds=0.01)) as (site, remote):
+        other = site.remote()
+        await other.check()
+        first, second = await asyncio.gather(tokens(remote, request()), tokens(other, request()))
+        assert first == second and len(first[0]) == 10
+        await other.close()
+
+
+@asynchronous
+async def test_the_tokens_of_a_step_come_in_one_message():
+    async with joined() as (site, remote):
+        seen, take = [], remote._take
+        remote._reader._take = lambda frames: (seen.append(frames[0]), take(frames))
+        collectors = {}
+
+        async def generate(request):
+            collector = collectors[request.request_id] = Collector()
+            for _ in range(3):
+                yield await collector.get()
+
+        site.engine.generate = generate
+        running = [asyncio.create_task(tokens(remote, request(f"r{i}"))) for i in range(4)]
+        for step in range(3):
+            await eventually(lambda: len(collectors) == 4 and all(c._waiter for c in collectors.values()))
+            for name, collector in collectors.items():
+                collector.put(Output(name, [step], finish_reason=FinishReason.LENGTH if step == 2 else None))
+            await asyncio.sleep(0.02)
+        assert await asyncio.gather(*running) == [([0, 1, 2], "length")] * 4
+        outputs = [m[1] for m in map(msgspec.msgpack.decode, seen) if m[0] == "Outputs"]
+        assert list(map(len, outputs)) == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RequestError("no"), UnavailableError("asleep"), BusyError("full"), EngineDeadError("gone")],
+    ids=repr,
+)
+@asynchronous
+async def test_errors_travel_as_what_they_are(error):
+    async with joined() as (site, remote):
+
+        async def fail(request):
+            raise error
+            yield
+
+        site.engine.generate = fail
+        with pytest.raises(type(error), match=str(error)):
+            await tokens(remote, request())
+        assert site.gate.active == 0
+
+
+@asynchronous
+async def test_a_full_worker_says_so():
+    async with joined(FakeEngine(vocab_size=512, token_seconds=0.05)) as (site, remote):
+        running = [asyncio.create_task(tokens(remote, request(f"r{i}", 4))) for i in range(8)]
+        await eventually(lambda: site.gate.active == 8)
+        with pytest.raises(BusyError):
+            await tokens(remote, request("one more"))
+        assert all(len(ids) == 4 for ids, _ in await asyncio.gather(*running))
+
+
+@asynchronous
+async def test_leaving_a_stream_aborts_it_at_the_worker():
+    async with joined(FakeEngine(vocab_size=512, token_seconds=0.01)) as (site, remote):
+        stream = remote.generate(request("r", 4000))
+        await anext(stream)
+        assert len(site.engine._running) == 1
+        await stream.aclose()
+        await eventually(lambda: not site.engine._running)
+        whole = asyncio.create_task(tokens(remote, request("r", 4000)))
+        await eventually(lambda: site.engine._running)
+        await remote.abort("r")
+        assert (await whole)[1] == FinishReason.ABORT
+
+
+@asynchronous
+async def test_commands_and_reports_cross():
+    async with joined() as (_, remote):
+        assert await remote.update_weights("/a/b") == 1
+        await remote.control(Sleep(level=1))
+        assert (await remote.sleep_state()).asleep == {"weights", "kv_cache"}
+        await eventually(lambda: remote.report.sleep.is_sleeping and remote.report.weights_version == 1)
+        assert remote.report.stats.num_blocks == 1024
+        with pytest.raises(ConfigError, match="trace"):
+            await remote.stop_profile()
+        with pytest.raises(UnavailableError, match="sleeps"):
+            await tokens(remote, request())
+
+
+@asynchronous
+async def test_a_worker_that_goes_ends_its_streams_and_one_that_comes_back_is_found():
+    engine = FakeEngine(vocab_size=512, token_seconds=0.01)
+    async with joined(engine) as (site, remote):
+        lost = []
+        remote.on_lost = lost.append
+        stream = remote.generate(request("r", 4000))
+        await anext(stream)
+        number = int(site.port.address.rpartition(":")[2])
+        await site.port.close()
+        with pytest.raises(WorkerFailedError):
+            async for _ in stream:
+                pass
+        assert len(lost) == 1
+        with pytest.raises(WorkerFailedError):
+            await tokens(remote, request())
+        site.open(number)
+        await remote.check()
+        assert len((await tokens(remote, request()))[0]) == 10
+
+
+@asynchronous
+async def test_a_router_that_dies_takes_its_requests_with_it():
+    async with joined(FakeEngine(vocab_size=512, token_seconds=0.01)) as (site, _):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as router:
+            router.connect(site.port.address)
+            router.send(encode(Hello("w")))
+            router.send(encode(Add(request("r", 4000))))
+            await eventually(lambda: site.engine._running)
+            router.close(linger=0)
+        await eventually(lambda: not site.engine._running)
+        assert site.gate.active == 0
+
+
+@asynchronous
+async def test_garbage_and_strangers_change_nothing():
+    async with joined() as (site, remote):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.connect(site.port.address)
+            for message in (b"", b"\x93garbage", encode(Hello("another")), encode(Add(request()))):
+                stranger.send(message)
+            await eventually(lambda: site.port.num_unreadable == 2)
+            assert not site.engine.seen
+            stranger.close(linger=0)
+        assert len((await tokens(remote, request()))[0]) == 10
+
+
+@asynchronous
+async def test_a_request_that_cannot_be_read_is_refused():
+    async with joined() as (_, remote):
+        wrong = request()
+        wrong.prompt_token_ids = ["a"]
+        with pytest.raises(RequestError, match="cannot read"):
+            await tokens(remote, wrong)
+
+
+@asynchronous
+async def test_with_a_key_nobody_without_it_is_heard():
+    key = FleetKey(b"k" * 32)
+    async with joined(key=key) as (site, remote):
+        assert len((await tokens(remote, request()))[0]) == 10
+        for wrong in (None, FleetKey(b"x" * 32)):
+            info = WorkerInfo(id="w", url="http://127.0.0.1:1", models=("fake",))
+            stranger = RemoteEngine(info, CARD, site.port.address, wrong)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stranger._connected.wait(), 0.5)
+            await stranger.close()
+        assert len(site.port._routers) == 1
+
+
+@asynchronous
+async def test_a_router_with_a_key_speaks_to_no_worker_without_it():
+    async with joined() as (site, _):
+        router = site.remote(key=FleetKey(b"k" * 32))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(router._connected.wait(), 0.5)
+        await router.close()
+
+
+@asynchronous
+async def test_a_port_beyond_this_machine_needs_a_key():
+    site = Site(FakeEngine(vocab_size=512))
+    with pytest.raises(ConfigError, match="--fleet-key-file"):
+        WorkerPort.open("w", site.engine, site.gate, site.metrics, LoopClock(), host="0.0.0.0")
+
+
+@asynchronous
+async def test_a_canary_is_answered_by_a_token_and_else_by_progress():
+    async with joined() as (site, remote):
+        await remote.canary()
+        assert len(site.engine.seen) == 1 and site.metrics.generation_tokens == 1
+
+        async def hang(request):
+            await asyncio.Event().wait()
+            yield
+
+        site.engine.generate = hang
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(remote.canary(), 2.5)
+        stats = site.engine.stats
+
+        async def growing():
+            site.steps = getattr(site, "steps", 0) + 1
+            return dataclasses.replace(await stats(), step_tokens=site.steps)
+
+        site.engine.stats = growing
+        await remote.canary()
