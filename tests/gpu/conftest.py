@@ -8,15 +8,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def others_on_the_card():
-    """How many other processes hold memory of the first GPU. None: nobody can tell, as NVML is missing."""
+def others_on_the_card(uuid):
+    """How many other processes hold memory of this GPU. None: nobody can tell, as NVML is missing."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        card = pynvml.nvmlDeviceGetHandleByIndex(0)
+        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         pids = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(card)}
     except pynvml.NVMLError:
         return None
@@ -30,9 +30,8 @@ def alone_on_the_card():
     They are skipped where another process holds memory of the card when they begin."""
     import torch
 
-    if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")  # from now on this process is counted
-    if others := others_on_the_card():
+    torch.zeros(1, device="cuda")  # from now on this process is counted
+    if others := others_on_the_card(torch.cuda.get_device_properties(0).uuid):
         pytest.skip(
             f"compares the card's free memory, and {others} other processes use the card: run it alone"
         )
