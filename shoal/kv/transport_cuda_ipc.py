@@ -106,8 +106,6 @@ class CudaIpc:
             raise
         return MappedPeer(views, into, functools.partial(_close, index, opened))
 
-    def close(self) -> None: ...
-
 
 def _decode(window: WindowAddress) -> _Address:
     address = decode(window, _Address)

@@ -251,8 +251,6 @@ class Nixl:
             raise TransferError(Failure.UNREACHABLE, f"{MISSING} ({error})") from None
         return NixlPeer(self._nixl, windows, into)
 
-    def close(self) -> None: ...
-
 
 MISSING = "NIXL, which moves blocks between hosts, is not installed: pip install 'shoal[nixl]'"
 
