@@ -43,7 +43,7 @@ from shoal.wire import Abort, Add, Call, CoreCommand, Message, Outputs, ReadStat
 
 T = TypeVar("T")
 
-CHECK_S = 5.0  # a worker that does not answer a check within it fails it
+CONNECT_S = 1.0  # a worker that is not connected within it fails a check
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +139,12 @@ class RemoteEngine(Control):
 
     async def check(self) -> WorkerInfo:
         try:
-            async with asyncio.timeout(CHECK_S):
+            async with asyncio.timeout(CONNECT_S):
                 await self._connected.wait()
-                await self.stats()
         except TimeoutError:
-            raise WorkerFailedError(f"worker {self.info.id} did not answer within {CHECK_S:g} s") from None
+            raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True) from None
+        try:
+            await self.stats()
         except WorkerFailedError:
             raise
         except ShoalError as error:
