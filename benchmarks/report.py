@@ -1,4 +1,4 @@
-"""Writes what a benchmark measured on a GPU, with what it takes to repeat it."""
+"""Writes what a benchmark measured, with what it takes to repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_json(path: str, rows: Any) -> None:
     with open(path, "w") as file:
         json.dump(
             dict(
-                gpu=torch.cuda.get_device_name(),
+                gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 torch=torch.__version__,
                 commit=commit,
                 date=time.strftime("%Y-%m-%d"),

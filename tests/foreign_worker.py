@@ -57,6 +57,7 @@ class Received:
     path: str
     data: bytes
     headers: dict[str, str]
+    peer: object  # the other end of the connection
     prompt: list[int] = field(default_factory=list)
     state: str = "running"  # then "done", "broken", or "left" by the client
 
@@ -88,17 +89,19 @@ class ForeignWorker:
         unknown_fields: tuple[str, ...] = (),
         adapters: tuple[str, ...] = (),
         delay: float = 0.0,
+        port: int = 0,
     ) -> None:
         """chunk_sizes: how many tokens a chunk has, at random. unknown_fields: requests with one of them are
         refused."""
         self.alphabet, self.chunk_sizes, self.rng = alphabet, chunk_sizes, random.Random(seed)
         self.gives_ids, self.has_tokenizer, self.unknown_fields = gives_ids, has_tokenizer, unknown_fields
-        self.adapters, self.delay = adapters, delay
+        self.adapters, self.delay, self.port = adapters, delay, port
         self.faults: list[Fault] = []
         self.received: list[Received] = []  # but questions of the router itself
         self.asked: list[str] = []  # paths of these
         self.url = ""
         self.tokenize_delay = 0.0
+        self.end_delay = 0.0  # seconds from [DONE] to the end of the answer
 
     async def __aenter__(self) -> ForeignWorker:
         app = web.Application(client_max_size=1 << 28)
@@ -109,7 +112,7 @@ class ForeignWorker:
         app.router.add_post("/{path:.*}", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
@@ -148,7 +151,12 @@ class ForeignWorker:
     # What clients ask
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        received = Received(request.path_qs, await request.read(), dict(request.headers))
+        received = Received(
+            request.path_qs,
+            await request.read(),
+            dict(request.headers),
+            request.transport.get_extra_info("peername"),
+        )
         if b'"1 2 3"' not in received.data:  # the router's own probe
             self.received.append(received)
         try:
@@ -191,9 +199,12 @@ class ForeignWorker:
                 return await self._misbehave(request, stream, received, fault)
             await stream.write(chunk)
             await asyncio.sleep(self.delay)
+        if fault is not None:
+            return await self._misbehave(request, stream, received, fault)
         if (body.get("stream_options") or {}).get("include_usage"):
             await stream.write(answer.usage_chunk())
         await stream.write(b"data: [DONE]\n\n")
+        await asyncio.sleep(self.end_delay)
         return stream
 
     async def _misbehave(

@@ -12,20 +12,28 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from shoal.kv.advance import Advancer
 from shoal.kv.blocks import BlockPool
 from shoal.kv.layout import ITEM_BYTES, CacheSpec
 from shoal.kv.offer_server import OfferServer
 from shoal.kv.offers import Offers
-from shoal.kv.storage import device_memory, host_memory, shared_memory
+from shoal.kv.storage import device_memory, host_memory, pinned_memory, shared_memory
 from shoal.kv.ticket import WindowAddress
 from shoal.kv.transport import Reach
 from shoal.kv.transport_registry import TRANSPORTS, Transports, Windows
 from shoal.kv.view import BlockView, TensorView
-from tests.kv_cases import AXES
+from tests.kv_cases import AXES, on_host
 
+MODEL = b"the model of tests"
 SPAWN = multiprocessing.get_context("spawn")
 KINDS = {kind.name: kind for kind in TRANSPORTS}
-ALLOCATE = {"host": host_memory, "shared": shared_memory, "device": device_memory}
+ALLOCATE = {
+    "host": host_memory,
+    "shared": shared_memory,
+    "pinned": pinned_memory,
+    "device": device_memory,
+    "last device": lambda num_bytes: device_memory(num_bytes, f"cuda:{torch.cuda.device_count() - 1}"),
+}
 
 
 def logical(spec: CacheSpec, seed: int) -> torch.Tensor:
@@ -53,12 +61,10 @@ def fill(view: BlockView, content: torch.Tensor, blocks: Sequence[int] | None = 
 def fill_layer(
     layer: TensorView, content: torch.Tensor, order: list[int], block_axis: int, which: list[int]
 ) -> None:
-    items = content.contiguous().view(layer.dtype).permute(order)
-    ids = torch.tensor(which)
-    tensor = layer.tensor()
-    tensor.index_copy_(
-        block_axis, ids.to(tensor.device), items.index_select(block_axis, ids).to(tensor.device)
-    )
+    items, ids = content.contiguous().view(layer.dtype).permute(order), torch.tensor(which)
+    tensor = on_host(layer)
+    tensor.index_copy_(block_axis, ids, items.index_select(block_axis, ids))
+    TensorView.of(tensor).copy_to(layer)
 
 
 def ranks_of(spec: CacheSpec, tp_size: int) -> list[CacheSpec]:
@@ -82,14 +88,14 @@ class Owner:
         self.content = logical(specs[0], seed)
         for view in self.views:
             fill(view, self.content)
-        if memory == "device":
-            torch.cuda.synchronize()
+        if "device" in memory:
+            torch.cuda.synchronize(self.views[0].storage.device)
         chosen = [KINDS[name] for name in transports]
         self.windows: list[Windows] = [Transports(chosen).open_windows(view, reach) for view in self.views]
         self.ranks: list[tuple[WindowAddress, ...]] = [windows.addresses for windows in self.windows]
         self.pool = BlockPool(specs[0].num_blocks)
         self.skipped_s = 0.0
-        self.offers = Offers(self.ranks, self.pool.generation, self.now, lease_s)
+        self.offers = Offers(MODEL, self.ranks, self.pool.generation, self.now, lease_s)
         self.server = OfferServer(self.offers)
 
     def now(self) -> float:
@@ -122,6 +128,28 @@ class Owner:
         for view in self.views:
             fill(view, self.content, taken)
         self.pool.release(taken)
+
+    def compute(self, ticket_id: bytes, blocks: Sequence[int], seed: int) -> None:
+        """As a prefill on a GPU: queues work that lasts some ms and then writes a layer of the blocks, layer
+        after layer, and returns before any of it is done."""
+        self.content = logical(self.views[0].spec, seed)
+        [view] = self.views
+        device = view.storage.device
+        contents = [self.content[i].to(device) for i in range(view.spec.num_layers)]
+        self.advancer = Advancer(self.offers)
+        order = [AXES.index(axis) for axis in view.spec.layout.axes]
+        ids = torch.tensor(blocks, device=device)
+        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            for i, content in enumerate(contents):
+                layer = view.layer(i, mutable=True)
+                torch.cuda._sleep(10_000_000)
+                items = content.view(layer.dtype).permute(order)
+                axis = view.spec.layout.axes.index("block")
+                layer.tensor().index_copy_(axis, ids, items.index_select(axis, ids))
+                event = torch.cuda.Event(blocking=True)
+                event.record()
+                self.advancer.put(event, [(ticket_id, len(blocks))], i + 1)
 
     def advance(self, ticket_id: bytes, num_blocks: int, num_layers: int) -> None:
         self.offers.advance(ticket_id, num_blocks, num_layers)

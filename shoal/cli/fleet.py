@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import shutil
 import socket
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from shoal import logs
 from shoal.cli.route import check_router, run_router
 from shoal.cli.serve import plan
 from shoal.config import ServerConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UserError
 from shoal.fleet.components import components_of
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
@@ -52,23 +53,35 @@ def fleet_up(path: str, verbose: bool = False) -> int:
         logs.set_up(level, file.server.log_format, log.stream_of(ROUTER))
         config = dataclasses.replace(file.router, plane=plane_url)
         check_router(config, file.server)
-        _check_models(file, path)
+        _check_workers(file, path)
         try:
             return asyncio.run(_up(file, config, components, log))
         finally:
             log.close()
 
 
-def _check_models(file: FleetFile, path: str) -> None:
-    """Finds what is wrong with models and options, and downloads what is missing once for all workers."""
+def _check_workers(file: FleetFile, path: str) -> None:
+    """Finds what is wrong with models, options and programs, and downloads what is missing once for all
+    workers."""
     for number, group in enumerate(file.workers, 1):
-        if isinstance(group, OwnWorkers):
-            server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
-            engine = {name: value for name, value in group.options.items() if name not in server}
-            try:
-                plan(group.model, [], engine, ServerConfig(**server))
-            except ConfigError as error:
-                raise ConfigError(f"{path}: [[workers]] {number}: {error}") from None
+        try:
+            if isinstance(group, ForeignWorkers):
+                _check_program(group.words[0])
+            else:
+                _check_model(group)
+        except UserError as error:
+            raise ConfigError(f"{path}: [[workers]] {number}: {error}") from None
+
+
+def _check_program(name: str) -> None:
+    if shutil.which(name) is None:
+        raise ConfigError(f"{name!r} is no program here; install it, or give its whole path")
+
+
+def _check_model(group: OwnWorkers) -> None:
+    server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
+    engine = {name: value for name, value in group.options.items() if name not in server}
+    plan(group.model, [], engine, ServerConfig(**server))
 
 
 async def _up(file: FleetFile, config: FleetConfig, components: Sequence[Component], log: ProcessLog) -> int:

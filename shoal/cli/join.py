@@ -77,10 +77,11 @@ def with_events(planned: Planned, events: EventEndpoints) -> Planned:
 
 @contextlib.asynccontextmanager
 async def joined(
-    model: ServedModel, card: ModelCard, events: EventEndpoints | None, url: str, config: ServerConfig
+    model: ServedModel, events: EventEndpoints | None, url: str, config: ServerConfig
 ) -> AsyncIterator[None]:
-    """Inside of the block this process is a worker of the fleet. url: of its HTTP server. Raises ConfigError
-    for a port that cannot be had."""
+    """Inside of the block this process is a worker of the fleet. If it becomes another model, it says so, and
+    routers see it leave and join. url: of its HTTP server. Raises ConfigError for a port that cannot be
+    had."""
     assert config.plane is not None
     key, clock = FleetKey.read(config.fleet_key_file), LoopClock()
     worker_id = config.worker_id or re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()}-{os.getpid()}")
@@ -99,20 +100,33 @@ async def joined(
         plane = open_plane(config.plane, key=key, clock=clock)
         address = port.address_seen_from(urlsplit(config.plane.partition(",")[0]).hostname)
 
+        async def register(is_draining: bool = False) -> None:
+            assert model.card is not None
+            await _register(plane, worker_id, config.role, url, address, model.card, is_draining=is_draining)
+
         async def stay() -> None:
-            await _register(plane, worker_id, config.role, url, address, card, is_draining=False)
+            await register()
             logger.info(
                 "worker %s of the fleet at %s; its tokens are at %s", worker_id, config.plane, address
             )
-            await model.admission.wait_draining()
-            await _register(plane, worker_id, config.role, url, address, card, is_draining=True)
+            while True:
+                await model.changed.wait()
+                model.changed.clear()
+                await register()
 
-        staying = asyncio.create_task(stay())
+        async def leave() -> None:
+            await model.admission.wait_draining()
+            staying.cancel()
+            await asyncio.gather(staying, return_exceptions=True)
+            await register(is_draining=True)
+
+        staying, leaving = asyncio.create_task(stay()), asyncio.create_task(leave())
         try:
             yield
         finally:
-            staying.cancel()
-            await asyncio.gather(staying, return_exceptions=True)
+            for task in (staying, leaving):
+                task.cancel()
+            await asyncio.gather(staying, leaving, return_exceptions=True)
             await plane.close()
     finally:
         await port.close()

@@ -118,13 +118,12 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             engine: ServedEngine = llm
             if swapper is not None:
                 engine = await swapper.add(one.names[0], llm, one.config.model, llm.info.vocab_size)
-            card = card_of(one, llm.info, tokenizer, config)
-            model = served_model(card, engine, tokenizer, config)
-            model.reread = _rereading(one, llm, engine, config)
+            model = served_model(card_of(one, llm.info, tokenizer, config), engine, tokenizer, config)
+            llm.on_other_model = _following(model, llm, config)
             models.append(model)
             if config.plane is not None:
                 url = url_of(config, _number(ports[0]), reachable=True)
-                await stack.enter_async_context(joined(model, card, events, url, config))
+                await stack.enter_async_context(joined(model, events, url, config))
         catalog = Catalog(models)
         app = create_app(catalog, config)
         admin = create_admin_app(catalog, config) if config.admin_port is not None else None
@@ -140,8 +139,9 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
                 operated,
                 time.monotonic() - started,
             )
-            url = url_of(config, port, reachable=True)
-            logger.info("chat page %s/  API %s/v1  description of the API %s/docs", url, url, url)
+            if config.plane is None:  # a fleet's pages are the router's
+                url = url_of(config, port, reachable=True)
+                logger.info("chat page %s/  API %s/v1  description of the API %s/docs", url, url, url)
             warn_of_open_port(config, port)
 
         drained = await serve_http(app, admin, config, ports, ready=ready)
@@ -174,24 +174,22 @@ async def _load_tokenizer(config: EngineConfig, files: CheckpointFiles) -> Token
     return await asyncio.to_thread(load_tokenizer, files, config.tokenizer, config.chat_template)
 
 
-def _rereading(
-    planned: Planned, llm: AsyncLLM, engine: ServedEngine, config: ServerConfig
-) -> Callable[[], Awaitable[ServedModel | None]]:
-    """The function that a served model asks what it has become (ServedModel.reread)."""
-    known = llm.info
+def _following(model: ServedModel, llm: AsyncLLM, config: ServerConfig) -> Callable[[], Awaitable[None]]:
+    """What an engine does that has become another model (AsyncLLM.on_other_model): the server speaks for that
+    one from now on, under the same names."""
 
-    async def reread() -> ServedModel | None:
-        nonlocal known
-        info, now = llm.info, llm.config
-        if info is known:
-            return None
-        files = await asyncio.to_thread(resolve, now.model, now.revision, now.download_dir)
-        tokenizer = await _load_tokenizer(now, files)
-        known = info
-        card = card_of(Planned(planned.names, now, files), info, tokenizer, config)
-        return served_model(card, engine, tokenizer, config)
+    async def follow() -> None:
+        engine = llm.config
+        try:
+            files = await asyncio.to_thread(resolve, engine.model, engine.revision, engine.download_dir)
+            tokenizer = await _load_tokenizer(engine, files)
+        except ShoalError:
+            model.tokenizer = None  # The old one would speak another language. Texts are refused now.
+            raise
+        card = card_of(Planned(model.names, engine, files), llm.info, tokenizer, config)
+        model.become(served_model(card, model.engine, tokenizer, config))
 
-    return reread
+    return follow
 
 
 def card_of(

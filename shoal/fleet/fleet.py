@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 
 from shoal.control import Command, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, RequestError, ShoalError, UnavailableError, UnknownWorkerError
+from shoal.fleet import fleet_metrics
 from shoal.fleet.clock import Clock
 from shoal.fleet.dispatcher import Wanted
 from shoal.fleet.event_feed import EventFeed, listen
@@ -366,7 +367,34 @@ class Fleet:
         return dict(self._settings)
 
     def metrics(self) -> Iterable[Metric]:
-        return []
+        yield from fleet_metrics.of_models(self._all)
+        workers = self.workers.values()
+        yield from fleet_metrics.of_workers(
+            [(one, self._view(one), self._prefill_tokens(one)) for one in workers]
+        )
+        yield from fleet_metrics.of_feeds(
+            (worker_id, feed) for worker_id, feeds in self._feeds.items() for feed, _ in feeds
+        )
+        yield fleet_metrics.one_counter(
+            "shoal:router_canaries", "Probes of one token, sent to silent workers.", self.prober.num_canaries
+        )
+        if self.shared is not None:
+            shared = self.shared
+            yield fleet_metrics.one_gauge(
+                "shoal:router_peers",
+                "Other routers that share their books with this one.",
+                shared.num_routers,
+            )
+            yield fleet_metrics.one_counter(
+                "shoal:router_book_changes_told", "Changes of books told to other routers.", shared.num_told
+            )
+            yield fleet_metrics.one_counter(
+                "shoal:router_book_changes_heard", "Changes of books heard from others.", shared.num_heard
+            )
+
+    def _prefill_tokens(self, worker: Worker[Any]) -> int:
+        models = self._models_of(worker)
+        return sum(model.router.books.load(rank).prefill_tokens for model in models for rank in worker.ranks)
 
     async def command(
         self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool

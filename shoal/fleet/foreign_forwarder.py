@@ -107,7 +107,7 @@ class ForeignForwarder:
                     raise
             except WorkerFailedError as error:
                 stream.break_off()
-                if stream.has_begun and stream.obstacle() is None:
+                if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
                     await self._settle(stream)
                 if stream.is_whole:
                     yield stream.finish()
@@ -165,16 +165,8 @@ class ForeignForwarder:
         """Whether the body is as it came, the path and the body."""
         request = stream.request
         if stream.has_begun:
-            try:
-                return (
-                    False,
-                    COMPLETIONS,
-                    request.next_body(
-                        stream.prompt_ids or [], stream.token_ids, link.max_model_len(request.model)
-                    ),
-                )
-            except ValueError as error:
-                raise UnavailableError(f"the stream broke and cannot be taken up: {error}") from None
+            room = link.max_model_len(request.model)
+            return False, COMPLETIONS, request.next_body(stream.prompt_ids or [], stream.token_ids, room)
         if request.obstacle is not None or not link.takes_token_ids:
             return True, request.call.path, request.call.body
         return False, request.call.path, request.first_body()
@@ -221,7 +213,11 @@ class ForeignForwarder:
                 if failure is not None:
                     raise failure
                 if stream.is_done:
-                    return
+                    break
+        if stream.is_done:
+            if not stream.is_stopped:
+                await exchange.read_end()
+            return
         raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
 
     async def _read_stream(
@@ -279,11 +275,8 @@ class ForeignForwarder:
         self.num_migrations += 1
 
     def _has_fresh_worker(self, wanted: Wanted) -> bool:
-        """Whether there is a worker that the request was not sent to yet."""
-        return any(
-            worker.takes_requests and worker.id not in wanted.tried
-            for worker in self._dispatcher.workers.values()
-        )
+        """Whether there is a worker that could take the request, and has not failed at it."""
+        return any(worker.id not in wanted.tried for worker in self._dispatcher.ready_for(wanted))
 
     async def _wanted(self, request: ForeignRequest) -> Wanted:
         headers, model = request.call.headers, request.model

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.errors import UnavailableError
 from shoal.fleet_api import ForeignCall
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -35,11 +36,14 @@ CHAT_FIELDS = frozenset(
         "reasoning_effort",
         "include_reasoning",
         "modalities",
+        "mm_processor_kwargs",
         "audio",
     }
 )
 # Fields that are done with once there is output.
-BEGIN_FIELDS = frozenset({"prompt", "echo", "suffix", "prompt_logprobs", "add_special_tokens"})
+BEGIN_FIELDS = frozenset(
+    {"prompt", "prompt_logprobs", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
+)
 GRAMMAR_FIELDS = (
     "guided_json",
     "guided_regex",
@@ -126,8 +130,8 @@ class ForeignRequest:
         return msgspec.json.encode({**self._fields, "return_token_ids": True, "stream_options": options})
 
     def next_body(self, prompt: Sequence[int], output: Sequence[int], max_model_len: int | None) -> bytes:
-        """The body of a completion that takes up the answer. `output`: its ids so far. Raises ValueError if
-        nobody knows how many tokens may follow."""
+        """The body of a completion that takes up the answer. `output`: its ids so far. Raises
+        UnavailableError if nobody knows how many tokens may follow."""
         left_out = BEGIN_FIELDS | CHAT_FIELDS if self.is_chat else BEGIN_FIELDS
         body: dict[str, Any] = {name: raw for name, raw in self._fields.items() if name not in left_out}
         body["prompt"] = [*prompt, *output]
@@ -136,7 +140,10 @@ class ForeignRequest:
         elif max_model_len is not None:
             body["max_tokens"] = max_model_len - len(prompt) - len(output)
         else:
-            raise ValueError("the request has no max_tokens, and the worker does not say how many fit")
+            raise UnavailableError(
+                "the stream broke and cannot be taken up: the request has no max_tokens, and no worker says how "
+                "many tokens fit"
+            )
         least = self.get("min_tokens")
         if isinstance(least, int):
             body["min_tokens"] = max(0, least - len(output))

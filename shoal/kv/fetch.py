@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shoal.kv.lease import Lease
@@ -22,6 +22,8 @@ IDLE_S = 60.0  # a connection that no fetch used for so long is closed
 WATCH_S = 0.5  # at most; then it is looked whether the fetch was cancelled
 POLL_S = 0.0002
 PATIENCE_S = 60.0
+# After these a connection is not used again
+BROKEN = (Failure.LOST, Failure.LATE, Failure.NONSENSE, Failure.UNREACHABLE, Failure.INCOMPATIBLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,11 @@ class Fetched:
 
 @dataclass(slots=True)
 class _Connection:
-    transport: str
-    peer: Peer
+    """`peer` is None until it is connected, which happens under the connection's lock."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    transport: str = ""
+    peer: Peer | None = None
     users: int = 0
     used_at: float = 0.0
     is_good: bool = True
@@ -46,11 +51,13 @@ class _Connection:
 
 class Peers:
     """The workers to which one cache is connected, and fetches from them. Connecting takes long, so some
-    connections are kept that no fetch uses. Thread-safe. `now` is a clock in seconds."""
+    connections are kept that no fetch uses. Thread-safe. `model` names the model and its weights, as the
+    owners' offers do. `now` is a clock in seconds."""
 
     def __init__(
-        self, transports: Transports, into: BlockView, now: Callable[[], float] = time.monotonic
+        self, model: bytes, transports: Transports, into: BlockView, now: Callable[[], float] = time.monotonic
     ) -> None:
+        self.model = model
         self._transports, self._into, self._now = transports, into, now
         self._lock = threading.Lock()
         self._connections: OrderedDict[tuple[tuple[WindowAddress, ...], ...], _Connection] = OrderedDict()
@@ -72,12 +79,17 @@ class Peers:
         destination any more."""
         if len(positions) != len(dst_ids) or any(a >= b for a, b in pairwise(positions)):
             raise ValueError("the positions of a fetch ascend, and each has a destination")
-        with self._connected(lease.ticket.ranks) as connection:
+        if lease.ticket.model != self.model:
+            raise TransferError(
+                Failure.INCOMPATIBLE,
+                f"the blocks are of the model {lease.ticket.model!r}, and this worker runs {self.model!r}",
+            )
+        with self._connected(lease.ticket.ranks) as (transport, peer):
             pulls: list[Pull] = []
             started = self._now()
             try:
                 for src_ids, ids, layers in self._news(lease, positions, dst_ids, patience_s, is_cancelled):
-                    pulls.append(connection.peer.pull(src_ids, ids, layers))
+                    pulls.append(peer.pull(src_ids, ids, layers))
                 self._wait(pulls, lease, patience_s, is_cancelled)
                 seconds = self._now() - started
                 lease.verify()
@@ -85,7 +97,7 @@ class Peers:
                 for pull in pulls:
                     pull.cancel()
             num_bytes = sum(pull.num_bytes for pull in pulls)
-            return Fetched(connection.transport, len(dst_ids), num_bytes, seconds)
+            return Fetched(transport, len(dst_ids), num_bytes, seconds)
 
     def tidy(self) -> None:
         """Closes connections that no fetch used for IDLE_S, and lets go of the memory behind them. To be
@@ -149,28 +161,29 @@ class Peers:
             raise TransferError(Failure.LATE, f"nothing new came for {patience_s:g} s")
 
     @contextmanager
-    def _connected(self, ranks: tuple[tuple[WindowAddress, ...], ...]) -> Iterator[_Connection]:
+    def _connected(self, ranks: tuple[tuple[WindowAddress, ...], ...]) -> Iterator[tuple[str, Peer]]:
         with self._lock:
-            connection = self._connections.get(ranks)
-            if connection is None:
-                connection = _Connection(*self._transports.connect(ranks, self._into))
-                self._connections[ranks] = connection
+            connection = self._connections.setdefault(ranks, _Connection())
             connection.users += 1
         try:
-            yield connection
+            with connection.lock:
+                if connection.peer is None:
+                    connection.transport, connection.peer = self._transports.connect(ranks, self._into)
+            yield connection.transport, connection.peer
         except TransferError as error:
-            if error.failure in (Failure.LOST, Failure.LATE, Failure.NONSENSE):
+            if error.failure in BROKEN:
                 connection.is_good = False
             raise
         finally:
             with self._lock:
                 connection.users -= 1
                 connection.used_at = self._now()
-                if not connection.is_good and self._connections.get(ranks) is connection:
-                    del self._connections[ranks]
-                elif connection.is_good:
-                    self._connections.move_to_end(ranks)
-                if not connection.is_good and not connection.users:
+                if self._connections.get(ranks) is connection:
+                    if connection.is_good:
+                        self._connections.move_to_end(ranks)
+                    else:  # whoever comes next connects anew
+                        del self._connections[ranks]
+                if not connection.is_good and not connection.users and connection.peer is not None:
                     connection.peer.close()
                 self._close_idle(self._now() - IDLE_S)
 
@@ -180,7 +193,9 @@ class Peers:
         surplus = len(idle) - MAX_IDLE_PEERS
         for i, ranks in enumerate(idle):
             if i < surplus or self._connections[ranks].used_at <= used_before:
-                self._connections.pop(ranks).peer.close()
+                peer = self._connections.pop(ranks).peer
+                if peer is not None:
+                    peer.close()
 
 
 def news(

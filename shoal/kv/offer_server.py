@@ -75,7 +75,7 @@ class OfferServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         offers.server = self.address
-        offers.on_change = self._wake
+        offers.call_on_change(self._wake)
         self._thread = threading.Thread(target=self._run, name="kv-offers", daemon=True)
         self._thread.start()
 
@@ -86,7 +86,7 @@ class OfferServer:
         self._closing = True
         self._wake()
         self._thread.join()
-        self._offers.on_change = lambda: None
+        self._offers.call_on_change(lambda: None)
         os.close(self._wake_fd)
 
     def _wake(self) -> None:

@@ -42,26 +42,34 @@ class _Offer:
 
 
 class Offers:
-    """`generation_of(block)` changes whenever something else is put into a block (`BlockPool.generation`).
-    `now` is a clock in seconds. `on_change`, if it is set, is called after each change that a waiting reader
-    may want to know of, with a lock held: it must only wake somebody."""
+    """`model` names the model and its weights, in at most 64 bytes: a reader with another name computes the
+    blocks itself. `ranks` has the addresses of each rank's windows. `generation_of(block)` changes whenever
+    something else is put into a block (`BlockPool.generation`). `now` is a clock in seconds."""
 
     def __init__(
         self,
+        model: bytes,
         ranks: Sequence[Sequence[WindowAddress]],
         generation_of: Callable[[int], int],
         now: Callable[[], float],
         lease_s: float = LEASE_S,
     ) -> None:
+        self.model = model
         self.ranks = tuple(tuple(addresses) for addresses in ranks)
         self.lease_s = lease_s
         self.server = ""  # where readers ask; kv/offer_server.py writes it
-        self.on_change: Callable[[], None] = lambda: None
+        self._on_change: Callable[[], None] = lambda: None
         self._generation_of, self._now = generation_of, now
         self._lock = threading.Lock()
         self._offers: dict[bytes, _Offer] = {}
         self._ended: list[EndedOffer] = []
         self._past: OrderedDict[bytes, TransferError] = OrderedDict()
+
+    def call_on_change(self, on_change: Callable[[], None]) -> None:
+        """It is called after each change that a waiting reader may want to know of, in any thread and with a
+        lock held, so it must only wake somebody. Nobody calls the one before any more."""
+        with self._lock:
+            self._on_change = on_change
 
     # The owner's calls
 
@@ -72,6 +80,7 @@ class Offers:
         ticket = Ticket(
             id=secrets.token_bytes(ID_BYTES),
             server=self.server,
+            model=self.model,
             lease_s=self.lease_s,
             blocks=offered,
             generations=tuple(map(self._generation_of, offered)),
@@ -103,7 +112,7 @@ class Offers:
                 offer.progress = Progress(whole, whole, 0)
             elif num_blocks > whole:
                 offer.progress = Progress(whole, num_blocks, num_layers)
-            self.on_change()
+            self._on_change()
 
     def withdraw(self, message: str, ticket_id: bytes | None = None) -> None:
         """Ends an offer, or all of them: the request was aborted here, or the weights changed."""
@@ -208,4 +217,4 @@ class Offers:
         self._past[ticket_id] = TransferError(failure or Failure.ENDED, told)
         if len(self._past) > REMEMBERED:
             self._past.popitem(last=False)
-        self.on_change()
+        self._on_change()

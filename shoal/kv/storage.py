@@ -250,6 +250,9 @@ class SharedPages:
                 "memory or on open files (ulimit -n)?"
             ) from None
 
+    def read_key(self) -> bytes:
+        return self.pages[self.key_offset : self.key_offset + KEY_BYTES]
+
     def write_key(self, key: bytes) -> None:
         self.pages[self.key_offset : self.key_offset + KEY_BYTES] = key
 

@@ -79,6 +79,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     id: Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
     server: Annotated[str, Meta(max_length=256)]  # host:port of the owner's OfferServer
+    # Names the model and its weights. Blocks of another one have the same shape and mean something else.
+    model: Annotated[bytes, Meta(max_length=64)]
     # The owner gives the blocks up so many seconds after it last heard of a reader. It counts them itself, so
     # no two clocks have to agree.
     lease_s: Annotated[float, Meta(gt=0)]

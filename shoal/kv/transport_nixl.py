@@ -120,6 +120,10 @@ class NixlPeer:
     """An agent of its own, because UCX stops writing for certain only when the agent ends."""
 
     def __init__(self, nixl: _Nixl, windows: Sequence[WindowAddress], into: BlockView) -> None:
+        if into.storage.kind is Kind.DIRECT:
+            raise TransferError(
+                Failure.UNREACHABLE, "NIXL reads into memory, and this cache is a direct-I/O file"
+            )
         self._shares = check_fit([window.spec for window in windows], into.spec)
         self.nixl, self._into = nixl, into
         self._pulls: weakref.WeakSet[NixlPull] = weakref.WeakSet()
@@ -249,6 +253,8 @@ MISSING = "NIXL, which moves blocks between hosts, is not installed: pip install
 
 def _decode(window: WindowAddress) -> _Address:
     address = decode(window, _Address)
+    if not (0 <= address.address < 1 << 62 and 0 <= address.device < 1 << 16):
+        raise TransferError(Failure.DAMAGED, f"no address of NIXL's: {address.address}")
     if address.segment not in ("DRAM", "VRAM") or window.spec.num_bytes >= 1 << RANGE_BITS:
         raise TransferError(
             Failure.DAMAGED, f"no address of NIXL's: {window.spec.num_bytes} bytes of {address.segment}"

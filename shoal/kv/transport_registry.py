@@ -16,6 +16,7 @@ from shoal.kv.transport_nixl import Nixl
 from shoal.kv.transport_shared_memory import SharedMemory
 from shoal.kv.view import BlockView
 
+WHERE = {Reach.PROCESS: "in this process", Reach.HOST: "on this host", Reach.NETWORK: "on other hosts"}
 TRANSPORTS: tuple[Callable[[], Transport], ...] = (InProcess, CudaIpc, SharedMemory, Nixl)
 
 
@@ -54,9 +55,8 @@ class Transports:
         if reached < reach:
             for window in windows:
                 window.close()
-            where = "on this host" if reach is Reach.HOST else "on other hosts"
             told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise TransportError(f"no worker {where} could read this cache's blocks: {told}")
+            raise TransportError(f"no worker {WHERE[reach]} could read this cache's blocks: {told}")
         return Windows(windows, reasons)
 
     def connect(self, ranks: Sequence[Sequence[WindowAddress]], into: BlockView) -> tuple[str, Peer]:

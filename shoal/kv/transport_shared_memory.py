@@ -44,14 +44,15 @@ class SharedMemoryWindow:
                 "allocate it with shared_memory()"
             )
         self._shared = shared
-        key = secrets.token_bytes(KEY_BYTES)
+        self._key = key = secrets.token_bytes(KEY_BYTES)
         shared.write_key(key)
         offset = start - view.storage.address
         memory = _Address(boot_id(), os.getpid(), shared.fd, offset, shared.key_offset, key)
         self.address = WindowAddress(SharedMemory.name, view.spec, msgspec.msgpack.encode(memory))
 
     def close(self) -> None:
-        self._shared.write_key(bytes(KEY_BYTES))
+        if self._shared.read_key() == self._key:  # and no later window's
+            self._shared.write_key(bytes(KEY_BYTES))
 
 
 class SharedMemory:

@@ -93,9 +93,7 @@ async def is_paused(exchange: Exchange) -> None:
 
 async def update_weights(exchange: Exchange) -> None:
     model = _model(exchange, query_of(exchange, ("model",)))
-    version = await model.engine.update_weights(checkpoint_of(exchange))
-    await model.follow()
-    await exchange.json({"version": version})
+    await exchange.json({"version": await model.engine.update_weights(checkpoint_of(exchange))})
 
 
 def checkpoint_of(exchange: Exchange) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from shoal.api import Engine, ModelSummary, SleepState, Stats, sampling_defaults
 from shoal.config import ServerConfig
 from shoal.control import Control
-from shoal.errors import CheckpointError, RequestError
+from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.request_builder import RequestBuilder
@@ -44,8 +44,9 @@ TEMPLATE_NAMES = frozenset(
 )
 
 
-# The attributes of a ServedModel that are another's when its engine has become another model.
+# The attributes of a ServedModel that change when its engine becomes another model.
 OF_THE_MODEL = (
+    "card",
     "tokenizer",
     "max_model_len",
     "vocab_size",
@@ -96,8 +97,7 @@ class ServedModel:
     summary: ModelSummary = field(default_factory=ModelSummary)
     max_logprobs: int = 20  # the most that a request may ask for; -1: no limit
     closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
-    # What `follow` asks: this object for the model that the engine has become, or None if it is the same.
-    reread: Callable[[], Awaitable[ServedModel | None]] | None = None
+    card: ModelCard | None = None  # what it was made from
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
@@ -117,25 +117,17 @@ class ServedModel:
         self.last_sleep_state = SleepState()
         self._threads = TextThreads()
         self._one_huge_text = asyncio.Semaphore(1)
+        self.changed = asyncio.Event()  # set when it has become another model
 
-    async def follow(self) -> None:
-        """To be called after an update of the weights. If the engine has become another model, this speaks
-        for that one from now on, under the same names; its queue and its counts go on. Raises CheckpointError
-        if the new model's tokenizer cannot be read. From then on texts are refused."""
-        if self.reread is None:
-            return
-        try:
-            other = await self.reread()
-        except CheckpointError:
-            self.tokenizer = None  # The old one would speak another language.
-            raise
-        if other is None:
-            return
+    def become(self, other: ServedModel) -> None:
+        """From now on this speaks for the model of `other`, which nobody serves. The names, the queue and the
+        counts stay as they are."""
         for name in OF_THE_MODEL:
             setattr(self, name, getattr(other, name))
         self.admission.limit = other.admission.limit
         self.metrics.cache_config = other.metrics.cache_config
         other.close()
+        self.changed.set()
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -295,6 +287,7 @@ def served_model(
         max_logprobs=card.max_logprobs,
         closes_objects=card.closes_objects,
         cache_config=card.cache_config,
+        card=card,
         on_gpu=info.device != "cpu",
         summary=card.summary,
     )

@@ -255,6 +255,31 @@ def test_some_keys_can_be_reset():
     assert pool.free_blocks() == [2, 3, 0, 1]
 
 
+def test_a_generation_grows_when_a_block_holds_something_else_and_not_before():
+    pool = BlockPool(3)
+    blocks = keyed(pool, 3, "a")
+    before = [pool.generation(block) for block in blocks]
+
+    def grown():
+        return [pool.generation(block) - was for block, was in zip(blocks, before)]
+
+    pool.release(blocks)
+    pool.hold(pool.match(keys(3, "a")))
+    pool.release(blocks)
+    assert grown() == [0, 0, 0]
+    [taken] = pool.try_allocate(1)
+    assert grown() == [int(block == taken) for block in blocks] and sum(grown()) == 1
+    pool.release([taken])
+    copies = [pool.try_allocate(1)[0] for _ in range(2)]
+    before = [pool.generation(block) for block in blocks]
+    for copy in copies:
+        pool.register(copy, key("b"))
+    pool.reset([key("b"), key("nobody's")])
+    assert grown() == [int(block in copies) for block in blocks]
+    pool.reset()
+    assert grown() == [1 + int(block in copies) for block in blocks]
+
+
 def test_a_prefill_is_prepared_in_one_transaction():
     pool = BlockPool(7)
     held, free = keyed(pool, 2), pool.try_allocate(2)

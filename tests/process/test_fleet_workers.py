@@ -20,8 +20,10 @@ from shoal.fleet.planes import open_plane
 from tests import nats_server
 from tests.fleet_processes import PATIENCE_S, Processes, wait_for
 from tests.serving import free_port
+from tests.tiny import greedy, write_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TINY = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
 BEFORE_KILL = 2  # events of each stream
 
 
@@ -93,6 +95,35 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path):
         following.cancel()
         watching.cancel()
         await worker.link.close()
+        await plane.close()
+
+
+@asynchronous
+async def test_a_worker_that_becomes_another_model_leaves_and_joins_as_that_one(tmp_path):
+    models = [write_model(tmp_path, name) for name in ("qwen3", "llama")]
+    prompt, workers, left = list(range(40)), {}, []
+    with Processes(tmp_path) as fleet:
+        plane = open_plane(fleet.plane, may_host=True)
+        watching = asyncio.create_task(
+            watch_plane(plane, None, lambda worker: workers.update({worker.id: worker}), left.append)
+        )
+        fleet.serve("a", "--enable-sleep-mode", "--served-model-name", "m", *TINY, model=models[0])
+        await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)
+        first = workers.pop("a")
+        await first.link.check()
+        assert await ids_of(first.link, request("1", prompt)) == greedy(models[0], prompt, 8)
+        await first.link.sleep(2)
+        assert await first.link.update_weights(str(models[1])) == 1
+        await eventually(lambda: left == ["a"] and "a" in workers)
+        second = workers["a"]
+        await second.link.check()
+        assert second.info.models == ("m",) and second.link.card.model == str(models[1])
+        assert second.link.card.kind != first.link.card.kind
+        await second.link.wake_up()
+        assert await ids_of(second.link, request("2", prompt)) == greedy(models[1], prompt, 8)
+        watching.cancel()
+        await first.link.close()
+        await second.link.close()
         await plane.close()
 
 

@@ -18,7 +18,7 @@ from shoal.kv.transport_registry import TRANSPORTS, Transports
 from shoal.kv.view import BlockView
 from tests import transport_cases
 from tests.kv_cases import contents
-from tests.kv_owner import KINDS, SPAWN, logical, ranks_of, share_of
+from tests.kv_owner import KINDS, MODEL, SPAWN, logical, ranks_of, share_of
 from tests.transport_cases import MEMORY, SPEC, empty, owner_process
 
 ACROSS = [kind.name for kind in TRANSPORTS if kind.name != "in_process"]
@@ -39,7 +39,7 @@ def owner_of(name, specs=(SPEC,), **options):
 
 
 def peers_of(name, into):
-    return Peers(Transports([KINDS[name]]), into)
+    return Peers(MODEL, Transports([KINDS[name]]), into)
 
 
 def let_go(owner, timeout_s=20):

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -65,6 +65,8 @@ class AsyncLLM(Control):
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
         self.config, self.restart, self.engine_timeout = config, restart, engine_timeout
         self.dead: EngineDeadError | None = None
+        # Awaited when an update has made another model of the engine, before the update's caller hears of it.
+        self.on_other_model: Callable[[], Awaitable[None]] | None = None
         self._core: CoreProcess
         self.info: ModelInfo
         self._collectors: dict[str, Collector] = {}
@@ -153,10 +155,13 @@ class AsyncLLM(Control):
     # Control
 
     async def control(self, command: Command[T]) -> T:
+        before = self.info
         result = await self._call(command)
         if isinstance(command, UpdateWeights):
             # what a core that is started again loads
             self.config = dataclasses.replace(self.config, model=command.source)
+            if self.info is not before and self.on_other_model is not None:
+                await self.on_other_model()
         return result
 
     async def check(self) -> None:

@@ -17,21 +17,21 @@ IN_GRAPHS = False
 
 
 class LayerEnds:
-    """Who listens to the next step, and the event of each layer. The events are recorded anew in every step
-    that somebody listens to: whoever waits for one queues the wait before the next step is launched."""
+    """Who listens to the next step, and the event of each layer. A later step records the same events again,
+    so a listener queues its waits for them when it is told."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.in_graphs = IN_GRAPHS and device.type == "cuda"
         self._events: list[torch.cuda.Event | None] = [None] * num_layers
         if device.type == "cuda":
-            # Inside a capture an external event is recorded by each replay. Others would only order the
-            # captured streams.
-            self._events = [torch.cuda.Event(external=True) for _ in range(num_layers)]
+            # Each replay of a graph records the external events that were captured with it. Other events only
+            # order streams inside of a capture.
+            self._events = [torch.cuda.Event(external=self.in_graphs) for _ in range(num_layers)]
         self._coming: list[LayerListener] = []
         self._listeners: list[LayerListener] = []
 
     def listen(self, listener: LayerListener) -> None:
-        """To the next step alone."""
+        """Has a listener be told of the next step's layers, and of no other step's."""
         self._coming.append(listener)
 
     def begin_step(self) -> bool:

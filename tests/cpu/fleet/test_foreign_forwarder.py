@@ -149,6 +149,16 @@ async def test_a_stream_has_nothing_that_the_client_did_not_ask_for():
 
 
 @running
+async def test_connections_to_a_worker_are_used_again():
+    a = ForeignWorker()
+    a.end_delay = 0.05
+    async with front(a) as router:
+        for stream in (True, False, True, True):
+            await router.ask(prompt="x", max_tokens=3, stream=stream)
+        assert len({one.peer for one in a.received}) == 1
+
+
+@running
 async def test_a_server_that_refuses_unknown_fields_is_asked_without_ours():
     a = ForeignWorker(unknown_fields=("return_token_ids",))
     async with front(a) as router:
@@ -242,6 +252,16 @@ async def test_a_request_that_every_worker_fails_at_ends():
         assert len(a.received) == len(b.received) == 1
 
 
+@running
+async def test_a_worker_without_the_adapter_is_no_other_try():
+    a, b = ForeignWorker(), ForeignWorker(adapters=("poems",))
+    b.faults = [Fault("break")]
+    async with front(a, b) as router:
+        with pytest.raises(WorkerFailedError):
+            await router.ask(data=b'{"model":"poems","prompt":"x"}')
+        assert not a.received and len(b.received) == 2 and router.dispatcher.workers["b"].is_reached
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("form", ["completion", "chat"])
 @running
@@ -278,6 +298,19 @@ async def test_a_stream_that_breaks_anywhere_is_one_stream_to_the_client(form, s
                 assert [
                     i for c in answer.chunks for x in c["choices"] for i in x.get("token_ids", [])
                 ] == ids_of(answer.text)
+
+
+@pytest.mark.parametrize("form", ["completion", "chat"])
+@running
+async def test_a_worker_lost_behind_its_last_token_is_not_missed(form):
+    a, b = ForeignWorker(), ForeignWorker()
+    a.faults, b.faults = [Fault("break", 9)], [Fault("break", 9)]
+    async with front(a, b) as router:
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            answer = await router.stream(form, max_tokens=9, **options)
+            assert answer.text == written(prompt_of(form), 9) and answer.finish == "length" and answer.is_done
+            assert options == {} or answer.usage["completion_tokens"] == 9
+        assert len(a.received + b.received) == 2, "nothing went elsewhere"
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -453,6 +486,15 @@ async def test_tokens_are_asked_of_a_worker_and_a_worker_without_a_tokenizer_is_
             == [1, 2]
             == await router.tokens.tokens_of({"token_ids": [1, 2]})
         )
+
+
+@running
+async def test_only_a_worker_that_has_the_adapter_is_asked_for_tokens():
+    a, b = ForeignWorker(), ForeignWorker(adapters=("poems",))
+    async with front(a, b) as router:
+        for _ in range(2):
+            assert await router.tokens.tokens_of({"model": "poems", "prompt": "x"}) == ids_of("x")
+        assert "/tokenize" not in a.asked and b.asked.count("/tokenize") == 2
 
 
 @running

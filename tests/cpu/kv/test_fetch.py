@@ -20,7 +20,7 @@ from shoal.kv.transport_in_process import InProcess
 from shoal.kv.transport_registry import TRANSPORTS, Transports
 from shoal.kv.view import BlockView
 from tests.kv_cases import contents
-from tests.kv_owner import KINDS, Owner, fill, logical
+from tests.kv_owner import KINDS, MODEL, Owner, fill, logical
 from tests.transport_cases import SPEC, empty
 
 
@@ -38,7 +38,7 @@ def into():
 
 @pytest.fixture
 def peers(into):
-    made = Peers(Transports([InProcess]), into)
+    made = Peers(MODEL, Transports([InProcess]), into)
     yield made
     made.close()
     made.close()
@@ -126,7 +126,7 @@ def test_a_fetch_is_cancelled_while_it_waits(owner, peers, monkeypatch):
 
 def test_an_owner_that_computes_nothing_is_given_up(owner, into):
     now = [0.0]
-    peers = Peers(Transports([InProcess]), into, lambda: now[0])
+    peers = Peers(MODEL, Transports([InProcess]), into, lambda: now[0])
     sealed, _ = owner.offer(4, 2)
 
     def later():
@@ -160,6 +160,14 @@ def test_more_than_can_be_is_nonsense(owner, peers, progress):
     assert caught.value.failure is Failure.NONSENSE
 
 
+def test_blocks_of_another_model_are_refused(owner, into):
+    """They may look the same: other weights, say."""
+    peers = Peers(b"other weights", Transports([InProcess]), into)
+    with Lease(owner.offer(1, 1)[0]) as lease, pytest.raises(TransferError, match="other weights") as caught:
+        peers.fetch(lease, [0], [0])
+    assert caught.value.failure is Failure.INCOMPATIBLE
+
+
 def test_positions_ascend_and_exist(owner, peers):
     sealed, _ = owner.offer(3, 3)
     with Lease(sealed) as lease:
@@ -180,7 +188,7 @@ def test_connections_are_kept_and_closed_when_nobody_uses_them(into, monkeypatch
             peer.close = lambda: (closed.append(peer), close())
             return peer
 
-    peers = Peers(Transports([Counted]), into, lambda: now[0])
+    peers = Peers(MODEL, Transports([Counted]), into, lambda: now[0])
     owners = [Owner([SPEC], seed, "host", ["in_process"]) for seed in range(3)]
 
     def fetch_from(owner):

@@ -36,7 +36,7 @@ class Owner:
         self.now = 0.0
         self.pool = BlockPool(32)
         ranks = [[WindowAddress("in_process", SPEC, b"")]]
-        self.offers = Offers(ranks, self.pool.generation, lambda: self.now, lease_s)
+        self.offers = Offers(b"m", ranks, self.pool.generation, lambda: self.now, lease_s)
         self.server = OfferServer(self.offers)
 
     def offer(self, num_blocks=4):

@@ -17,7 +17,7 @@ class Owner:
     def __init__(self, num_blocks=32, lease_s=30.0):
         self.now = 100.0
         self.pool = BlockPool(num_blocks)
-        self.offers = Offers(RANKS, self.pool.generation, lambda: self.now, lease_s)
+        self.offers = Offers(b"m", RANKS, self.pool.generation, lambda: self.now, lease_s)
 
     def offer(self, num_blocks, whole=0):
         blocks = self.pool.try_allocate(num_blocks)

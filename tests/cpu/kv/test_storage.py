@@ -26,6 +26,7 @@ from shoal.kv.storage import (
     mapped_file,
     memory_of,
     pinned_memory,
+    shared_memory,
 )
 from shoal.kv.view import TensorView
 
@@ -38,6 +39,7 @@ def borrowed(path, num_bytes):
 KINDS = {
     "host": lambda path, n: host_memory(n),
     "mapped": lambda path, n: mapped_file(path, n),
+    "shared": lambda path, n: shared_memory(n),
     "direct": DirectFile,
     "borrowed": borrowed,
     "tensor": lambda path, n: memory_of(torch.zeros(n, dtype=torch.uint8)),
@@ -222,6 +224,50 @@ def test_descriptors_are_returned(tmp_path):
         del made
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_shared_memory_is_seen_and_not_written_by_others():
+    """Another process maps it by its number and sees what is written later; nobody can shrink it, or map it
+    to write."""
+    made = shared_memory(10_000)
+    made.write(5, np.full(3, 7, np.uint8))
+    path = f"/proc/{os.getpid()}/fd/{made.shared.fd}"
+    script = (
+        "import mmap, os, sys\n"
+        f"seen = mmap.mmap(os.open('{path}', os.O_RDONLY), 0, prot=mmap.PROT_READ)\n"
+        "print(seen[4:9].hex(), flush=True); sys.stdin.readline(); print(seen[4:9].hex())\n"
+        f"fd = os.open('{path}', os.O_RDWR)\n"
+        "for call in (lambda: os.ftruncate(fd, 1), lambda: os.ftruncate(fd, 1 << 20), lambda: mmap.mmap(fd, 0)):\n"
+        "    try: call(); print('no error')\n"
+        "    except OSError as error: print(type(error).__name__)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, text=True)
+    assert child.stdout.readline() == "0007070700\n"
+    made.write(4, np.full(1, 9, np.uint8))
+    assert child.communicate("\n")[0].split() == ["0907070700", *["PermissionError"] * 3]
+    assert made.shared.read_key() == bytes(storage.KEY_BYTES) and made.shared.key_offset >= 10_000
+
+
+def test_shared_memory_lasts_as_long_as_its_tensors():
+    made = shared_memory(5000)
+    tensor, fd = made.tensor(), made.shared.fd
+    made.close()
+    del made
+    tensor.fill_(3)
+    assert os.fstat(fd).st_size > 5000 and int(tensor.sum()) == 15_000
+    del tensor
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def test_shared_memory_that_the_system_does_not_give(monkeypatch):
+    def refuse(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(StorageError, match=r"5000 bytes of shared memory .*Too many open files.*ulimit -n"):
+        shared_memory(5000)
 
 
 def test_layouts_need_no_torch():

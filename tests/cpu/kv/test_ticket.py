@@ -14,6 +14,7 @@ OTHER = replace(SPEC, tp_rank=1)
 TICKET = Ticket(
     id=b"0123456789abcdef",
     server="127.0.0.1:9",
+    model=b"m",
     lease_s=30.0,
     blocks=(3, 1, 7),
     generations=(0, 5, 2),

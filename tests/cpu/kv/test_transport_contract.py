@@ -1,9 +1,15 @@
 """What every transport does, whatever is behind it (kv/transport.py). A transport that is registered and has
 no entry in MEMORY fails here. Those that need a GPU: tests/gpu/test_transport_gpu.py."""
 
+import ast
+import itertools
+from pathlib import Path
+
 import pytest
 
-from shoal.kv.storage import host_memory
+import shoal
+from shoal.kv.storage import DirectFile, host_memory
+from shoal.kv.transport_registry import TRANSPORTS
 from tests import transport_cases
 
 NAMES = pytest.mark.parametrize("name", transport_cases.transports_here())
@@ -23,3 +29,30 @@ def test_blocks_come_as_they_are(name, seed):
 @pytest.mark.parametrize("case", transport_cases.CASES, ids=lambda case: case.__name__.removeprefix("check_"))
 def test_what_every_transport_does(name, case):
     case(name, host_memory)
+
+
+@pytest.mark.parametrize("name", ["in_process", "shared_memory"])
+def test_blocks_go_to_files_too(name, tmp_path):
+    """By way of memory in between, as no processor has a direct-I/O file at hand."""
+    count = itertools.count()
+    transport_cases.check_blocks_come_as_they_are(
+        name, lambda num_bytes: DirectFile(tmp_path / str(next(count)), num_bytes), seed=3
+    )
+
+
+def test_no_transport_is_named_or_imported_outside_of_its_file_and_the_registry():
+    """Else a new transport would have to be known in many places."""
+    modules = {kind.__module__ for kind in TRANSPORTS}
+    package = Path(shoal.__file__).parent
+    own = {f"{module.removeprefix('shoal.').replace('.', '/')}.py" for module in modules}
+    for path in package.rglob("*.py"):
+        relative = path.relative_to(package).as_posix()
+        if relative in own | {"kv/transport_registry.py"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant):
+                assert node.value not in transport_cases.NAMES, (
+                    f"{relative}:{node.lineno} names {node.value!r}"
+                )
+            if isinstance(node, ast.ImportFrom):
+                assert node.module not in modules, f"{relative}:{node.lineno}"
