@@ -108,6 +108,7 @@ class ForeignWorker:
         self.asked: list[str] = []  # paths of these
         self.url = ""
         self.tokenize_delay = 0.0
+        self.says_done = True  # [DONE]
         self.end_delay = 0.0  # seconds from [DONE] to the end of the answer
 
     async def __aenter__(self) -> ForeignWorker:
@@ -210,7 +211,8 @@ class ForeignWorker:
             return await self._misbehave(request, stream, received, fault)
         if (body.get("stream_options") or {}).get("include_usage"):
             await stream.write(answer.usage_chunk())
-        await stream.write(b"data: [DONE]\n\n")
+        if self.says_done:
+            await stream.write(b"data: [DONE]\n\n")
         await asyncio.sleep(self.end_delay)
         return stream
 
@@ -221,7 +223,13 @@ class ForeignWorker:
             await asyncio.sleep(3600)
         received.state = "broken"
         if stream is not None and fault.kind == "garble":
-            await stream.write(b'data: {"choices": [{\n\n')
+            nonsense = (
+                b'{"choices": [{',
+                b'{"choices": [5]}',
+                b'{"choices": [{"delta": 5, "text": 5}]}',
+                b"[]",
+            )
+            await stream.write(b"data: %b\n\n" % self.rng.choice(nonsense))
         if stream is not None and fault.kind == "error":
             await stream.write(
                 b'data: {"error": {"message": "the engine died", "code": 500}}\n\ndata: [DONE]\n\n'

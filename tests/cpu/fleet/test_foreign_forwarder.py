@@ -149,6 +149,18 @@ async def test_a_stream_has_nothing_that_the_client_did_not_ask_for():
 
 
 @running
+async def test_a_server_that_does_not_say_done_has_not_failed():
+    a = ForeignWorker()
+    a.says_done = False
+    async with front(a) as router:
+        for options in ({}, {"n": 2}, {"max_tokens": 1}, {"stream_options": {"include_usage": True}}):
+            answer = await router.stream("completion", **{"max_tokens": 5, **options})
+            assert answer.text == written(PROMPT, options.get("max_tokens", 5)) and answer.is_done
+            assert answer.finish == "length" and (answer.usage is not None) == ("stream_options" in options)
+        assert len(a.received) == 4 and router.dispatcher.workers["a"].is_reached
+
+
+@running
 async def test_connections_to_a_worker_are_used_again():
     a = ForeignWorker()
     a.end_delay = 0.05
