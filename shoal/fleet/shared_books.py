@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from shoal.errors import ShoalError
 from shoal.fleet.books import AnyChange, Begun, Ended
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.plane import Member, Plane
@@ -24,6 +25,8 @@ SUBJECT = "books"
 ROUTER = "router"  # the role of a router on the plane
 FLUSH_S = 0.005  # changes that come within it go as one message
 MOST_CHANGES = 256  # of one message
+MOST_BLOCKS = 50_000  # of one message: NATS takes a megabyte
+MOST_PRESENT = 10_000  # requests that one message names
 ROLL_CALL_S = 30.0  # between two messages that name all requests
 
 
@@ -82,8 +85,8 @@ class SharedBooks:
             self._has_changes.clear()
             changes, self._changes = self._changes, {}
             for model, of_model in changes.items():
-                for first in range(0, len(of_model), MOST_CHANGES):
-                    await self._publish(model, of_model[first : first + MOST_CHANGES])
+                for part in _parts(of_model):
+                    await self._publish(model, part)
             await self._plane.clock.sleep(FLUSH_S)
 
     async def _call_the_roll(self) -> None:
@@ -91,11 +94,16 @@ class SharedBooks:
             await self._plane.clock.sleep(ROLL_CALL_S)
             if self._routers:
                 for model in self._models():
-                    await self._publish(model.name, [], model.router.books.own_requests())
+                    present = model.router.books.own_requests()
+                    if len(present) <= MOST_PRESENT:
+                        await self._publish(model.name, [], present)
 
     async def _publish(self, model: str, changes: list[AnyChange], present: list[str] | None = None) -> None:
         self.num_told += len(changes)
-        await self._plane.publish(SUBJECT, News(self._plane.name, model, changes, present))
+        try:
+            await self._plane.publish(SUBJECT, News(self._plane.name, model, changes, present))
+        except ShoalError as error:
+            logger.warning("%d changes of books are not told: %s", len(changes), error)
 
     async def _tell_all(self) -> None:
         """For a router that has just come."""
@@ -154,3 +162,20 @@ class SharedBooks:
                 for own_id in known:
                     by_name[name].router.take(Ended(own_id), own_id)
                 by_name[name].dispatcher.changed()
+
+
+def _parts(changes: Iterable[AnyChange]) -> Iterator[list[AnyChange]]:
+    """The changes in messages of bounded size. What is beyond it of one chain is left out."""
+    part: list[AnyChange] = []
+    num_blocks = 0
+    for change in changes:
+        if isinstance(change, Begun) and len(change.chain) > MOST_BLOCKS:
+            change = msgspec.structs.replace(change, chain=change.chain[:MOST_BLOCKS])
+        size = len(change.chain) if isinstance(change, Begun) else 0
+        if len(part) >= MOST_CHANGES or num_blocks + size > MOST_BLOCKS:
+            yield part
+            part, num_blocks = [], 0
+        part.append(change)
+        num_blocks += size
+    if part:
+        yield part
