@@ -229,7 +229,7 @@ class WorkerPort:
             self._take_unreadable(routing_id, data, error)
             return
         if isinstance(message, Hello):
-            if message.worker_id == self.worker_id:
+            if message.worker_id == self.worker_id and routing_id not in self._routers:
                 self._routers[routing_id] = _Router(routing_id)
                 self._send(self._routers[routing_id], self._report)  # by it the router knows that it is heard
                 self._start(self._report_once())
