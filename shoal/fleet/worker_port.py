@@ -20,9 +20,9 @@ import msgspec
 import zmq
 
 from shoal import wire
-from shoal.api import Engine, FinishReason, Output, Request, SleepState, Stats
+from shoal.api import FinishReason, Output, Request, SleepState, Stats
 from shoal.collector import merge
-from shoal.control import Command, Control, UpdateWeights
+from shoal.control import Command, ServedEngine, UpdateWeights
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.fleet.clock import Clock
 from shoal.fleet.fleet_key import FleetKey, is_loopback
@@ -61,10 +61,6 @@ logger = logging.getLogger(__name__)
 REPLAY_PATIENCE_S = 10.0  # without a batch, a replay of the engine has ended
 MAX_WAITING_BATCHES = 10_000  # of KV events on their way from the engine
 LINGER_MS = 500
-
-
-class ServedEngine(Engine, Control, Protocol):
-    """The engine behind the port."""
 
 
 class Gate(Protocol):

@@ -292,6 +292,22 @@ def test_a_worker_that_takes_nothing_now_is_passed_over_and_not_broken(error):
     run_virtual(run())
 
 
+def test_a_full_worker_is_waited_for_however_long():
+    async def run():
+        site = Site(2)
+        for link in site.links:
+            link.error_at[0] = BusyError("the queue is full", retry_after_s=2.0)
+        running = asyncio.create_task(answer(site.engine, request()))
+        await site.clock.sleep(100)
+        assert not running.done()
+        for link in site.links:
+            link.error_at.clear()
+        assert await running == WHOLE
+        await site.assert_idle()
+
+    run_virtual(run())
+
+
 def test_a_request_that_every_worker_refuses_for_long_is_told_why():
     async def run():
         site = Site(2)
