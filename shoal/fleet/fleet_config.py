@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.fields import check_fields, option
-from shoal.fleet.policy import POLICIES
+from shoal.fleet.policy import POLICIES, RouterWeights
+from shoal.fleet.toml_file import build, check_keys, keys_of
 from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
 
 
@@ -63,16 +67,40 @@ class FleetConfig:
     busy_prefill_tokens: int | None = option(
         None, "tokens of prompts under way beyond which a worker gets nothing new", low=1
     )
-
     wake_on_request: bool = option(
         False, "a request for a model whose workers all sleep wakes one; else it is refused"
+    )
+    weights: RouterWeights | None = option(
+        None,
+        'weights of the cost, in JSON: {"prefill_load_scale": 2}; in a fleet\'s file each is a key of '
+        "[router]",
     )
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         check_distinct(self.workers)
+        object.__setattr__(self, "weights", _weights_of(self.weights))
 
     @cached_property
     def workers(self) -> tuple[WorkerSpec, ...]:
         """The foreign workers that it begins with."""
         return tuple(parse_worker(text, self.block_size) for text in self.worker or ())
+
+
+def _weights_of(value: RouterWeights | dict[str, Any] | str | None) -> RouterWeights:
+    """From fields, or JSON of them. Raises ConfigError."""
+    if isinstance(value, RouterWeights):
+        return value
+    fields: Any = value or {}
+    if isinstance(value, str):
+        try:
+            fields = json.loads(value)
+        except ValueError:
+            fields = None
+    if not isinstance(fields, dict):
+        raise ConfigError(f'weights {value!r:.200} is no JSON object; write {{"prefill_load_scale": 2}}')
+    check_keys(fields, keys_of(RouterWeights), "weights")
+    for name, weight in fields.items():
+        if isinstance(weight, int | float) and not 0 <= weight < math.inf:
+            raise ConfigError(f"{name} {weight!r} is no weight; choose a finite number from 0 up")
+    return build(RouterWeights, fields)

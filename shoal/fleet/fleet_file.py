@@ -27,6 +27,7 @@ from typing import Any
 from shoal.config import DEFAULT_MODEL, IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig, ServerConfig
 from shoal.errors import ConfigError
 from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.policy import RouterWeights
 from shoal.fleet.processes import PORTS
 from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.worker_spec import parse_worker
@@ -74,7 +75,8 @@ NO_ROUTERS = frozenset(
     }
 )
 SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - NO_ROUTERS
-ROUTER_OPTIONS = frozenset(keys_of(FleetConfig)) - {"plane"}
+WEIGHTS = frozenset(keys_of(RouterWeights))
+ROUTER_OPTIONS = (frozenset(keys_of(FleetConfig)) | WEIGHTS) - {"plane", "weights"}
 TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "sim"}
 
 
@@ -188,8 +190,10 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
     check_keys(plane, ("url",), "[plane]")
     router = table(document, "router")
     check_keys(router, ROUTER_OPTIONS, "[router]")
+    routing = {name: value for name, value in router.items() if name not in WEIGHTS}
+    routing["weights"] = {name: value for name, value in router.items() if name in WEIGHTS}
     if "url" in plane:
-        router = {**router, "plane": plane["url"]}
+        routing["plane"] = plane["url"]
     groups: list[OwnWorkers | ForeignWorkers] = []
     for number, entry in enumerate(tables(document, "workers"), 1):
         try:
@@ -198,7 +202,7 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
             raise ConfigError(f"[[workers]] {number}: {error}") from None
     _check_names(groups)
     server = {name: document[name] for name in SERVER_OPTIONS if name in document}
-    return FleetFile(groups, build(ServerConfig, server), build(FleetConfig, router))
+    return FleetFile(groups, build(ServerConfig, server), build(FleetConfig, routing))
 
 
 def _group_of(entry: Mapping[str, Any], model: Any) -> OwnWorkers | ForeignWorkers:
