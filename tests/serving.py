@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import openai
 import psutil
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +57,8 @@ class Serve:
         return self.log.read_text()
 
     def client(self, **options):
+        import openai  # Not above: benchmarks and GPU tests start servers on machines without it.
+
         return openai.OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1",
             api_key="none",

@@ -330,6 +330,17 @@ def test_a_captured_step_tells_its_layers_from_its_graph_or_runs_eagerly(folder,
     assert any(graph.replays for graph in runner.steps.mixed_graphs.graphs.values()) == in_graphs
 
 
+def test_a_start_runs_the_end_of_the_longest_sequence(start, monkeypatch):
+    rank = start(max_num_batched_tokens=20, max_model_len=128)
+    steps, seen = rank.runner.steps, []
+    begin = steps.backend.begin
+    monkeypatch.setattr(
+        steps.backend, "begin", lambda step: (seen.append((step.num_tokens, step.max_kv_len)), begin(step))
+    )
+    steps.rehearse_eager(8, 20)
+    assert (20, 128) in seen
+
+
 # Memory and weights
 
 
