@@ -88,14 +88,16 @@ class ForeignWorker:
         has_tokenizer: bool = True,
         unknown_fields: tuple[str, ...] = (),
         adapters: tuple[str, ...] = (),
+        primes: bool = True,
         delay: float = 0.0,
         port: int = 0,
     ) -> None:
         """chunk_sizes: how many tokens a chunk has, at random. unknown_fields: requests with one of them are
-        refused."""
+        refused. primes: half a character at the end of the prompt is shown whole with its second half, as by
+        vLLM."""
         self.alphabet, self.chunk_sizes, self.rng = alphabet, chunk_sizes, random.Random(seed)
         self.gives_ids, self.has_tokenizer, self.unknown_fields = gives_ids, has_tokenizer, unknown_fields
-        self.adapters, self.delay, self.port = adapters, delay, port
+        self.adapters, self.primes, self.delay, self.port = adapters, primes, delay, port
         self.faults: list[Fault] = []
         self.received: list[Received] = []  # but questions of the router itself
         self.asked: list[str] = []  # paths of these
@@ -252,7 +254,8 @@ class _Answer:
         """Yields chunks."""
         source = next_tokens(self.prompt, self.worker.alphabet)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(bytes(self.prompt))
+        if self.worker.primes:
+            decoder.decode(bytes(self.prompt))
         held = max((len(stop) - 1 for stop in self.stops), default=0)
         sent = 0
         while self.finish_reason is None:

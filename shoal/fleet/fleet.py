@@ -62,7 +62,7 @@ class Fleet:
             interval_s=config.check_interval,
             hang_timeout_s=config.hang_timeout,
             checked=self._checked,
-            loaded=self._loaded,
+            loaded=lambda worker, loads: self.published(worker.id, loads),
         )
         self.shared = None if plane is None else SharedBooks(plane, lambda: self._all)
         self._connect = connect
@@ -126,9 +126,7 @@ class Fleet:
         self._displace(worker)
         worker.interrupt()
         self._listening.pop(worker_id, None)
-        task = asyncio.create_task(self._part_from(worker))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._await_at_end(asyncio.create_task(self._part_from(worker)))
 
     def model(self, name: str | None) -> ModelFleet | None:
         """The model of a request; the first if it names none. None if no worker has offered it."""
@@ -171,21 +169,13 @@ class Fleet:
         if self.workers.get(worker.id) is not worker:
             return
         is_back = not worker.is_reached
-        if (info.models, info.adapters) != (
-            worker.info.models,
-            worker.info.adapters,
-        ) or not worker.info.models:
+        was, worker.info = worker.info, info
+        if (was.models, was.adapters) != (info.models, info.adapters):
             self._displace(worker)
-            worker.info = info
             self._place(worker)
-        else:
-            worker.info = info
         if is_back:
             for feed, _ in self._feeds.get(worker.id, ()):
                 feed.check()
-
-    def _loaded(self, worker: Worker[Any], loads: Sequence[WorkerLoad]) -> None:
-        self.published(worker.id, loads)
 
     def published(self, worker_id: str, loads: Sequence[WorkerLoad]) -> None:
         """What a worker says of its load, each rank for itself."""
@@ -206,40 +196,57 @@ class Fleet:
 
     def _place(self, worker: Worker[Any]) -> None:
         """Gives the worker to the models that it serves, if it fits their other workers."""
-        info = worker.info
-        worker.set_aside = ""
+        info, misfit = worker.info, ""
         # Names of one of ours are names of one model; a foreign worker may have several models.
         for names in [(name,) for name in info.models] if info.is_foreign else [info.models]:
             model = next((self.models[name] for name in names if name in self.models), None)
-            if model is None:
-                model = ModelFleet(names[0], info.is_foreign, self.config, self.clock)
-                for setting, value in self._settings.items():
-                    model.configure(setting, value)
-                if self.config.wake_on_request:
-                    model.dispatcher.wake = self._wake
-                self._all.append(model)
-                if self.shared is not None:
-                    self.shared.follow(model)
-            elif why := model.misfit(info, names):
-                worker.set_aside = f"it cannot serve {names[0]!r}: {why}"
-                logger.warning("worker %s is set aside: %s", worker.id, worker.set_aside)
+            why = "" if model is None else model.misfit(info, names)
+            if why and model is not None and model.dispatcher.workers:
+                misfit = f"it cannot serve {names[0]!r}: {why}"
                 continue
-            model.empty_since = None
+            if model is None or why:
+                model = self._replace(model, names[0], info.is_foreign)
             worker.set_aside = model.obstacle
-            model.dispatcher.add(worker)
+            model.add(worker)
             self._name_models()
             if names[0] == info.models[0]:
                 self._begin_feeds(worker, model)
+        if misfit and not self._models_of(worker) and worker.set_aside != misfit:
+            worker.set_aside = misfit
+            logger.warning("worker %s is set aside: %s", worker.id, misfit)
+
+    def _replace(self, old: ModelFleet | None, name: str, is_foreign: bool) -> ModelFleet:
+        """A model, in place of one of this name that has no workers any more."""
+        if old is not None:
+            self._all.remove(old)
+        model = ModelFleet(name, is_foreign, self.config, self.clock)
+        for setting, value in self._settings.items():
+            model.configure(setting, value)
+        if self.config.wake_on_request:
+            model.dispatcher.wake = self._wake
+        if self.shared is not None:
+            self.shared.follow(model)
+        self._all.append(model)
+        return model
 
     def _displace(self, worker: Worker[Any]) -> None:
-        """Takes the worker away from its models, with all that is known of its blocks."""
+        """Takes the worker away from its models, with all that is known of its blocks. Those that did not fit
+        beside it may now."""
         for model in self._models_of(worker):
             model.dispatcher.remove(worker.id)
             if not model.dispatcher.workers:
                 model.empty_since = self.clock.now()
         for _, task in self._feeds.pop(worker.id, ()):
             task.cancel()
+            self._await_at_end(task)
         self._name_models()
+        for other in list(self.workers.values()):
+            if other is not worker and other.set_aside and not self._models_of(other):
+                self._place(other)
+
+    def _await_at_end(self, task: asyncio.Task[None]) -> None:
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     def _name_models(self) -> None:
         self.models = {name: model for model in self._all for name in model.current_names()}

@@ -28,7 +28,8 @@ REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it do
 MIN_TRIES = 2  # of a request without a token, even if there is one worker alone
 MAX_ERROR_BYTES = 1000
 LARGE_BODY = 1 << 20  # bytes; one of this size is read in a thread
-MOST_HALF_TOKENS = 4  # at the end of a chunk, whose last character is not whole
+HALF = "\ufffd"  # what half a character is shown as
+MOST_HALF_TOKENS = 4  # of a character that is not whole
 
 
 class _Details(msgspec.Struct):
@@ -248,14 +249,16 @@ class ForeignForwarder:
         can say and it matters."""
         request, ids, sent = stream.request, stream.token_ids, stream.text
         model, prompt_ids = request.model, stream.prompt_ids or []
-        text = await self._tokens.text_of(model, prompt_ids, ids)
+        text = whole = await self._tokens.text_of(model, prompt_ids, ids)
         count = len(ids)
-        least = count if request.wants_token_ids else count - MOST_HALF_TOKENS
-        while text is not None and text != sent and text.endswith("\ufffd") and count > max(least, 0):
+        least = count if request.wants_token_ids else max(0, count - MOST_HALF_TOKENS)
+        while text is not None and text.endswith(HALF) and count > least:
             count -= 1
             text = await self._tokens.text_of(model, prompt_ids, ids[:count])
-        if text is not None and text.startswith(sent):
-            stream.settle(count, text[len(sent) :].rstrip("\ufffd"))
+        if text is not None and text.startswith(sent) and not text.endswith(HALF):
+            stream.settle(count, text[len(sent) :])
+        elif whole is not None and whole.startswith(sent):  # bytes that are no text, as vLLM shows them
+            stream.settle(len(ids), whole[len(sent) :].rstrip(HALF))
         elif any(len(stop) > 1 for stop in request.stops):
             raise UnavailableError(
                 "the stream broke, and nobody can tell the text of its tokens (/detokenize, --tokenizer), of "

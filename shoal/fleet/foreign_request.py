@@ -141,8 +141,8 @@ class ForeignRequest:
             body["max_tokens"] = max_model_len - len(prompt) - len(output)
         else:
             raise UnavailableError(
-                "the stream broke and cannot be taken up: the request has no max_tokens, and no worker says how "
-                "many tokens fit"
+                "the stream broke and cannot be taken up: the request has no max_tokens, and no worker says "
+                "how many tokens fit"
             )
         least = self.get("min_tokens")
         if isinstance(least, int):

@@ -120,7 +120,7 @@ def _worker_of(
     link = RemoteEngine(info, card, details.port, key)
     worker = Worker(info, link, clock)
     worker.is_draining = details.is_draining
-    link.on_lost = worker.failed
+    link.on_outputs, link.on_lost = worker.delivered, worker.failed
 
     def reported(report: Report) -> None:
         worker.set_sleep_level(report.sleep.level)

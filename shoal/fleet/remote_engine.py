@@ -48,10 +48,30 @@ CONNECT_S = 1.0  # a worker that is not connected within it fails a check
 logger = logging.getLogger(__name__)
 
 
+class RemoteStream:
+    """One request's outputs. `has_ended` is set with the last one."""
+
+    def __init__(self, request_id: str, leave: Callable[[RemoteStream], None]) -> None:
+        self.request_id, self._leave = request_id, leave
+        self.collector = Collector()
+        self.has_ended = False
+
+    async def get(self) -> Output:
+        """All that has come since the last call. Raises what ended the request."""
+        output = await self.collector.get()
+        self.has_ended = output.finish_reason is not None
+        return output
+
+    def close(self) -> None:
+        """To be called once. A request that has not ended is aborted."""
+        self._leave(self)
+
+
 class RemoteEngine(Control):
     """`info` and `card` are what the worker says of itself. Used in the loop that it was built in.
 
-    `report` is its last one. `on_report` is called with each, `on_lost` when the connection broke.
+    `report` is its last one. `on_report` is called with each, `on_outputs` when tokens came, and `on_lost`
+    when the connection broke.
     """
 
     def __init__(self, info: WorkerInfo, card: ModelCard, address: str, key: FleetKey | None) -> None:
@@ -59,9 +79,10 @@ class RemoteEngine(Control):
         self.info, self.card, self.address = info, card, address
         self.report: Report | None = None
         self.on_report: Callable[[Report], None] = lambda report: None
+        self.on_outputs: Callable[[], None] = lambda: None
         self.on_lost: Callable[[WorkerFailedError], None] = lambda error: None
         self.num_unreadable = 0
-        self._collectors: dict[str, Collector] = {}
+        self._streams: dict[str, RemoteStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._feed: EventFeed | None = None
@@ -96,27 +117,32 @@ class RemoteEngine(Control):
     # Engine
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        stream = self.open(request)
+        try:
+            while not stream.has_ended:
+                yield await stream.get()
+        finally:
+            stream.close()
+
+    def open(self, request: Request) -> RemoteStream:
+        """The same, for who reads outputs without a generator between: each token passes here. Raises
+        WorkerFailedError where nobody is connected, and RequestError."""
         request_id = request.request_id
-        if request_id in self._collectors:
+        if request_id in self._streams:
             raise RequestError(f"request_id {request_id!r} is that of a request that runs; choose another")
         try:
             self._send(Add(request))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request cannot be sent to a worker: {error}") from None
-        collector = self._collectors[request_id] = Collector()
-        has_ended = False
-        try:
-            while not has_ended:
-                output = await collector.get()
-                has_ended = output.finish_reason is not None
-                yield output
-        finally:
-            del self._collectors[request_id]
-            if not has_ended and collector.error is None:
-                await self.abort(request_id)
+        stream = self._streams[request_id] = RemoteStream(request_id, self._leave)
+        return stream
 
     async def abort(self, request_id: str) -> None:
-        if self._is_connected:
+        self.tell_abort(request_id)
+
+    def tell_abort(self, request_id: str) -> None:
+        """The same, at once. A worker that is not there has aborted it already."""
+        with contextlib.suppress(WorkerFailedError):
             self._send(Abort([request_id]))
 
     async def stats(self) -> Stats:
@@ -124,11 +150,16 @@ class RemoteEngine(Control):
 
     def break_off(self, request_id: str, error: WorkerFailedError) -> None:
         """Whoever reads this request's outputs gets the error now; the worker is told to stop."""
-        collector = self._collectors.get(request_id)
-        if collector is not None and collector.error is None:
-            collector.fail(error)
-            if self._is_connected:
-                self._send(Abort([request_id]))
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.collector.error is None:
+            stream.collector.fail(error)
+            self.tell_abort(request_id)
+
+    def _leave(self, stream: RemoteStream) -> None:
+        """Nobody reads this stream any more."""
+        del self._streams[stream.request_id]
+        if not stream.has_ended and stream.collector.error is None:
+            self.tell_abort(stream.request_id)
 
     # Control
 
@@ -245,18 +276,19 @@ class RemoteEngine(Control):
                 logger.warning("worker %s sends what cannot be read: %s", self.info.id, error)
             return
         if isinstance(message, Outputs):
+            self.on_outputs()
             for output in message.outputs:
-                collector = self._collectors.get(output.request_id)
-                if collector is not None:  # else its reader has left
-                    collector.put(output)
+                stream = self._streams.get(output.request_id)
+                if stream is not None:  # else its reader has left
+                    stream.collector.put(output)
         elif isinstance(message, Report):
             self._take_report(message)
         elif isinstance(message, KvBatch | KvReplayed | KvReplayEnded):
             self._take_events(message)
         elif isinstance(message, Refused):
-            collector = self._collectors.get(message.request_id)
-            if collector is not None:
-                collector.fail(message.error.build())
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.collector.fail(message.error.build())
         elif isinstance(message, Reply):
             self._take_reply(message)
 
@@ -307,9 +339,9 @@ class RemoteEngine(Control):
         if self._feed is not None:
             self._feed.check()  # the worker sends events to those alone who have asked on this connection
         error = WorkerFailedError(f"worker {self.info.id}: {why}", is_absent=True)
-        for collector in self._collectors.values():
-            if collector.error is None:
-                collector.fail(error)
+        for stream in self._streams.values():
+            if stream.collector.error is None:
+                stream.collector.fail(error)
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(error)

@@ -250,6 +250,7 @@ def test_a_restart_of_nats_under_load_is_not_seen(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 def test_many_kills_under_load(tmp_path):
     """A soak: SHOAL_SOAK_KILLS workers are killed (200), with streams under way all the time; SHOAL_SOAK_SEED
     repeats one."""

@@ -128,7 +128,7 @@ def test_an_embedded_plane_beyond_this_machine_is_refused_and_says_what_is_neede
 
 def test_a_key_file_that_cannot_serve_is_named(tmp_path):
     assert FleetKey.read(None) is None
-    with pytest.raises(ConfigError, match="cannot be read.*openssl rand"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         FleetKey.read(str(tmp_path / "none"))
     (tmp_path / "short").write_text("abc\n")
     with pytest.raises(ConfigError, match="3 characters"):

@@ -178,9 +178,21 @@ def test_a_probe_never_breaks_a_worker_that_still_delivers():
     scene(run)
 
 
+def test_a_worker_with_nothing_to_do_is_left_alone_if_a_probe_could_cost_it_its_cache():
+    async def run(s):
+        small, large = s.add("a"), s.add("b", [Publisher().listen])
+        await asyncio.sleep(100)
+        assert small.num_canaries == 0 and large.num_canaries > 2
+        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)):
+            await asyncio.sleep(20)
+        assert small.num_canaries + large.num_canaries > 2
+
+    scene(run)
+
+
 def test_a_worker_that_is_full_works():
     async def run(s):
-        link = s.add("a")
+        link = s.add("a", [Publisher().listen])
         link.is_full = True
         await asyncio.sleep(100)
         assert s.state("a") == "ready" and link.num_canaries > 2
@@ -233,6 +245,37 @@ def test_a_worker_of_another_model_or_hash_seed_is_set_aside_and_named(caplog):
             )
 
     scene(run, policy="random")
+
+
+def test_a_worker_that_was_set_aside_serves_when_the_others_have_gone():
+    async def run(s):
+        s.add("a", identity={"weights": "old"})
+        await asyncio.sleep(1)
+        old = s.fleet.models["m"]
+        s.add("b", identity={"weights": "new"})
+        await asyncio.sleep(1)
+        assert s.state("b") == "broken"
+        s.fleet.leave("a")
+        assert s.state("b") == "ready" and await s.went() == "b"
+        assert s.fleet.models["m"] is not old, "what was offered by the old one's card is offered anew"
+        s.fleet.leave("b")
+        s.add("c", is_foreign=False)
+        await asyncio.sleep(1)
+        assert s.state("c") == "ready" and await s.went() == "c"
+
+    scene(run)
+
+
+def test_a_model_that_a_worker_cannot_serve_does_not_keep_it_from_others():
+    async def run(s):
+        s.add("a", identity={"weights": "old"}, models=("x",))
+        await asyncio.sleep(1)
+        s.add("b", identity={"weights": "new"}, models=("m", "x"))
+        await asyncio.sleep(1)
+        assert s.state("b") == "ready" and await s.went() == "b"
+        assert set(s.fleet.models["x"].dispatcher.workers) == {"a"}
+
+    scene(run)
 
 
 def test_models_come_with_their_workers_and_are_remembered_for_a_while():
