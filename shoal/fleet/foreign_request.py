@@ -112,8 +112,9 @@ class ForeignRequest:
     def stops(self) -> list[str]:
         """The strings at which the output ends."""
         stop = self.get("stop")
-        stops = [stop] if isinstance(stop, str) else stop or []
-        return [one for one in stops if isinstance(one, str) and one]
+        if isinstance(stop, str):
+            stop = [stop]
+        return [one for one in stop if isinstance(one, str) and one] if isinstance(stop, list) else []
 
     def headers(self) -> dict[str, str]:
         """The headers that go on."""

@@ -20,9 +20,9 @@ import msgspec
 import zmq
 
 from shoal import wire
-from shoal.api import Engine, FinishReason, Output, Request, SleepState, Stats
+from shoal.api import FinishReason, Output, Request, SleepState, Stats
 from shoal.collector import merge
-from shoal.control import Command, Control, UpdateWeights
+from shoal.control import Command, ServedEngine, UpdateWeights
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.fleet.clock import Clock
 from shoal.fleet.fleet_key import FleetKey, is_loopback
@@ -61,10 +61,6 @@ logger = logging.getLogger(__name__)
 REPLAY_PATIENCE_S = 10.0  # without a batch, a replay of the engine has ended
 MAX_WAITING_BATCHES = 10_000  # of KV events on their way from the engine
 LINGER_MS = 500
-
-
-class ServedEngine(Engine, Control, Protocol):
-    """The engine behind the port."""
 
 
 class Gate(Protocol):
@@ -229,7 +225,7 @@ class WorkerPort:
             self._take_unreadable(routing_id, data, error)
             return
         if isinstance(message, Hello):
-            if message.worker_id == self.worker_id:
+            if message.worker_id == self.worker_id and routing_id not in self._routers:
                 self._routers[routing_id] = _Router(routing_id)
                 self._send(self._routers[routing_id], self._report)  # by it the router knows that it is heard
                 self._start(self._report_once())
