@@ -142,7 +142,7 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
         ("[router]\npolciy = 'kv'", "'polciy' is no key of [router]"),
         ("[router]\npolicy = 'best'", "policy 'best' is not one of"),
         ("[router]\nprefill_load_scale = 'x'", "prefill_load_scale 'x' is not of the type float"),
-        ("[router]\nprefill_load_scale = -1", "prefill_load_scale -1 "),
+        ("[router]\nprefill_load_scale = -1", "prefill_load_scale -1 is outside [0, inf)"),
         ("[router]\nweights = {}", "'weights' is no key of [router]"),
         ("[router]\nplane = 'tcp://127.0.0.1:1'", "'plane' is no key of [router]"),
         ("[plane]\nulr = 'x'", "'ulr' is no key of [plane]; there are url; did you mean 'url'?"),
