@@ -145,9 +145,8 @@ def _config_of(
     for name, value in (("policy", policy), ("seed", seed)):
         if value is not None or name in router:
             values[name] = router[name] if value is None else value
-    values["weights"] = build(
-        RouterWeights, {name: router[name] for name in keys_of(RouterWeights) if name in router}
-    )
+    weights = keys_of(RouterWeights)
+    values["weights"] = build(RouterWeights, {name: router[name] for name in weights if name in router})
     values["workers"] = _workers_of(document, num_workers)
     values["planner"] = build(PlannerConfig, planned)
     return build(SimConfig, values)
