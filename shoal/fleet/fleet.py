@@ -23,12 +23,21 @@ from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.plane import Plane
 from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.planner import DecodeLoad, Observation
 from shoal.fleet.prober import Prober
 from shoal.fleet.rolling import command_workers
 from shoal.fleet.shared_books import SharedBooks
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, parse_worker
-from shoal.fleet_api import CommandResults, FleetView, QueueView, Selected, WorkerView
+from shoal.fleet_api import (
+    CommandResults,
+    FleetView,
+    PlannerView,
+    QueueView,
+    Selected,
+    WorkerState,
+    WorkerView,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +66,7 @@ class Fleet:
         self._all: list[ModelFleet] = []
         self.workers: dict[str, Worker[Any]] = {}
         self.changed = asyncio.Event()
+        self.planner_view: Callable[[], PlannerView] | None = None  # where a planner is at work
         self.prober = Prober(
             clock,
             interval_s=config.check_interval,
@@ -274,13 +284,35 @@ class Fleet:
 
     # What an operator asks (shoal.fleet_api.FleetControl)
 
+    def observe(self, name: str, decode_role: str) -> Observation:
+        """What a model's workers do now, for the planner. `decode_role`: "decode", or "both" where prefill
+        and decode are not apart."""
+        model = self.models.get(name)
+        if model is None:
+            return Observation(at=0.0, decode=[], decode_role=decode_role)
+        ready = [worker for worker in model.dispatcher.workers.values() if worker.state == WorkerState.READY]
+        decode = [worker for worker in ready if worker.info.role != "prefill" and not worker.is_asleep]
+        loads = []
+        for worker in decode:
+            ranks = [model.router.candidates[rank] for rank in worker.ranks]
+            usage = max(model.router.kv_usage(candidate.rank) for candidate in ranks)
+            loads.append(DecodeLoad(usage, sum(candidate.num_waiting for candidate in ranks)))
+        return Observation(
+            at=0.0,
+            decode=loads,
+            decode_role=decode_role,
+            prefill_workers=sum(worker.info.role == "prefill" for worker in ready),
+            queued=model.dispatcher.queue.length,
+        )
+
     def view(self) -> FleetView:
         queues = [model.dispatcher.queue for model in self._all]
         queue = QueueView(
             sum(queue.length for queue in queues), max((queue.oldest_s for queue in queues), default=0.0)
         )
         workers = [self._view(worker) for worker in self.workers.values()]
-        return FleetView(self.config.policy, workers, queue)
+        planner = None if self.planner_view is None else self.planner_view()
+        return FleetView(self.config.policy, workers, queue, planner)
 
     def _view(self, worker: Worker[Any]) -> WorkerView:
         info = worker.info

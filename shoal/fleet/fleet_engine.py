@@ -16,14 +16,22 @@ from typing import Any, TypeVar, cast
 
 from shoal.api import FinishReason, KvTierStats, Output, Request, SleepState, Stats
 from shoal.control import Command, Control, ReadSleepState
-from shoal.errors import BusyError, ConfigError, ShoalError, UnavailableError, UserError, WorkerFailedError
+from shoal.errors import (
+    BusyError,
+    ConfigError,
+    RequestError,
+    ShoalError,
+    UnavailableError,
+    UserError,
+    WorkerFailedError,
+)
 from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.remote_engine import RemoteEngine, RemoteStream
 from shoal.request_builder import copy_params
 
 T = TypeVar("T")
 
-MIN_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
+MAX_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
 BOOKED_TOKENS = 8  # of a stream are told to the router's books at a time, which count in blocks
 MAX_REFUSALS = 10  # by workers that take nothing just now, until the request is told so
 
@@ -41,6 +49,10 @@ class FleetEngine(Control):
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Raises BusyError if all workers and the queue are full, and UnavailableError if no worker is ready,
         or so many have failed the request that it is given up."""
+        if request.request_id in self._running:
+            raise RequestError(
+                f"request_id {request.request_id!r} is that of a request that runs; choose another"
+            )
         progress = self._running[request.request_id] = _Progress(request)
         wanted = Wanted(
             request.request_id,
@@ -61,11 +73,12 @@ class FleetEngine(Control):
                                 if output.token_ids or progress.has_ended:
                                     yield output
                                 if progress.must_move:
-                                    raise BusyError("it has ended its requests, to sleep or to stop")
-                except BusyError as error:
+                                    raise _Refused("it has ended its requests, to sleep or to stop")
+                except _Refused as error:
+                    progress.refused(error)
+                except BusyError:
                     if place is None:  # the queue is full
                         raise
-                    progress.refused(error)
                 except WorkerFailedError as error:
                     self._count(progress, error)
                 wanted.token_ids = progress.token_ids
@@ -117,12 +130,16 @@ class FleetEngine(Control):
             self.num_migrations += 1
         else:
             progress.num_failures += 1
-            if progress.num_failures >= MIN_TRIES:
+            if progress.num_failures >= MAX_TRIES:
                 raise UnavailableError(
                     f"{error}; {progress.num_failures} workers failed this request before its first token: "
                     "it may be what they fail at, so it is given up"
                 ) from None
             self.num_retries += 1
+
+
+class _Refused(BusyError):
+    """A worker lives, and takes nothing just now for another reason than that it is full."""
 
 
 class _Progress:
@@ -205,7 +222,7 @@ class _Progress:
         place.generated(self._num_unbooked)
         self._num_unbooked = 0
 
-    def refused(self, error: BusyError) -> None:
+    def refused(self, error: _Refused) -> None:
         """Raises UnavailableError if that was often enough."""
         self.num_refusals += 1
         if self.num_refusals >= MAX_REFUSALS:
@@ -221,7 +238,7 @@ def _errors_of(worker_id: str) -> Iterator[None]:
     except (UserError, BusyError, WorkerFailedError):
         raise
     except UnavailableError as error:  # it sleeps, say, and its report is on the way
-        raise BusyError(f"worker {worker_id}: {error}") from error
+        raise _Refused(f"worker {worker_id}: {error}") from error
     except ShoalError as error:
         raise WorkerFailedError(f"worker {worker_id}: {error}") from error
 

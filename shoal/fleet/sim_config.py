@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
-from shoal.fleet.fleet_file import ROUTER_OPTIONS, TOP_KEYS, WEIGHTS, WORKER_OPTIONS, OwnWorkers
+from shoal.fleet.fleet_file import ROUTER_OPTIONS, TOP_KEYS, WORKER_OPTIONS, OwnWorkers
 from shoal.fleet.planner import PlannerConfig
 from shoal.fleet.policy import RouterWeights, check_policy
 from shoal.fleet.sim_timing import find_timing
@@ -132,7 +132,7 @@ def _config_of(
     planner: Mapping[str, Any],
 ) -> SimConfig:
     # Much of a fleet's file changes nothing here: ports, keys, the plane.
-    check_keys(document, TOP_KEYS | {"planner"}, "the file")
+    check_keys(document, TOP_KEYS, "the file")
     if "model" not in document:
         raise ConfigError('"model" is missing; give the name of a published shape, such as "qwen3-8b"')
     given = table(document, "sim")
@@ -145,7 +145,8 @@ def _config_of(
     for name, value in (("policy", policy), ("seed", seed)):
         if value is not None or name in router:
             values[name] = router[name] if value is None else value
-    values["weights"] = build(RouterWeights, {name: router[name] for name in WEIGHTS if name in router})
+    weights = keys_of(RouterWeights)
+    values["weights"] = build(RouterWeights, {name: router[name] for name in weights if name in router})
     values["workers"] = _workers_of(document, num_workers)
     values["planner"] = build(PlannerConfig, planned)
     return build(SimConfig, values)
