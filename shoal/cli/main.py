@@ -17,7 +17,7 @@ from shoal.bench import serving
 from shoal.bench.serving import ServeBench
 from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.errors import ConfigError, ShoalError
-from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
 from shoal.options import SAMPLING, Parser, given_options, integer
 from shoal.version import __version__
 
@@ -43,24 +43,6 @@ SIM_DESCRIPTION = """Simulates a fleet under a trace: the router's own code over
 virtual clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/fleet.md
 explains it."""
 SHELLS = ("bash", "zsh", "fish")
-# Options of `shoal serve` that are of an engine, of a worker, or a router's own in FleetConfig.
-NOT_OF_A_ROUTER = (
-    "max_queued_requests",
-    "profile_dir",
-    "served_model_name",
-    "engine_timeout",
-    "restart",
-    "swap",
-    "swap_patience",
-    "tool_call_parser",
-    "reasoning_parser",
-    "plane",
-    "role",
-    "worker_id",
-    "fleet_key_file",
-    "fleet_host",
-    "fleet_port",
-)
 BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
 
 
