@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -50,7 +51,7 @@ def fleet_up(path: str, verbose: bool = False) -> int:
             plane_url,
             more_words=_common_words(file, verbose),
             environment=_environment(file.server),
-            prefix=_prefix(plane_url),
+            prefix=_prefix(plane_url, file.server),
             may_grow=file.planner.enabled,
         )
         log = ProcessLog(sys.stderr, file.server.log_format, width=_width(components, file.workers))
@@ -181,9 +182,11 @@ def _environment(config: ServerConfig) -> dict[str, str]:
     return {"SHOAL_API_KEY": ",".join(keys)} if keys else {}
 
 
-def _prefix(plane_url: str) -> str:
-    """Ids are unique on a plane, and NATS is one for many hosts."""
-    return f"{socket.gethostname().partition('.')[0]}-" if plane_url.startswith(NATS) else ""
+def _prefix(plane_url: str, config: ServerConfig) -> str:
+    """Ids are unique on a plane. NATS is one for many hosts, and for many fleets of a host."""
+    if not plane_url.startswith(NATS):
+        return ""
+    return f"{socket.gethostname().partition('.')[0]}-{config.port or os.getpid()}-"
 
 
 def _width(components: Sequence[Component], groups: Sequence[OwnWorkers | ForeignWorkers]) -> int:

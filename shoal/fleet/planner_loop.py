@@ -55,6 +55,7 @@ class PlannerLoop:
         self._states: dict[str, PlannerState] = {}
         self._seen: dict[str, list[Observation]] = {}
         self._last: dict[str, Decision] = {}
+        self._num_failures: dict[str, int] = {}  # of changes in succession, by model
         self._changing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -86,20 +87,20 @@ class PlannerLoop:
 
     def _look(self) -> None:
         for model, seen in self._observe().items():
-            pending = seen.pending + self._connector.pending(model)
+            pending = max(seen.pending + self._connector.pending(model), int(self._is_changing))
             seen = msgspec.structs.replace(seen, at=round(self._clock.now(), 3), pending=pending)
             self._seen.setdefault(model, []).append(seen)
             self._write(Recorded(model=model, observation=seen))
 
     def _judge(self) -> None:
-        """Decides for one model after the other. What is decided for one counts in the others' budget."""
+        """Decides for one model after the other. What is decided for one counts in the others' budget, so one
+        whose workers do not start comes last."""
         changes: list[tuple[str, Change]] = []
         gpus = {model: self._gpus(seen[-1]) for model, seen in self._seen.items()}
-        for model, seen in self._seen.items():
+        for model in sorted(self._seen, key=lambda name: self._num_failures.get(name, 0)):
+            seen = self._seen[model]
             others = sum(count for name, count in gpus.items() if name != model)
             state = self._states.get(model, PlannerState())
-            if self._is_changing:
-                seen = [*seen[:-1], msgspec.structs.replace(seen[-1], pending=max(1, seen[-1].pending))]
             decision, self._states[model] = decide(self.config, state, seen, other_gpus=others)
             gpus[model] += sum(self.config.gpus_of(each.role) * each.count for each in decision.changes)
             self._write(Recorded(model=model, decision=decision, other_gpus=others))
@@ -127,7 +128,9 @@ class PlannerLoop:
                 worker_id = await work(model, change.role)
             except ShoalError as error:  # the next decision begins with what there is then
                 logger.error("planner: %s", error)
+                self._num_failures[model] = self._num_failures.get(model, 0) + 1
             else:
+                self._num_failures.pop(model, None)
                 logger.info("planner: %s is %s", worker_id, "ready" if change.count > 0 else "gone")
 
     def _write(self, entry: Recorded) -> None:

@@ -181,18 +181,22 @@ async def test_a_server_that_refuses_unknown_fields_is_asked_without_ours():
 
 
 @running
-async def test_the_clients_key_does_not_go_on_and_the_workers_own_does(tmp_path):
+async def test_headers_go_on_but_for_the_clients_key_in_whose_place_is_the_workers_own(tmp_path):
     (tmp_path / "key").write_text("of the worker")
     a = ForeignWorker()
     async with front(a, keys=[tmp_path / "key"]) as router:
         await router.ask(
-            prompt="x", headers={b"authorization": b"Bearer of the router", b"traceparent": b"00-1-2-03"}
+            prompt="x",
+            headers={
+                b"authorization": b"Bearer of the router",
+                b"traceparent": b"00-1-2-03",
+                b"content-type": b"application/x-www-form-urlencoded",
+            },
         )
         (one,) = a.received
-        assert (
-            one.headers["Authorization"] == "Bearer of the worker"
-            and one.headers["traceparent"] == "00-1-2-03"
-        )
+        assert one.headers["Authorization"] == "Bearer of the worker"
+        assert one.headers["traceparent"] == "00-1-2-03"
+        assert one.headers["Content-Type"] == "application/json", "vLLM takes no form, which curl calls it"
 
 
 @running
