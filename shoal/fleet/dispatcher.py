@@ -228,15 +228,20 @@ class Dispatcher(Generic[L]):
             self.num_queued += 1
         wanted.queued_at = wanted.queued_at or self._clock.now()
         future: asyncio.Future[tuple[Worker[L], Choice]] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (wanted.priority, wanted.number, wanted, chains, future))
+        entry = (wanted.priority, wanted.number, wanted, chains, future)
+        heapq.heappush(self._waiting, entry)
         self.changed()  # those ahead may wait for workers that this request does not need
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
+            if entry in self._waiting:  # its prompt is not kept until its turn would have come
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+            elif future.done() and not future.cancelled() and future.exception() is None:
                 worker, _ = future.result()  # it was given a place just now
                 worker.active -= 1
                 self.router.books.end(wanted.request_id)
+                worker.changed()  # others may wait for it: those of its other models, and an operator
             future.cancel()
             self.changed()
             raise

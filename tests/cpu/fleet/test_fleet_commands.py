@@ -111,6 +111,37 @@ async def test_requests_wait_for_the_only_worker():
 
 
 @virtual
+async def test_a_request_that_leaves_just_as_it_gets_its_place_holds_up_no_command():
+    rig = Rig("a")
+    [worker] = rig.workers
+    worker.full_until = float("inf")
+    [asking] = rig.begin(1)
+    await asyncio.sleep(1)
+    idle = asyncio.create_task(worker.wait_idle())
+    worker.full_until = 0.0
+    rig.dispatcher.changed()
+    assert worker.active == 1
+    asking.cancel()
+    await asyncio.wait_for(idle, 60)
+    assert worker.active == 0
+
+
+@virtual
+async def test_those_who_leave_the_queue_are_forgotten_at_once():
+    rig = Rig("a")
+    rig.dispatcher.busy_prefill_tokens = 1
+    first, *others = rig.begin(100, seconds=1e9)
+    await asyncio.sleep(1)
+    for one in others[1:]:
+        one.cancel()
+    await asyncio.sleep(1)
+    assert rig.dispatcher.queue.length == len(rig.dispatcher._waiting) == 1
+    first.cancel()
+    await asyncio.sleep(1)
+    assert not rig.dispatcher._waiting and not others[0].done(), "the one that stayed has its place"
+
+
+@virtual
 async def test_a_failure_ends_a_rolling_command_and_says_who_has_which_version():
     rig = Rig("abc")
     rig.workers[1].link.error = CheckpointError("no such folder")
