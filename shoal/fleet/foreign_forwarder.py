@@ -56,10 +56,10 @@ class _Head:
 
     def fill(self, exchange: ForeignExchange, worker_id: str) -> None:
         self.status = exchange.status
-        self.content_type = exchange.headers.get("content-type", "application/json").encode("latin-1")
+        self.content_type = _bytes(exchange.headers.get("content-type", "application/json"))
         self.headers = [(b"x-shoal-worker", worker_id.encode("ascii"))]
         if "retry-after" in exchange.headers:
-            self.headers.append((b"retry-after", exchange.headers["retry-after"].encode("latin-1")))
+            self.headers.append((b"retry-after", _bytes(exchange.headers["retry-after"])))
 
 
 class ForeignForwarder:
@@ -92,35 +92,38 @@ class ForeignForwarder:
         wanted = await self._wanted(request)
         stream = ForeignStream(request)
         num_failures = num_migrations = 0
-        while True:
-            place: Place[ForeignLink] | None = None
-            try:
-                async with (
-                    self._dispatcher.place(wanted) as place,
-                    aclosing(self._ask(place, stream, head)) as pieces,
-                ):
-                    async for piece in pieces:
-                        yield piece
-                return
-            except BusyError:
-                if place is None:  # the router's own queue is full
-                    raise
-            except WorkerFailedError as error:
-                stream.break_off()
-                if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
-                    await self._settle(stream)
-                if stream.is_whole:
-                    yield stream.finish()
+        try:
+            while True:
+                place: Place[ForeignLink] | None = None
+                try:
+                    async with (
+                        self._dispatcher.place(wanted) as place,
+                        aclosing(self._ask(place, stream, head)) as pieces,
+                    ):
+                        async for piece in pieces:
+                            yield piece
                     return
-                if stream.has_begun:
-                    num_migrations += 1
-                    self._check_migration(stream, num_migrations, error)
-                    wanted.token_ids = stream.go_on()
-                else:
-                    num_failures += 1
-                    if num_failures >= MIN_TRIES and not self._has_fresh_worker(wanted):
+                except BusyError:
+                    if place is None:  # the router's own queue is full
                         raise
-                    self.num_retries += 1
+                except WorkerFailedError as error:
+                    stream.break_off()
+                    if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
+                        await self._settle(stream)
+                    if stream.is_whole:
+                        yield stream.finish()
+                        return
+                    if stream.has_begun:
+                        num_migrations += 1
+                        self._check_migration(stream, num_migrations, error)
+                        wanted.token_ids = stream.go_on()
+                    else:
+                        num_failures += 1
+                        if num_failures >= MIN_TRIES and not self._has_fresh_worker(wanted):
+                            raise
+                        self.num_retries += 1
+        finally:
+            self._dispatcher.forget(wanted)
 
     async def _ask(
         self, place: Place[ForeignLink], stream: ForeignStream, head: _Head
@@ -159,6 +162,9 @@ class ForeignForwarder:
                             yield b""
                         stream.has_begun = True
                         yield piece
+                if not head.headers:  # an answer without a byte
+                    head.fill(exchange, place.worker.id)
+                    yield b""
                 return
 
     def _to_send(self, stream: ForeignStream, link: ForeignLink) -> tuple[bool, str, bytes]:
@@ -319,6 +325,11 @@ def _tell_cached(place: Place[ForeignLink], num_cached: int, num_tokens: int) ->
     """Of `num_tokens` tokens of the prompt so many were cached. The router may have counted others, where
     numbers stand for the text."""
     place.cached(num_cached * place.num_prompt_tokens // max(1, num_tokens))
+
+
+def _bytes(header: str) -> bytes:
+    """As the worker sent it: aiohttp reads headers so."""
+    return header.encode("utf-8", "surrogateescape")
 
 
 def _content_type(exchange: ForeignExchange) -> str:

@@ -10,6 +10,7 @@ import math
 import re
 import urllib.parse
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ END_SECONDS = 0.5
 # vLLM and others on uvicorn close a connection that is idle for 5 s. It is better closed here before that
 # than at the same moment as a request goes out.
 KEEP_ALIVE_SECONDS = 3.0
+MAX_ANSWER_BYTES = 1 << 28  # of an answer that is no stream; one with the vectors of many texts has megabytes
 NO_SUCH_PATH = (404, 405, 501)
 RETRY_SECONDS = (0.1, 60.0)  # the least and the most that a Retry-After counts for
 # The load of a worker in the metrics of vLLM, SGLang and llama.cpp: running, waiting, use of the KV cache.
@@ -132,8 +134,14 @@ class ForeignExchange:
             pass
 
     async def whole(self) -> bytes:
-        """The body. Raises WorkerFailedError as `pieces` does."""
-        return b"".join([piece async for piece in self.pieces()])
+        """The body. Raises WorkerFailedError as `pieces` does, and for one that is too large."""
+        body = bytearray()
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                body += piece
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise self._link.failure(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+        return bytes(body)
 
     @property
     def _started(self) -> aiohttp.ClientResponse:

@@ -31,7 +31,8 @@ class SseReader:
         for line in more[:-1]:
             self._take(line, events)
         self._line = [more[-1]]
-        self._size = len(more[-1]) + sum(map(len, self._data))
+        # An event of many lines may be empty and yet take memory.
+        self._size = len(more[-1]) + sum(map(len, self._data)) + len(self._data)
         return events
 
     def _take(self, line: bytes, events: list[bytes]) -> None:

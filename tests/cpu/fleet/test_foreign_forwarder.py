@@ -8,6 +8,8 @@ import random
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from shoal.errors import BusyError, UnavailableError, WorkerFailedError
 from shoal.fleet import foreign_link
@@ -266,6 +268,32 @@ async def test_a_request_that_every_worker_fails_at_ends():
         with pytest.raises(WorkerFailedError, match="500"):
             await router.ask(prompt="x")
         assert len(a.received) == len(b.received) == 1
+
+
+@running
+async def test_a_request_that_has_waited_and_is_given_up_leaves_the_queue():
+    a = ForeignWorker()
+    a.faults = [Fault(429, times=1, headers={"Retry-After": "0.1"}), Fault(500)]
+    async with front(a) as router:
+        with pytest.raises(WorkerFailedError, match="500"):
+            await router.ask(prompt="x")
+        assert router.dispatcher.num_queued == 1 and router.dispatcher.queue.length == 0
+
+
+@running
+async def test_an_answer_without_a_byte_is_passed_on():
+    async def nothing(request):
+        return web.Response(status=200, headers={"Content-Type": "application/x-ndjson"})
+
+    a = ForeignWorker()
+    async with front(a) as router:
+        app = web.Application()
+        app.router.add_post("/api/chat", nothing)
+        async with TestServer(app) as server:
+            [worker] = router.dispatcher.workers.values()
+            worker.link._url = str(server.make_url("")).rstrip("/")
+            answer = await router.begin("/api/chat", stream=True)
+            assert answer.status == 200 and [piece async for piece in answer.chunks if piece] == []
 
 
 @running

@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 
 from shoal.errors import WorkerFailedError
+from shoal.fleet import foreign_link
 from shoal.fleet.foreign_link import ForeignLink, is_exposed, new_session, read_loads
 from shoal.fleet.worker import WorkerLoad
 from shoal.fleet.worker_spec import parse_worker
@@ -100,6 +101,17 @@ def test_what_is_wrong_with_a_worker_is_said(routes, why):
             await link.check()
 
     with_server(routes, use)
+
+
+def test_an_answer_without_end_is_a_failure(monkeypatch):
+    monkeypatch.setattr(foreign_link, "MAX_ANSWER_BYTES", 1000)
+    models = {"data": [{"id": f"model-{number}"} for number in range(1000)]}
+
+    async def use(link, asked):
+        with pytest.raises(WorkerFailedError, match="more than 1000 bytes"):
+            await link.check()
+
+    with_server({("GET", "/v1/models"): (200, models)}, use)
 
 
 def test_nobody_there_is_a_failure_that_needs_no_second_try():

@@ -64,3 +64,11 @@ def test_an_event_without_end_is_refused(monkeypatch):
     with pytest.raises(WorkerFailedError, match="1000 bytes"):
         for _ in range(20):
             reader.feed(b"data: " + b"x" * 80 + b"\n")
+
+
+def test_an_event_of_empty_lines_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1000)
+    reader = SseReader()
+    with pytest.raises(WorkerFailedError, match="1000 bytes"):
+        for _ in range(2000):
+            reader.feed(b"data:\n")
