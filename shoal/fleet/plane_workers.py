@@ -75,6 +75,7 @@ async def watch_plane(
             there = workers.get(worker_id)
             if there is not None and details is not None and _is_same(there, details):
                 there.is_draining = details.is_draining
+                there.changed()
                 continue
             if there is not None:
                 del workers[worker_id]

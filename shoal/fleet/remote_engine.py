@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from shoal.api import Output, Request, SamplingParams, Stats
 from shoal.collector import Collector
-from shoal.control import Command, Control, result_type
+from shoal.control import Command, Control, name_of, result_type
 from shoal.errors import BusyError, ConfigError, RequestError, ShoalError, WorkerFailedError
 from shoal.fleet.event_feed import EventFeed
 from shoal.fleet.fleet_key import FleetKey
@@ -271,6 +271,11 @@ class RemoteEngine(Control):
         reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
             return msgspec.convert(await reply, result_type(command))
+        except msgspec.ValidationError as error:
+            raise WorkerFailedError(
+                f"worker {self.info.id}: its answer to {name_of(command)} cannot be read ({error}); is its "
+                "version another?"
+            ) from None
         finally:
             del self._calls[call_id]
 

@@ -5,6 +5,8 @@ Requests and outputs travel as they do between `shoal serve` and its engine's co
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from shoal.api import SleepState, Stats
@@ -26,7 +28,7 @@ class Hello(Message, frozen=True):
 class AskEvents(Message, frozen=True):
     """All batches of KV events from this number on, and then each as it comes."""
 
-    start: int
+    start: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 ToWorker = Hello | Add | Abort | Call | AskEvents

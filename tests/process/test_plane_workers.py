@@ -98,6 +98,11 @@ async def test_one_that_drains_stays_and_one_that_changes_joins_anew():
         await plane.register(worker(port=port, is_draining=True))
         await until(lambda: first.is_draining)
         assert router.workers["w"] is first and not router.left
+        changes = []
+        first.on_change.add(lambda: changes.append(first.is_draining))
+        await plane.register(worker(port=port))
+        await until(lambda: changes)
+        assert changes == [False], "whoever waits for it is told"
         await plane.register(worker())
         await until(lambda: router.left == ["w"] and "w" in router.workers)
         assert router.workers["w"] is not first and not router.workers["w"].is_draining

@@ -26,7 +26,7 @@ from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.remote_engine import RemoteEngine
 from shoal.fleet.worker import WorkerInfo
 from shoal.fleet.worker_port import WorkerPort
-from shoal.fleet.worker_wire import Hello, encode
+from shoal.fleet.worker_wire import AskEvents, Hello, encode
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.server.admission import Admission
@@ -200,6 +200,18 @@ async def test_commands_and_reports_cross():
 
 
 @asynchronous
+async def test_an_answer_of_another_version_is_a_failure_of_the_worker():
+    async with joined() as (site, remote):
+
+        async def control(command):
+            return {"neither": "a number"}
+
+        site.engine.control = control
+        with pytest.raises(WorkerFailedError, match="w: its answer to update_weights cannot be read"):
+            await remote.update_weights("/a/b")
+
+
+@asynchronous
 async def test_a_worker_that_goes_ends_its_streams_and_one_that_comes_back_is_found():
     engine = FakeEngine(vocab_size=512, token_seconds=0.01)
     async with joined(engine) as (site, remote):
@@ -238,9 +250,10 @@ async def test_garbage_and_strangers_change_nothing():
     async with joined() as (site, remote):
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.connect(site.port.address)
-            for message in (b"", b"\x93garbage", encode(Hello("another")), encode(Add(request()))):
+            wrong = (b"", b"\x93garbage", encode(AskEvents(-1)), encode(AskEvents(1 << 63)))
+            for message in (*wrong, encode(Hello("another")), encode(Add(request()))):
                 stranger.send(message)
-            await eventually(lambda: site.port.num_unreadable == 2)
+            await eventually(lambda: site.port.num_unreadable == 4)
             assert not site.engine.seen
             stranger.close(linger=0)
         assert len((await tokens(remote, request()))[0]) == 10
