@@ -20,6 +20,7 @@ from shoal.errors import ConfigError
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import Plane, check_name
+from shoal.fleet.plane_inbox import start
 from shoal.fleet.plane_workers import member_of
 from shoal.fleet.planes import check_plane, open_plane
 from shoal.fleet.worker_port import EventEndpoints, WorkerPort, check_host
@@ -120,7 +121,7 @@ async def joined(
             await asyncio.gather(staying, return_exceptions=True)
             await register(is_draining=True)
 
-        staying, leaving = asyncio.create_task(stay()), asyncio.create_task(leave())
+        staying, leaving = start(stay()), start(leave())
         try:
             yield
         finally:

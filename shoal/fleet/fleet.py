@@ -136,6 +136,7 @@ class Fleet:
         self._displace(worker)
         worker.interrupt()
         self._listening.pop(worker_id, None)
+        self._no_wake_before.pop(worker_id, None)
         self._await_at_end(asyncio.create_task(self._part_from(worker)))
 
     def model(self, name: str | None) -> ModelFleet | None:
@@ -390,7 +391,8 @@ class Fleet:
         models = self._models_of(worker)
         self.leave(worker_id)
         for model in models:  # nobody waits for what an operator took away
-            if not model.dispatcher.workers:
+            # A worker that was set aside may have put a model of its own in this one's place.
+            if not model.dispatcher.workers and model in self._all:
                 self._all.remove(model)
         self._name_models()
 

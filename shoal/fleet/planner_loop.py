@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.errors import ShoalError
 from shoal.fleet.clock import Clock
+from shoal.fleet.plane_inbox import start
 from shoal.fleet.planner import Change, Decision, Observation, PlannerConfig, PlannerState, Recorded, decide
 from shoal.fleet_api import PlannerView
 
@@ -115,7 +116,7 @@ class PlannerLoop:
                 )
         self._seen = {}
         if changes and not self.config.no_operation:
-            self._changing = asyncio.create_task(self._carry_out(changes))
+            self._changing = start(self._carry_out(changes))
 
     def _gpus(self, seen: Observation) -> int:
         decode = self.config.gpus_of(seen.decode_role) * len(seen.decode)

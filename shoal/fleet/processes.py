@@ -205,6 +205,7 @@ class Processes:
             raise UnknownWorkerError(f"there is no worker {worker_id!r} here; there are {self._names()}")
         await worker.stop(grace_s)
         self._workers.pop(worker_id, None)
+        self._changed.set()
 
     async def close(self, grace_s: float = GRACE_S) -> None:
         """Ends all workers at the same time."""

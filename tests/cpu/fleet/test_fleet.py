@@ -266,6 +266,19 @@ def test_a_worker_that_was_set_aside_serves_when_the_others_have_gone():
     scene(run)
 
 
+def test_a_removed_worker_makes_room_for_one_that_was_set_aside():
+    async def run(s):
+        s.add("a", identity={"weights": "1"})
+        await until(lambda: s.state("a") == "ready")
+        s.add("b", identity={"weights": "2"})
+        await until(lambda: s.fleet.workers["b"].set_aside)
+        await s.fleet.remove("a")
+        await until(lambda: s.state("b") == "ready")
+        assert await s.went() == "b"
+
+    scene(run)
+
+
 def test_a_model_that_a_worker_cannot_serve_does_not_keep_it_from_others():
     async def run(s):
         s.add("a", identity={"weights": "old"}, models=("x",))
