@@ -19,6 +19,7 @@ from shoal.errors import WorkerFailedError
 from shoal.fleet.foreign_request import ForeignRequest
 
 DONE = b"data: [DONE]\n\n"
+MOST_HELD = 1 << 16  # chunks in succession that show nothing
 Chunk = dict[str, Any]
 decode = msgspec.json.Decoder(dict[str, Any]).decode
 encode = msgspec.json.Encoder().encode
@@ -55,6 +56,8 @@ class ForeignStream:
             raise WorkerFailedError(
                 f"a worker's stream has an event of no known shape: {error!r:.300}"
             ) from None
+        if len(self._held) > MOST_HELD:
+            raise WorkerFailedError(f"a worker's stream has more than {MOST_HELD} chunks that show nothing")
         self.has_begun = self.has_begun or bool(events)
         return events, num_tokens
 

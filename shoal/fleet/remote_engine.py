@@ -90,6 +90,7 @@ class RemoteEngine(Control):
         self._stepped = asyncio.Event()  # the engine has computed something, says a report
         self._is_connected = False  # the worker has answered our Hello on this connection
         self._connected = asyncio.Event()
+        self._hello: asyncio.TimerHandle | None = None  # when it is said again
         self._is_closed = False
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket: zmq.Socket[bytes] = self._socket
@@ -349,7 +350,9 @@ class RemoteEngine(Control):
         with contextlib.suppress(zmq.ZMQError):  # not quite there yet, or gone again
             self._socket.send(encode(Hello(self.info.id)), zmq.NOBLOCK)
         self._reader.look()
-        asyncio.get_running_loop().call_later(CONNECT_S, self._say_hello)
+        if self._hello is not None:  # a connection before this one
+            self._hello.cancel()
+        self._hello = asyncio.get_running_loop().call_later(CONNECT_S, self._say_hello)
 
     def _lose(self, why: str) -> None:
         was_connected, self._is_connected = self._is_connected, False

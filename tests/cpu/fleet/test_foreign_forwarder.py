@@ -12,11 +12,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from shoal.errors import BusyError, UnavailableError, WorkerFailedError
-from shoal.fleet import foreign_link
+from shoal.fleet import foreign_link, foreign_stream
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.dispatcher import Dispatcher
 from shoal.fleet.foreign_forwarder import ForeignForwarder
 from shoal.fleet.foreign_link import ForeignLink, new_session
+from shoal.fleet.foreign_request import ForeignRequest
+from shoal.fleet.foreign_stream import ForeignStream
 from shoal.fleet.indexer import KvIndexer
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.prompt_tokens import PromptTokens
@@ -495,6 +497,17 @@ async def test_a_client_that_leaves_is_gone_at_the_worker(stream):
         while a.received[0].state == "running":
             await asyncio.sleep(0.01)
         assert a.received[0].state == "left" and router.dispatcher.workers["a"].active == 0
+
+
+def test_chunks_that_show_nothing_are_not_kept_without_end(monkeypatch):
+    monkeypatch.setattr(foreign_stream, "MOST_HELD", 10)
+    body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
+    stream = ForeignStream(ForeignRequest(ForeignCall("request", "POST", "/v1/completions", {}, body)))
+    empty = json.dumps({"choices": [{"index": 0, "text": ""}]}).encode()
+    for _ in range(10):
+        assert stream.push(empty) == (b"", 0)
+    with pytest.raises(WorkerFailedError, match="more than 10 chunks"):
+        stream.push(empty)
 
 
 @running
